@@ -1,0 +1,31 @@
+"""Differentiable functions on arrays, free of Flax, each on the backends that support it."""
+
+from jax_te.ops.activation import activation
+from jax_te.ops.attention import dot_product_attention
+from jax_te.ops.attention_spec import AttentionSpec, MaskType
+from jax_te.ops.backend import BACKENDS, OPS, BackendName, Choice, explain_backend, use_backend
+from jax_te.ops.cross_entropy import softmax_cross_entropy
+from jax_te.ops.dense import dense
+from jax_te.ops.layernorm import layernorm
+from jax_te.ops.layernorm_dense import layernorm_dense
+from jax_te.ops.layernorm_mlp import layernorm_mlp
+from jax_te.ops.spec import NormSpec
+
+__all__ = [
+    "BACKENDS",
+    "OPS",
+    "AttentionSpec",
+    "BackendName",
+    "Choice",
+    "MaskType",
+    "NormSpec",
+    "activation",
+    "dense",
+    "dot_product_attention",
+    "explain_backend",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "softmax_cross_entropy",
+    "use_backend",
+]

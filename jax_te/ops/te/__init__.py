@@ -1,0 +1,41 @@
+"""The ``te`` backend: Transformer Engine's quantize, GEMM, norm, activation and attention primitives.
+
+Only this folder imports ``transformer_engine``, and only `load` decides when. ``primitives()`` gives the module with
+the functions; nothing is imported from it before TE is known to load.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from jax_te.ops.attention_spec import AttentionSpec
+from jax_te.ops.te.load import available
+from jax_te.parallel import current_mesh
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+
+__all__ = ["available", "primitives", "supports"]
+
+
+def primitives() -> ModuleType:
+    """The module of primitives; call only where `available` says yes."""
+    return importlib.import_module("jax_te.ops.te.kernels")
+
+
+def supports(op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None) -> tuple[bool, str]:
+    """Whether TE can run ``op`` here, and if not why."""
+    ok, reason = available()
+    if not ok:
+        return False, reason
+    mesh = current_mesh()
+    if mesh is not None and mesh.size > 1:
+        return False, f"a mesh of {mesh.size} devices is set and TE's kernels run on one device here"
+    if recipe is not None:
+        if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
+            return False, f"TE has no quantizer for recipe {recipe.name!r}"
+        ok, reason = primitives().recipe_supports(recipe)
+        if not ok:
+            return False, reason
+    if op == "dot_product_attention" and attention is not None:
+        return primitives().attention_supports(attention)
+    return True, "TE loads and has this op"

@@ -1,0 +1,85 @@
+"""Activations by Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import transformer_engine.jax.cpp_extensions as tex
+from transformer_engine.jax.cpp_extensions.activation import (
+    ActivationEnum,
+    ActivationParams,
+    DActLuDBiasQuantizePrimitive,
+)
+from transformer_engine.jax.cpp_extensions.amax import AmaxScope
+
+from jax_te.ops import xla
+from jax_te.ops.spec import activation_parts
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
+from jax_te.quantize import Quantizer
+from jax_te.typing import Array, DTypeLike
+
+
+def act_quantize(x: Array, name: str, quantizer: Quantizer | None, scale: Array | None) -> tuple[Any, Array | None]:
+    """``x [..., n_act, f]`` -> ``[..., f]`` as a GEMM operand, and its amax where reported."""
+    with inside_te():
+        te_q = te_quantizer(quantizer, scale)
+        operand = tex.act_lu(x, activation_parts(name), quantizer=te_q, amax_scope=AmaxScope.LOCAL)
+    return operand, seen_amax(te_q)
+
+
+def act(x: Array, name: str) -> Array:
+    """`act_quantize` without quantization: an array in the dtype of ``x``."""
+    return act_quantize(x, name, None, None)[0].data
+
+
+def act_backward_quantize(
+    dz: Array, x: Array, name: str, quantizer: Quantizer | None, scale: Array | None, *, bias_dtype: DTypeLike | None
+) -> tuple[Any, Array | None, Array | None]:
+    """From the output gradient ``dz [..., f]``: the input gradient as an operand, its bias gradient, its amax.
+
+    Where the scale is known beforehand, one TE kernel differentiates, quantizes both ways, sums the bias gradient
+    and finds the amax in one pass. Otherwise XLA fuses the derivative with the sum, and TE quantizes: te.jax's own
+    way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
+    """
+    parts = activation_parts(name)
+    delayed = quantizer is not None and quantizer.scaling == "delayed"
+    if delayed and len(parts) == 1 and bias_dtype is not None and DActLuDBiasQuantizePrimitive.enabled():
+        return _fused(dz, x, parts, quantizer, scale, bias_dtype)
+    dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype)
+    with inside_te():
+        te_q = te_quantizer(quantizer, scale)
+        operand = tex.quantize(dx, quantizer=te_q, flatten_axis=-2, amax_scope=AmaxScope.LOCAL)
+    return operand, dbias, seen_amax(te_q)
+
+
+def _fused(
+    dz: Array, x: Array, parts: tuple[str, ...], quantizer: Quantizer, scale: Array | None, bias_dtype: DTypeLike
+) -> tuple[Any, Array, Array]:
+    with inside_te():
+        te_q = te_quantizer(quantizer, scale)
+        rows, columns, scale_inv, _, new_amax, dbias = DActLuDBiasQuantizePrimitive.outer_primitive.bind(
+            dz,
+            x,
+            te_q.scale,
+            jnp.zeros((1,), jnp.float32),
+            out_dtype=te_q.q_dtype,
+            scaling_mode=te_q.scaling_mode.value,
+            quantize_layout=te_q.q_layout,
+            scale_dtype=te_q.get_scale_dtype(),
+            is_dbias=True,
+            act_enum=ActivationEnum[parts],
+            act_len=len(parts),
+            act_params=ActivationParams(),
+            amax_scope=AmaxScope.LOCAL,
+            transpose_batch_sequence=False,
+            output_amax_when_no_scaling=False,
+            is_outer=True,
+        )
+        operand = two_sided(te_q, rows, columns, scale_inv, dtype=x.dtype, axis=-2)
+    return operand, dbias.astype(bias_dtype), new_amax.reshape(())
+
+
+def act_backward(dz: Array, x: Array, name: str) -> Array:
+    """The input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
+    return xla.act_backward(dz, x, name)

@@ -1,0 +1,122 @@
+"""GEMMs of a linear layer and the quantization of their operands, by Transformer Engine.
+
+An operand is TE's own tensor object: rowwise and transposed copies with one scale, or a plain array in a wrapper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformer_engine.jax.cpp_extensions as tex
+from transformer_engine.jax.cpp_extensions.amax import AmaxScope
+from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive
+from transformer_engine.jax.quantize import ScaledTensor, TensorUsage
+
+from jax_te.ops import xla
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
+from jax_te.quantize import Quantizer, amax
+from jax_te.typing import Array, DTypeLike
+
+
+def quantize_operand(
+    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int
+) -> tuple[Any, Array | None]:
+    """``x`` as an operand, rows ending at ``axis``, and its amax where the quantizer reports one."""
+    with inside_te():
+        te_q = te_quantizer(quantizer, scale)
+        axis = axis if axis < 0 else axis - x.ndim
+        return tex.quantize(x, quantizer=te_q, flatten_axis=axis, amax_scope=AmaxScope.LOCAL), seen_amax(te_q)
+
+
+def quantize_dbias(
+    g: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, bias_dtype: DTypeLike | None
+) -> tuple[Any, Array | None, Array | None]:
+    """The output gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax.
+
+    With a quantizer and a bias, one TE kernel quantizes both ways and sums; te.jax takes three passes there.
+    """
+    if bias_dtype is None:
+        operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
+        return operand, None, g_amax
+    if quantizer is not None and DBiasQuantizePrimitive.enabled():
+        return _quantize_dbias_fused(g, quantizer, scale, axis - g.ndim, bias_dtype)
+    operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
+    return operand, xla.sum_rows(g, axis, bias_dtype), g_amax
+
+
+def _quantize_dbias_fused(
+    g: Array, quantizer: Quantizer, scale: Array | None, axis: int, bias_dtype: DTypeLike
+) -> tuple[Any, Array, Array | None]:
+    current = quantizer.scaling == "current"
+    g_amax = amax(g) if current else jnp.zeros((), jnp.float32)
+    with inside_te():
+        te_q = te_quantizer(quantizer, scale)
+        rows, columns, scale_inv, _, new_amax, dbias = DBiasQuantizePrimitive.outer_primitive.bind(
+            g,
+            quantizer.scale_for(g_amax, scale).reshape(1),
+            g_amax.reshape(1),
+            jnp.empty((0,), jnp.uint32),  # no stochastic rounding
+            jnp.zeros((1,), jnp.float32),
+            jnp.empty((1, 1), jnp.bfloat16),  # no Hadamard transform
+            out_dtype=te_q.q_dtype,
+            scaling_mode=te_q.scaling_mode.value,
+            q_layout=te_q.q_layout,
+            flatten_axis=axis,
+            scale_dtype=te_q.get_scale_dtype(),
+            is_dbias=True,
+            is_outer=True,
+            stochastic_rounding=False,
+            use_rht=False,
+        )
+        operand = two_sided(te_q, rows, columns, scale_inv, dtype=g.dtype, axis=axis)
+    return operand, dbias.astype(bias_dtype), None if current else new_amax.reshape(())
+
+
+def keep_x(x: Any) -> Any:
+    """The copy of the input that the weight gradient reads."""
+    return x.get_tensor(usage=TensorUsage.LHS_TRANS)
+
+
+def keep_kernel(kernel: Any) -> Any:
+    """The copy of the kernel that the input gradient reads."""
+    return kernel.get_tensor(usage=TensorUsage.RHS_TRANS)
+
+
+def gemm_fprop(x: Any, kernel: Any, bias: Array | None) -> Array:
+    """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``; the bias is added by the GEMM."""
+    lhs, rhs = x.get_tensor(usage=TensorUsage.LHS), kernel.get_tensor(usage=TensorUsage.RHS)
+    if not isinstance(lhs, ScaledTensor):
+        rhs = rhs.data.astype(lhs.data.dtype)
+    dtype = lhs.dq_dtype if isinstance(lhs, ScaledTensor) else lhs.data.dtype
+    bias = None if bias is None else bias.astype(dtype)
+    with inside_te():
+        return tex.gemm(lhs, rhs, bias=bias, contracting_dims=((x.ndim - 1,), (0,)))
+
+
+def gemm_dgrad(g: Any, kernel: Any) -> Array:
+    """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
+    lhs = g.get_tensor(usage=TensorUsage.LHS)
+    rank = kernel.ndim
+    if not isinstance(lhs, ScaledTensor):
+        kernel = kernel.data.astype(lhs.data.dtype)
+    contract = (tuple(range(lhs.ndim - rank + 1, lhs.ndim)), tuple(range(1, rank)))
+    with inside_te():
+        return tex.gemm(lhs, kernel, contracting_dims=contract)
+
+
+def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike) -> Array:
+    """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    rows = tuple(range(x.ndim - 1))
+    rhs = g.get_tensor(usage=TensorUsage.RHS)
+    if isinstance(x, ScaledTensor):
+        x = dataclasses.replace(x, dq_dtype=jnp.dtype(dtype))  # TE takes the output dtype from its left operand
+        with inside_te():
+            return tex.gemm(x, rhs, contracting_dims=(rows, rows))
+    if x.data.dtype == jnp.dtype(dtype):
+        with inside_te():
+            return tex.gemm(x.data, rhs.data, contracting_dims=(rows, rows))
+    # TE's GEMM gives the operands' dtype; a wider kernel gets its gradient unrounded.
+    return jax.lax.dot_general(x.data, rhs.data, ((rows, rows), ((), ())), preferred_element_type=jnp.dtype(dtype))

@@ -1,0 +1,58 @@
+"""Layer and RMS normalization by Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformer_engine.jax.cpp_extensions as tex
+from transformer_engine.jax.cpp_extensions.amax import AmaxScope
+
+from jax_te.ops.spec import NormSpec
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer
+from jax_te.quantize import Quantizer
+from jax_te.typing import Array
+
+
+def norm_quantize(
+    x: Array, scale: Array, bias: Array | None, spec: NormSpec, quantizer: Quantizer | None, q_scale: Array | None
+) -> tuple[Any, Any, Array | None]:
+    """The norm's output as a GEMM operand, the statistics backward needs, the output's amax where reported."""
+    with inside_te():
+        te_q = te_quantizer(quantizer, q_scale)
+        operand, mean, rstd = tex.normalization_fwd(
+            x,
+            scale.astype(x.dtype),
+            None if bias is None else bias.astype(x.dtype),
+            spec.zero_centered_gamma,
+            spec.epsilon,
+            spec.kind,
+            quantizer=te_q,
+            amax_scope=AmaxScope.LOCAL,
+        )
+    return operand, (mean, rstd), seen_amax(te_q)
+
+
+def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Any]:
+    """Normalize ``x [..., h]`` over its last axis; the output has its dtype."""
+    operand, stats, _ = norm_quantize(x, scale, bias, spec, None, None)
+    return operand.data, stats
+
+
+def norm_backward(
+    dy: Array, x: Array, stats: Any, scale: Array, bias: Array | None, spec: NormSpec
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of the input, the scale and the bias, each in the dtype of what it belongs to."""
+    mean, rstd = stats
+    with inside_te():
+        dx, dscale, dbias = tex.normalization_bwd(
+            dy,
+            x,
+            mean,
+            rstd,
+            scale.astype(x.dtype),
+            None if bias is None else bias.astype(x.dtype),
+            zero_centered_gamma=spec.zero_centered_gamma,
+            epsilon=spec.epsilon,
+            norm_type=spec.kind,
+        )
+    return dx, dscale.astype(scale.dtype), None if bias is None else dbias.astype(bias.dtype)

@@ -1,0 +1,78 @@
+"""Transformer Engine's quantizer objects from ours, and its amax out of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformer_engine.jax.quantize as te_quantize
+from transformer_engine.jax.sharding import MeshResource, global_shard_guard
+
+from jax_te.quantize import Quantizer
+from jax_te.recipe import DelayedScaling, Recipe
+from jax_te.typing import Array, DTypeLike
+
+
+@contextlib.contextmanager
+def inside_te() -> Iterator[None]:
+    """What TE's code needs around it while it is traced.
+
+    It reads a global description of the mesh (no axis of it is in use here), and relies on JAX's implicit
+    promotions, which users may have turned off.
+    """
+    with global_shard_guard(MeshResource()), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
+    """Whether the device has the hardware for a recipe, and if not why."""
+    mode = te_quantize.ScalingMode
+    scaling = mode.DELAYED_TENSOR_SCALING if isinstance(recipe, DelayedScaling) else mode.CURRENT_TENSOR_SCALING
+    ok, reason = te_quantize.helper.is_scaling_mode_supported(scaling, gpu_id=0)
+    return bool(ok), reason or "TE supports it on this device"
+
+
+def te_quantizer(quantizer: Quantizer | None, scale: Array | None) -> Any:
+    """TE's quantizer that does what ``quantizer`` says, or None.
+
+    Hopper's FP8 GEMM contracts the last axis of both operands only, so each tensor is kept rowwise and transposed where
+    the hardware needs it.
+    """
+    if quantizer is None:
+        return None
+    both = not te_quantize.is_fp8_gemm_with_all_layouts_supported()
+    layout = te_quantize.QuantizeLayout.ROWWISE_COLWISE if both else te_quantize.QuantizeLayout.ROWWISE
+    mode = te_quantize.ScalingMode
+    if quantizer.scaling == "current":
+        return te_quantize.QuantizerFactory.create(1, mode.CURRENT_TENSOR_SCALING, quantizer.dtype, layout)
+    assert scale is not None
+    # The history is a probe of two slots: TE writes the amax into slot 0 and rolls, so that it ends in slot 1.
+    probe = jnp.zeros((2,), jnp.float32)
+    return te_quantize.QuantizerFactory.create(
+        1, mode.DELAYED_TENSOR_SCALING, quantizer.dtype, layout, scale=scale.reshape(1), amax_history=probe
+    )
+
+
+def seen_amax(quantizer: Any) -> Array | None:
+    """The amax that a delayed quantizer saw, fp32 ``[]``; None for the other kinds, which report none."""
+    if isinstance(quantizer, te_quantize.DelayedScaleQuantizer):
+        return quantizer.amax_history[1]
+    return None
+
+
+def two_sided(quantizer: Any, rows: Array, columns: Array, scale_inv: Array, *, dtype: DTypeLike, axis: int) -> Any:
+    """TE's tensor object from what one of its kernels wrote: rowwise and transposed values under one scale."""
+    return te_quantize.ScaledTensorFactory.create(
+        data=rows,
+        scale_inv=scale_inv,
+        colwise_data=columns,
+        colwise_scale_inv=scale_inv,
+        scaling_mode=quantizer.scaling_mode,
+        dq_dtype=dtype,
+        q_layout=quantizer.q_layout,
+        data_layout=quantizer.get_data_layout(),
+        flatten_axis=axis,
+    )

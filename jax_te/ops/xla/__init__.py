@@ -1,0 +1,39 @@
+"""The ``xla`` backend: plain JAX with real float8 arrays. It runs, with the same numbers, on every device."""
+
+from jax_te.ops.xla.activation import act, act_backward, act_backward_dbias, act_backward_quantize, act_quantize
+from jax_te.ops.xla.attention import attention, attention_supports
+from jax_te.ops.xla.gemm import (
+    gemm_dgrad,
+    gemm_fprop,
+    gemm_wgrad,
+    keep_kernel,
+    keep_x,
+    quantize_dbias,
+    quantize_operand,
+    sum_rows,
+)
+from jax_te.ops.xla.norm import norm, norm_backward, norm_quantize
+
+NAME = "xla"
+
+__all__ = [
+    "NAME",
+    "act",
+    "act_backward",
+    "act_backward_dbias",
+    "act_backward_quantize",
+    "act_quantize",
+    "attention",
+    "attention_supports",
+    "gemm_dgrad",
+    "gemm_fprop",
+    "gemm_wgrad",
+    "keep_kernel",
+    "keep_x",
+    "norm",
+    "norm_backward",
+    "norm_quantize",
+    "quantize_dbias",
+    "quantize_operand",
+    "sum_rows",
+]

@@ -1,0 +1,64 @@
+"""Layer and RMS normalization in plain JAX: fp32 inside, the input's dtype outside."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.spec import NormSpec
+from jax_te.ops.xla.gemm import quantize_operand
+from jax_te.quantize import Operand, Quantizer
+from jax_te.typing import Array
+
+Stats = tuple[Array, Array]
+"""fp32 mean and reciprocal standard deviation (RMS norm: zero and reciprocal root mean square), both ``[..., 1]``."""
+
+
+def _gamma(scale: Array, spec: NormSpec) -> Array:
+    gamma = scale.astype(jnp.float32)
+    return gamma + 1.0 if spec.zero_centered_gamma else gamma
+
+
+def _rows(vector: Array, like: Array) -> Array:
+    return jnp.expand_dims(vector, tuple(range(like.ndim - 1)))
+
+
+def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Stats]:
+    """Normalize ``x [..., h]`` over its last axis; the output has its dtype."""
+    wide = x.astype(jnp.float32)
+    if spec.kind == "layernorm":
+        mean = jnp.mean(wide, axis=-1, keepdims=True)
+    else:
+        mean = jnp.zeros((*x.shape[:-1], 1), jnp.float32)
+    centred = wide - mean
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + spec.epsilon)
+    y = centred * rstd * _rows(_gamma(scale, spec), x)
+    if bias is not None:
+        y = y + _rows(bias.astype(jnp.float32), x)
+    return y.astype(x.dtype), (mean, rstd)
+
+
+def norm_quantize(
+    x: Array, scale: Array, bias: Array | None, spec: NormSpec, quantizer: Quantizer | None, q_scale: Array | None
+) -> tuple[Operand, Stats, Array | None]:
+    """`norm`, its output as a GEMM operand, with the output's amax."""
+    y, stats = norm(x, scale, bias, spec)
+    operand, y_amax = quantize_operand(y, quantizer, q_scale, axis=-1)
+    return operand, stats, y_amax
+
+
+def norm_backward(
+    dy: Array, x: Array, stats: Stats, scale: Array, bias: Array | None, spec: NormSpec
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of the input, the scale and the bias, each in the dtype of what it belongs to."""
+    mean, rstd = stats
+    normed = (x.astype(jnp.float32) - mean) * rstd
+    dy = dy.astype(jnp.float32)
+    rows = tuple(range(x.ndim - 1))
+    dscale = jnp.sum(dy * normed, axis=rows).astype(scale.dtype)
+    dbias = None if bias is None else jnp.sum(dy, axis=rows).astype(bias.dtype)
+    dnormed = dy * _rows(_gamma(scale, spec), x)
+    dx = dnormed - normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True)
+    if spec.kind == "layernorm":
+        dx = dx - jnp.mean(dnormed, axis=-1, keepdims=True)
+    return (dx * rstd).astype(x.dtype), dscale, dbias

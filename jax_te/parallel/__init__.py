@@ -1,0 +1,23 @@
+"""Meshes, logical axes and sharding constraints."""
+
+from jax_te.parallel.mesh import make_mesh
+from jax_te.parallel.sharding import (
+    ShardingRules,
+    auto_region,
+    constrain,
+    current_mesh,
+    logical_to_spec,
+    named_sharding,
+    use_rules,
+)
+
+__all__ = [
+    "ShardingRules",
+    "auto_region",
+    "constrain",
+    "current_mesh",
+    "logical_to_spec",
+    "make_mesh",
+    "named_sharding",
+    "use_rules",
+]

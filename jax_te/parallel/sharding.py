@@ -1,0 +1,180 @@
+"""Logical axis names, the rules that map them to mesh axes, and sharding constraints for every kind of mesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_te.typing import Array, LogicalAxes
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """Which mesh axes each logical axis is split over. Names that the mesh does not have are left out.
+
+    Args:
+        batch: examples; split by data parallel and FSDP ranks alike, since both see different data.
+        sequence: positions of activations.
+        hidden: the model dimension of activations; whole on every rank, each GEMM contracts or produces it.
+        heads: attention heads, of activations and kernels: Megatron's tensor parallelism.
+        ffn: the feed-forward dimension, likewise.
+        vocab: rows of the embedding and columns of the output head, likewise.
+        fsdp: the hidden axis of kernels, split so that no rank holds all parameters.
+        norm: parameters of norms and biases over the hidden axis; small, replicated.
+        joined: component axes of fused kernels (query/key/value, gate/up); never split.
+
+    Source: Megatron-Core's column/row rules; ``flax.linen.logical_axis_rules``.
+    """
+
+    batch: MeshAxes = ("data", "fsdp")
+    sequence: MeshAxes = ()
+    hidden: MeshAxes = ()
+    heads: MeshAxes = ("tensor",)
+    ffn: MeshAxes = ("tensor",)
+    vocab: MeshAxes = ("tensor",)
+    fsdp: MeshAxes = ("fsdp",)
+    norm: MeshAxes = ()
+    joined: MeshAxes = ()
+
+    def __post_init__(self) -> None:
+        for rule in fields(self):
+            value = getattr(self, rule.name)
+            if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
+                raise TypeError(f"rule {rule.name!r} must be a tuple of mesh axis names, got {value!r}")
+
+
+_rules = jax.make_user_context(ShardingRules())
+
+
+@contextlib.contextmanager
+def use_rules(rules: ShardingRules) -> Iterator[None]:
+    """Resolve logical axes by ``rules`` inside. Part of the jit cache key, like the recipe."""
+    if not isinstance(rules, ShardingRules):
+        raise TypeError(f"use_rules takes a ShardingRules, got {rules!r}")
+    with _rules(rules):
+        yield
+
+
+def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions carry the logical names ``axes``.
+
+    Args:
+        axes: a logical name or None for each dimension.
+        mesh: mesh whose axis names count.
+        rules: None for the ambient rules.
+
+    Raises:
+        ValueError: for a name that is no field of the rules, or two dimensions on one mesh axis.
+
+    >>> logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor")))
+    PartitionSpec('data', None, 'tensor')
+    """
+    rules = _rules.value if rules is None else rules
+    known = {rule.name for rule in fields(rules)}
+    taken: dict[str, str] = {}
+    spec: list[Any] = []
+    for name in axes:
+        if name is None:
+            spec.append(None)
+            continue
+        if name not in known:
+            raise ValueError(f"unknown logical axis {name!r} in {axes}; allowed: {', '.join(sorted(known))}")
+        mesh_axes = tuple(axis for axis in getattr(rules, name) if axis in mesh.axis_names)
+        for axis in mesh_axes:
+            if axis in taken:
+                raise ValueError(
+                    f"logical axes {taken[axis]!r} and {name!r} of {axes} both map to mesh axis {axis!r}; "
+                    "one array cannot be split twice over one mesh axis: change one of the two rules"
+                )
+            taken[axis] = name
+        spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+    return PartitionSpec(*spec)
+
+
+def current_mesh() -> AbstractMesh | None:
+    """The mesh set by ``jax.set_mesh``, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _axes_of_type(mesh: AbstractMesh, kind: AxisType) -> frozenset[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, axis_type in types if axis_type == kind)
+
+
+def _keep(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    kept = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = tuple(axis for axis in axes if axis in names)
+        kept.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*kept)
+
+
+def constrain(x: Array, axes: LogicalAxes | None) -> Array:
+    """``x`` with the sharding its logical axes stand for.
+
+    The identity without a mesh and for ``axes=None``; a sharding constraint over the mesh's Auto axes, a reshard
+    over its Explicit axes. Axes that a surrounding ``shard_map`` made manual are left alone.
+
+    Raises:
+        ValueError: if ``axes`` does not name every dimension, or as `logical_to_spec`.
+
+    >>> constrain(jax.numpy.ones((2, 4)), ("batch", "hidden")).shape
+    (2, 4)
+    """
+    if axes is None:
+        return x
+    if len(axes) != x.ndim:
+        raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
+    mesh = current_mesh()
+    if mesh is None:
+        return x
+    spec = logical_to_spec(axes, mesh)
+    auto, explicit = _axes_of_type(mesh, AxisType.Auto), _axes_of_type(mesh, AxisType.Explicit)
+    if explicit:
+        x = jax.sharding.reshard(x, _keep(spec, explicit))
+    if auto:
+        x = jax.lax.with_sharding_constraint(x, _keep(spec, auto))
+    return x
+
+
+def auto_region(fn: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
+    """``fn`` with the mesh's Explicit axes hidden from it, so that the compiler propagates shardings inside.
+
+    Without Explicit axes ``fn`` itself. Differentiable.
+
+    Args:
+        fn: function of arrays and pytrees of arrays.
+        out_axes: logical axes of its result: one tuple for an array, or a matching tree of tuples.
+
+    Raises:
+        ValueError: on an Explicit mesh when ``out_axes`` is None: the result needs a sharding.
+    """
+    mesh = current_mesh()
+    if mesh is None or not _axes_of_type(mesh, AxisType.Explicit):
+        return fn
+    if out_axes is None:
+        raise ValueError(
+            f"the mesh {mesh} has Explicit axes, so the result's sharding must be named: pass out_axes, "
+            "for example out_axes=('batch', 'sequence', 'ffn')"
+        )
+    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    out = jax.tree.map(lambda axes: _keep(logical_to_spec(axes, mesh), explicit), out_axes, is_leaf=_is_axes)
+    return jax.sharding.auto_axes(fn, out_sharding=out)
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
+
+
+def named_sharding(axes: LogicalAxes, mesh: Mesh) -> NamedSharding:
+    """NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules."""
+    return NamedSharding(mesh, logical_to_spec(axes, mesh))

@@ -1,0 +1,57 @@
+"""Arithmetic of per-tensor scales and amax histories."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_te.recipe import DelayedScaling, fp8_max
+from jax_te.typing import Array, DTypeLike
+
+AmaxState = dict[str, Array]
+"""``{"scale": f32[], "amax_history": f32[n]}``: the scale last used, and the newest amax in slot 0."""
+
+
+def amax(x: Array) -> Array:
+    """Largest absolute value of ``x`` as fp32, nan if any element is. ``x [...]`` -> ``[]``.
+
+    On a sharded global array it spans every mesh axis.
+
+    >>> float(amax(jnp.array([-3.0, 2.0])))
+    3.0
+    """
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
+    """``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale (1 if None).
+
+    Where the quotient overflows fp32 (an amax below about 1e-36) the largest fp32 value stands in.
+
+    Args:
+        amax: fp32, any shape.
+        dtype: FP8 dtype that values are scaled into.
+        margin: powers of two of head-room.
+        old_scale: fp32, same shape as ``amax``.
+
+    Source: Transformer Engine, delayed-scaling recipe.
+
+    >>> float(compute_scale(jnp.float32(7.0), jnp.float8_e4m3fn))
+    64.0
+    """
+    old = jnp.ones_like(amax) if old_scale is None else old_scale
+    scale = fp8_max(dtype) / amax / (2.0**margin)
+    scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
+    return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, old)
+
+
+def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:
+    """The scale that the next use of ``state`` quantizes with: ``[]`` fp32."""
+    history = state["amax_history"]
+    newest = history[0] if recipe.amax_compute_algo == "most_recent" else jnp.max(history)
+    return compute_scale(newest, dtype, margin=recipe.margin, old_scale=state["scale"])
+
+
+def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
+    """State after a use with ``scale`` on a tensor whose amax was ``new_amax``: the oldest amax drops out."""
+    history = jnp.roll(state["amax_history"], 1).at[0].set(new_amax)
+    return {"scale": scale, "amax_history": history}

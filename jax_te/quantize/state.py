@@ -1,0 +1,115 @@
+"""Delayed-scaling state, and its one owner: nothing outside this file creates, splits, merges or writes it.
+
+The gradient of a state is its next value. It therefore must be kept away from everything that treats gradients as
+gradients (sums over microbatches, clipping, norms, the optimizer) and be written back as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.quantize.quantizer import ROLES, GemmState
+from jax_te.recipe import DelayedScaling, Recipe
+from jax_te.typing import PyTree
+
+
+@nnx.register_variable_name("_overwrite_with_gradient")
+class QuantizerState(nnx.Variable):
+    """NNX Variable that holds one `GemmState`: what delayed scaling remembers of a linear layer.
+
+    Its gradient is its next value. Linen shows it as the collection ``_overwrite_with_gradient``.
+    """
+
+
+def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
+    """Fresh state for one linear layer: scales 1, histories 0. None if the recipe keeps no state.
+
+    >>> from jax_te.recipe import DelayedScaling
+    >>> init_gemm_state(DelayedScaling(amax_history_len=4))["x"]["amax_history"].shape
+    (4,)
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return GemmState(
+        **{
+            role: {
+                "scale": jnp.ones((), jnp.float32),
+                "amax_history": jnp.zeros((recipe.amax_history_len,), jnp.float32),
+            }
+            for role in ROLES
+        }
+    )
+
+
+def quantizer_variable(recipe: Recipe | None) -> QuantizerState | None:
+    """`init_gemm_state` as the Variable a layer holds, or None."""
+    state = init_gemm_state(recipe)
+    return None if state is None else QuantizerState(state)
+
+
+def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
+    """``(graphdef, parameters, quantizer states, everything else)`` of a model; undo with ``nnx.merge``.
+
+    >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> graphdef, params, quantizers, rest = split_model(model)
+    >>> len(jax.tree.leaves(params)), len(jax.tree.leaves(quantizers))
+    (2, 0)
+    """
+    return nnx.split(model, nnx.Param, QuantizerState, ...)
+
+
+def merge_quantizers(stacked: PyTree) -> PyTree:
+    """One next state out of several that started from the same state: elementwise maximum over the leading axis.
+
+    Args:
+        stacked: next states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``.
+
+    The scales of all are equal (they were taken from the common state) and of the histories only slot 0, the newest
+    amax, differs.
+    A nan amax stays nan, so the next scale is kept, as it is for a single microbatch.
+    """
+    return jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), stacked)
+
+
+def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
+    """The states to carry on with: their gradients, or the old ones where ``keep_old`` (a skipped step) is true."""
+    if keep_old is None:
+        return gradient
+    return jax.tree.map(lambda before, after: jnp.where(keep_old, before, after), old, gradient)
+
+
+def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module:
+    """Give every quantizable layer of ``model`` fresh state for ``recipe``, or take its state away.
+
+    Use it to quantize a model that was built or loaded without a recipe, and to change the recipe of a running one.
+    Parameters are untouched.
+    State of the same recipe fields is replaced too: the histories start empty.
+
+    Args:
+        model: changed in place, and returned.
+        recipe: None and recipes without state remove the state.
+
+    Raises:
+        ValueError: if nothing in ``model`` can be quantized.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import DelayedScaling
+    >>> layer = prepare_quantization(Linear(16, 16, rngs=nnx.Rngs(0)), DelayedScaling())
+    >>> layer.quantizers["x"]["scale"].shape
+    ()
+    """
+    found = False
+    for _, module in nnx.iter_modules(model):
+        for name in getattr(module, "quantizer_names", ()):
+            found = True
+            setattr(module, name, nnx.data(quantizer_variable(recipe)))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
+            "LayerNormLinear, LayerNormMLP and what is built from them"
+        )
+    return model

@@ -1,0 +1,48 @@
+"""The ambient recipe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jax_te.recipe.recipes import Recipe
+
+# A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.
+_recipe = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
+    """Use ``recipe`` for every quantizable layer built, traced or called inside.
+
+    Contexts nest; the innermost wins. ``autocast(None)`` and ``enabled=False`` both turn quantization off inside.
+
+    Args:
+        recipe: a `Recipe`, or None.
+        enabled: False to run in high precision whatever ``recipe`` is.
+
+    Raises:
+        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance.
+
+    Source: ``transformer_engine.jax.autocast`` / ``transformer_engine.pytorch.fp8_autocast``.
+
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> with autocast(Float8CurrentScaling()):
+    ...     current_recipe().name
+    'current'
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        hint = " (did you forget the parentheses?)" if isinstance(recipe, type) else ""
+        raise TypeError(
+            f"autocast takes a jax_te recipe instance or None, got {recipe!r}{hint}; "
+            "for example autocast(DelayedScaling())"
+        )
+    with _recipe(recipe if enabled else None):
+        yield
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe of the innermost `autocast`, or None outside one or where it is disabled."""
+    return _recipe.value

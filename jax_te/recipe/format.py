@@ -1,0 +1,53 @@
+"""FP8 number formats and which tensors use which."""
+
+from __future__ import annotations
+
+import enum
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
+
+
+class Format(enum.Enum):
+    """FP8 formats of the forward tensors (input, kernel) and of the gradients.
+
+    - ``E4M3``: float8_e4m3fn everywhere, largest value 448.
+    - ``E5M2``: float8_e5m2 everywhere, largest value 57344. FP8 GEMM units do not multiply two E5M2 operands,
+      so no recipe accepts it for training; it names the gradients' half of ``HYBRID``.
+    - ``HYBRID``: E4M3 forward, E5M2 for gradients.
+
+    Source: ``transformer_engine.common.recipe.Format``.
+
+    >>> Format.HYBRID.bwd_dtype.__name__
+    'float8_e5m2'
+    """
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    HYBRID = "hybrid"
+
+    @property
+    def fwd_dtype(self) -> DTypeLike:
+        """dtype of quantized inputs and kernels."""
+        return jnp.float8_e5m2 if self is Format.E5M2 else jnp.float8_e4m3fn
+
+    @property
+    def bwd_dtype(self) -> DTypeLike:
+        """dtype of quantized output gradients."""
+        return jnp.float8_e4m3fn if self is Format.E4M3 else jnp.float8_e5m2
+
+
+def fp8_max(dtype: DTypeLike) -> float:
+    """Largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2.
+
+    >>> fp8_max(jnp.float8_e4m3fn)
+    448.0
+    """
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        return E4M3_MAX
+    if jnp.dtype(dtype) == jnp.float8_e5m2:
+        return E5M2_MAX
+    raise TypeError(f"fp8_max takes float8_e4m3fn or float8_e5m2, got {jnp.dtype(dtype).name}")
