@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -142,8 +143,14 @@ def constrain(x: Array, axes: LogicalAxes | None) -> Array:
     if explicit:
         x = jax.sharding.reshard(x, _keep(spec, explicit))
     if auto:
-        x = jax.lax.with_sharding_constraint(x, _keep(spec, auto))
+        x = _constrain_auto(x, _keep(spec, auto))
     return x
+
+
+# Under jit of its own (inlined into a surrounding one), because an eager constraint refuses arrays that are not on the mesh yet.
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _constrain_auto(x: Array, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def auto_region(fn: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:

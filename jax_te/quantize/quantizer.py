@@ -100,7 +100,7 @@ class GemmQuantizers:
             return Quantizer(dtype=dtype, scaling="current"), None
         raise TypeError(f"no quantizers for recipe {recipe!r}")
 
-    def next_state(self, amaxes: dict[TensorRole, Array]) -> GemmState | None:
+    def next_state(self, amaxes: dict[TensorRole, Array | None]) -> GemmState | None:
         """The state's next value, which is what its gradient must be; None for a recipe without state."""
         if self.state is None or not isinstance(self.recipe, DelayedScaling):
             return self.state

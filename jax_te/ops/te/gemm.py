@@ -92,8 +92,11 @@ def gemm_fprop(x: Any, kernel: Any, bias: Array | None) -> Array:
         rhs = rhs.data.astype(lhs.data.dtype)
     dtype = lhs.dq_dtype if isinstance(lhs, ScaledTensor) else lhs.data.dtype
     bias = None if bias is None else bias.astype(dtype)
+    # cuBLAS has no FP8 GEMM with fp32 output that also adds a bias.
+    outside = bias is not None and isinstance(lhs, ScaledTensor) and dtype == jnp.float32
     with inside_te():
-        return tex.gemm(lhs, rhs, bias=bias, contracting_dims=((x.ndim - 1,), (0,)))
+        y = tex.gemm(lhs, rhs, bias=None if outside else bias, contracting_dims=((x.ndim - 1,), (0,)))
+        return y + bias if outside else y
 
 
 def gemm_dgrad(g: Any, kernel: Any) -> Array:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 
 import jax
 
@@ -16,7 +18,7 @@ def available() -> tuple[bool, str]:
     if importlib.util.find_spec("transformer_engine") is None:
         return False, "transformer_engine is not installed (see docs/install.md)"
     try:
-        importlib.import_module("transformer_engine.jax")
+        _import_te()
     except Exception as error:  # a missing CUDA library shows as OSError, ImportError, RuntimeError or a pydantic error
         lines = str(error).strip().splitlines() or [""]
         hint = ""
@@ -26,6 +28,22 @@ def available() -> tuple[bool, str]:
     if jax.default_backend() != "gpu" and not runs_as_plain_jax():
         return False, "no GPU (NVTE_JAX_CUSTOM_CALLS=false makes TE run as plain JAX on CPU, for tests)"
     return True, "transformer_engine.jax is importable"
+
+
+def _import_te() -> None:
+    _preload_nccl()
+    importlib.import_module("transformer_engine.jax")
+
+
+def _preload_nccl() -> None:
+    """Load the NCCL of the ``nvidia-nccl`` wheel: TE needs it but looks for it on the system's library path only."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for library in Path(folder).glob("lib/libnccl.so.*"):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def runs_as_plain_jax() -> bool:
@@ -42,7 +60,7 @@ def import_early() -> None:
     if os.environ.get("JAX_PLATFORMS", "") == "cpu" or importlib.util.find_spec("transformer_engine") is None:
         return
     try:
-        importlib.import_module("transformer_engine.jax")
+        _import_te()
     except Exception:
         return  # available() tries again and reports the reason to whoever asks for the backend
 

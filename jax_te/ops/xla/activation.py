@@ -42,8 +42,9 @@ def act_quantize(x: Array, name: str, quantizer: Quantizer | None, scale: Array 
 def act_backward_dbias(dz: Array, x: Array, name: str, *, bias_dtype: DTypeLike | None) -> tuple[Array, Array | None]:
     """The input gradient ``[..., n_act, f]`` from ``dz [..., f]``, and its bias gradient, summed in fp32."""
     _, vjp = jax.vjp(lambda x: _wide(x, name), x.astype(jnp.float32))
-    (dx,) = vjp(dz.astype(jnp.float32))
-    return dx.astype(x.dtype), None if bias_dtype is None else sum_rows(dx, x.ndim - 2, bias_dtype)
+    dx = vjp(dz.astype(jnp.float32))[0].astype(x.dtype)
+    # The sum reads the rounded values: from the fp32 ones XLA would write them all out first.
+    return dx, None if bias_dtype is None else sum_rows(dx, x.ndim - 2, bias_dtype)
 
 
 def act_backward_quantize(

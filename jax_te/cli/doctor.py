@@ -1,0 +1,123 @@
+"""``jax-te doctor``: versions, devices, backends, and which recipes run here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jax_te import __version__
+from jax_te.errors import BackendUnavailableError
+from jax_te.ops import OPS, dense, explain_backend
+from jax_te.ops.te import available
+from jax_te.quantize import init_gemm_state
+from jax_te.recipe import RECIPES, Recipe
+
+_NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_EXTRA = ("grain", "rich", "matplotlib", "tensorboardX")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; status 1 if a recipe fails on the backend that every machine has."""
+    del options
+    _section("versions")
+    _rows({"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"} | versions())
+    _section("devices")
+    _rows(devices())
+    _section("backends")
+    te_works, reason = available()
+    _rows({"xla": "available: plain JAX", "te": f"available: {reason}" if te_works else f"not available: {reason}"})
+    _section("ops: what --backend auto takes")
+    _rows({op: _choice(op) for op in OPS})
+    _section("recipes: a linear layer's forward and backward, run here")
+    failed = False
+    rows = {}
+    for name, recipe_type in RECIPES.items():
+        recipe = recipe_type() if recipe_type else None
+        for backend in ("xla", "te"):
+            works, text = try_recipe(recipe, backend)
+            rows[f"{name} on {backend}"] = text
+            failed |= backend == "xla" and not works
+    _rows(rows)
+    return int(failed)
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, or what installs it."""
+    rows = {"jax-te": __version__}
+    for package in _NEEDED:
+        rows[package] = _version(package) or "missing; pip install jax-te"
+    for package in _EXTRA:
+        rows[package] = _version(package) or 'not installed; jax-te train needs it: pip install "jax-te[train]"'
+    rows["transformer_engine"] = _version("transformer_engine") or "not installed; see docs/install.md"
+    for package in ("cudnn", "cublas", "nccl"):
+        found = [_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", "")]
+        rows |= {f"nvidia {package}": version for version in found[:1] if version}
+    return rows
+
+
+def devices() -> dict[str, str]:
+    """What JAX computes on."""
+    client = jax.devices()[0].client
+    rows = {"platform": f"{jax.default_backend()}, {' '.join(client.platform_version.split()) or 'no version'}"}
+    if client.platform_version.strip() in ("", "cpu", "<unknown>"):
+        rows["platform"] = jax.default_backend()
+    for device in jax.local_devices():
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        capability = getattr(device, "compute_capability", None)
+        facts = [device.device_kind]
+        facts += [f"compute capability {capability}"] if capability else []
+        facts += [f"{memory / 2**30:.1f} GiB for JAX"] if memory else []
+        rows[str(device)] = ", ".join(facts)
+    return rows
+
+
+def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
+    """Run a linear layer forward and backward under ``recipe``; whether it worked, and a line about it."""
+    try:
+        explain_backend("dense", recipe=recipe, backend=backend)  # type: ignore[arg-type]
+    except BackendUnavailableError as error:
+        return False, f"no: {error}"
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    x, kernel = jnp.ones((32, 64), dtype), jnp.full((64, 32), 0.5, dtype)
+
+    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = dense(x, kernel, recipe=recipe, state=init_gemm_state(recipe), backend=backend)  # type: ignore[arg-type]
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    begin = time.perf_counter()
+    try:
+        value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
+        right = abs(float(value) - 1024.0) < 64.0 and all(bool(jnp.isfinite(g).all()) for g in gradients)
+    except Exception as error:  # whatever a broken installation raises is what the user came to read
+        return False, f"fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if not right:
+        return False, f"runs, but gives {float(value):g} where 1024 is right; please report this with the above"
+    return True, f"runs ({time.perf_counter() - begin:.1f} s with compilation)"
+
+
+def _choice(op: str) -> str:
+    choice = explain_backend(op)
+    return f"{choice.backend} ({choice.reason})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _section(title: str) -> None:
+    print(f"\n\033[1m{title}\033[0m" if sys.stdout.isatty() else f"\n{title}")
+
+
+def _rows(rows: dict[str, str]) -> None:
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value}", flush=True)

@@ -1,0 +1,66 @@
+"""Entry point of ``jax-te``: picks the command, and turns what went wrong into one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from jax_te.cli.options import build_parser
+
+INPUT_ERROR = 2
+"""Exit status for bad input and for a full disk, as argparse uses it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``jax-te`` with these arguments (None: the process's), and return its exit status.
+
+    ValueError, TypeError, OSError and a lack of memory or of an extra become one line on stderr and status 2;
+    ``--debug`` shows the traceback instead. Ctrl-C outside the training loop gives 130.
+    """
+    options = build_parser().parse_args(argv)
+    if options.command is None:
+        build_parser().print_help()
+        return 0
+    try:
+        command = importlib.import_module(f"jax_te.cli.{options.command}")
+        return command.run(options)
+    except KeyboardInterrupt:
+        print("jax-te: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; no second error at exit
+        return 141
+    except Exception as error:
+        message = None if options.debug else explain(error)
+        if message is None:
+            raise
+        print(f"jax-te: error: {message}", file=sys.stderr)
+        return INPUT_ERROR
+
+
+def explain(error: Exception) -> str | None:
+    """One line for an error that the user can do something about; None for one that is a bug."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "RESOURCE_EXHAUSTED" in text and isinstance(error, RuntimeError):
+        return f"out of memory; lower --batch-size or raise --microbatches, or use --remat full ({text[:160]})"
+    if isinstance(error, OSError) and not isinstance(error, ImportError):
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror or text}"
+    if isinstance(error, ModuleNotFoundError):
+        return text
+    if isinstance(error, ValueError | TypeError):
+        return text if _raised_here(error) else f"{text[:300]} (--debug shows where)"
+    return None
+
+
+def _raised_here(error: Exception) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("jax_te")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

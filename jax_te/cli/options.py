@@ -1,0 +1,183 @@
+"""The options of every command. Imports nothing heavy, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jax_te import __version__
+from jax_te.cli.presets import PRESETS, preset_table
+
+RECIPES = ("none", "delayed", "current")
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("gelu", "relu", "silu", "geglu", "reglu", "swiglu")
+FROM_PRESET = "(default: the preset's)"
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):  # noqa: D102 - a command's parser is called through this
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
+            self.error(f"unknown argument {unknown[0]!r}" + (f", did you mean {near[0]}?" if near else ""))
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:  # noqa: D102
+        self.exit(2, f"jax-te: error: {message}; see '{self.prog} --help'\n")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=110)
+
+
+def number(kind: type, low: float, *, above: bool = False) -> Callable[[str], int | float]:
+    """An argparse type: a number ``>= low`` (``> low`` if ``above``)."""
+    relation = f"> {low:g}" if above else f">= {low:g}"
+    noun = "an integer" if kind is int else "a number"
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {noun} {relation}, got {text!r}") from None
+        if not (value > low if above else value >= low) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {noun} {relation}, got {text}")
+        return value
+
+    return parse
+
+
+SIZE, COUNT, POSITIVE, NON_NEGATIVE = number(int, 1.0), number(int, 0.0), number(float, 0.0, above=True), number(float, 0.0)
+
+
+def rate(text: str) -> float:
+    """An argparse type: a probability in [0, 1)."""
+    value = NON_NEGATIVE(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text}")
+    return value
+
+
+def build_parser() -> Parser:
+    """The parser of ``jax-te`` and its commands."""
+    parser = Parser(
+        prog="jax-te",
+        description="Train, sample and check Transformer Engine models in JAX.",
+        epilog="'jax-te COMMAND --help' lists a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"jax-te {__version__}")
+    parser.set_defaults(command=None, debug=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_train(commands)
+    _add_sample(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, summary: str, **kwargs: str) -> Parser:
+    parser = commands.add_parser(name, help=summary, usage=f"jax-te {name} [options]", **kwargs)  # type: ignore[arg-type]
+    parser.set_defaults(command=name)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "train",
+        "train a GPT on bytes of text, or resume",
+        description=(
+            "Train a byte-level GPT. With no option: the tiny preset on the Python standard library's source files.\n"
+            "Started again with the same --output it resumes, with that run's settings for every option that is not given.\n"
+            "SIGTERM or Ctrl-C ends it with a checkpoint."
+        ),
+        epilog=preset_table(),
+        argument_default=argparse.SUPPRESS,  # only what is given is set: a resumed run takes the rest from its folder
+    )
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), help="model and settings to start from (default: tiny)")
+    add("--output", metavar="DIR", help="folder of the run (default: runs/PRESET, or runs/PRESET-RECIPE)")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", metavar="PATH", help="text file or folder (default: the Python standard library's sources)")
+    add("--seq-len", type=SIZE, metavar="N", help=f"bytes a training example predicts {FROM_PRESET}")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--num-layers", type=SIZE, metavar="N", help=f"transformer layers {FROM_PRESET}")
+    add("--hidden-size", type=SIZE, metavar="N", help=f"model dimension {FROM_PRESET}")
+    add("--num-heads", type=SIZE, metavar="N", help=f"query heads {FROM_PRESET}")
+    add("--num-query-groups", type=SIZE, metavar="N", help="key/value heads (default: --num-heads if given, else the preset's)")
+    add("--ffn-hidden-size", type=SIZE, metavar="N", help="feed-forward dimension (default: 4 --hidden-size if given, else the preset's)")
+    add("--normalization", choices=("LayerNorm", "RMSNorm"), help=FROM_PRESET)
+    add("--activation", choices=ACTIVATIONS, help=f"of the feed-forward layer {FROM_PRESET}")
+    add("--position-embedding", choices=("learned_absolute", "rope", "none"), help=FROM_PRESET)
+    add("--bias", action=argparse.BooleanOptionalAction, help=f"biases in linear layers {FROM_PRESET}")
+    add("--tie-embeddings", action=argparse.BooleanOptionalAction, help=f"output head shares the embedding {FROM_PRESET}")
+    add("--dropout", type=rate, metavar="P", help="of attention and hidden states (default: 0)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=SIZE, metavar="N", help=f"optimizer steps {FROM_PRESET}")
+    add("--batch-size", type=SIZE, metavar="N", help=f"examples a step, over all devices {FROM_PRESET}")
+    add("--microbatches", type=SIZE, metavar="N", help="gradient accumulation: parts of a batch (default: 1)")
+    add("--learning-rate", type=POSITIVE, metavar="X", help=f"after warm-up {FROM_PRESET}")
+    add("--min-learning-rate", type=NON_NEGATIVE, metavar="X", help="where cosine decay ends (default: a tenth of --learning-rate)")
+    add("--warmup-steps", type=COUNT, metavar="N", help=f"linear warm-up (default: the preset's, at most a tenth of --steps)")
+    add("--decay-steps", type=SIZE, metavar="N", help="step at which decay ends (default: the --steps of the run's first start)")
+    add("--weight-decay", type=NON_NEGATIVE, metavar="X", help="of matrices, decoupled (default: 0.1)")
+    add("--clip-norm", type=POSITIVE, metavar="X", help="global gradient norm (default: 1)")
+    add("--seed", type=COUNT, metavar="N", help="of weights, data order and dropout (default: 0)")
+
+    add = parser.add_argument_group("precision").add_argument
+    add("--recipe", choices=RECIPES, help="FP8 recipe of all linear layers (default: none)")
+    add("--fp8-format", choices=("hybrid", "e4m3"), help="hybrid: E4M3 forward, E5M2 gradients (default: hybrid)")
+    add("--amax-history-len", type=SIZE, metavar="N", help="delayed: steps a scale looks back (default: 1024)")
+    add("--amax-compute-algo", choices=("max", "most_recent"), help="delayed: amax of the history (default: max)")
+    add("--margin", type=COUNT, metavar="N", help="delayed: powers of two of head-room (default: 0)")
+    add("--params-dtype", choices=DTYPES, help="of parameters; half keeps fp32 masters (default: bfloat16 on a GPU, else float32)")
+    add("--compute-dtype", choices=DTYPES, help="of activations (default: --params-dtype)")
+
+    add = parser.add_argument_group("execution").add_argument
+    add("--backend", choices=("auto", "xla", "te"), help="kernels; te runs or stops with the reason (default: auto)")
+    add("--mesh", metavar="AXES", help="device mesh, e.g. data=2,fsdp=2,tensor=2 (default: one device)")
+    add("--mesh-axis-type", choices=("auto", "explicit"), help="kind of mesh axes (default: auto)")
+    add("--remat", choices=("none", "full", "selective"), help="what backward computes again (default: none)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--save-every", type=SIZE, metavar="N", help=f"steps between checkpoints {FROM_PRESET}")
+    add("--keep", type=SIZE, metavar="N", help="newest checkpoints kept (default: 3)")
+    add("--eval-every", type=SIZE, metavar="N", help=f"steps between held-out losses {FROM_PRESET}")
+    add("--eval-batches", type=SIZE, metavar="N", help="batches of a held-out loss (default: 16)")
+    add("--log-every", type=SIZE, metavar="N", help=f"steps between progress lines and TensorBoard points {FROM_PRESET}")
+
+
+def _add_sample(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "sample",
+        "generate text with a trained model",
+        description="Generate text from the newest checkpoint of a run, with a key/value cache.",
+    )
+    add = parser.add_argument
+    add("--output", metavar="DIR", default="runs/tiny", help="folder of the run (default: runs/tiny)")
+    add("--prompt", metavar="TEXT", default="def ", help="text to continue (default: 'def ')")
+    add("--length", type=SIZE, default=256, metavar="N", help="bytes to generate (default: 256)")
+    add("--temperature", type=NON_NEGATIVE, default=0.8, metavar="X", help="0 takes the likeliest byte (default: 0.8)")
+    add("--top-k", type=COUNT, default=0, metavar="N", help="draw from the N likeliest bytes; 0 for all (default: 0)")
+    add("--seed", type=COUNT, default=0, metavar="N", help="of the drawing (default: 0)")
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    _command(
+        commands,
+        "doctor",
+        "show versions, devices, backends, and which recipes run here",
+        description="Show versions, devices, backends, and for every recipe whether it runs here, and if not what to do.",
+    )

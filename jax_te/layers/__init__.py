@@ -1,0 +1,37 @@
+"""NNX layers in Transformer Engine's vocabulary."""
+
+from jax_te.layers.attention import DotProductAttention
+from jax_te.layers.dropout import dropout
+from jax_te.layers.embedding import Embedding
+from jax_te.layers.initializers import normal_init, scaled_normal_init
+from jax_te.layers.kv_cache import KVCache, init_kv_cache
+from jax_te.layers.layernorm_linear import LayerNormLinear
+from jax_te.layers.layernorm_mlp import LayerNormMLP
+from jax_te.layers.linear import Linear
+from jax_te.layers.multihead_attention import MultiheadAttention
+from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.parameters import parameter_axes
+from jax_te.layers.rotary import Rotary, apply_rotary, rotary_embedding
+from jax_te.layers.transformer import TransformerLayer
+
+__all__ = [
+    "DotProductAttention",
+    "Embedding",
+    "KVCache",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "Rotary",
+    "TransformerLayer",
+    "apply_rotary",
+    "dropout",
+    "init_kv_cache",
+    "make_norm",
+    "normal_init",
+    "parameter_axes",
+    "rotary_embedding",
+    "scaled_normal_init",
+]

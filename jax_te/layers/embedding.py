@@ -1,0 +1,73 @@
+"""Embedding tables: tokens and learned positions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import check_positive
+from jax_te.layers.initializers import normal_init
+from jax_te.layers.parameters import parameter
+from jax_te.parallel import auto_region, constrain
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+
+
+class Embedding(nnx.Module):
+    """Rows of a table ``[v, h]``.
+
+    Args:
+        num_embeddings: ``v``.
+        hidden_size: ``h``.
+        init_method: initializer of the table. None: N(0, 0.023²).
+        params_dtype: dtype of ``embedding [v, h]``.
+        axes: logical axes of the table. The default splits the vocabulary over the mesh's tensor axis; ``(None,
+            "fsdp")`` suits positions.
+        rngs: the ``params`` stream draws the table.
+
+    Raises:
+        ValueError: for a size that is not positive or an unknown dtype.
+        TypeError: when called, for ids that are not integers.
+
+    Source: ``megatron.core.tensor_parallel.VocabParallelEmbedding``.
+
+    >>> Embedding(100, 16, rngs=nnx.Rngs(0))(jnp.zeros((2, 8), jnp.int32)).shape
+    (2, 8, 16)
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        hidden_size: int,
+        *,
+        init_method: Initializer | None = None,
+        params_dtype: DTypeLike = jnp.float32,
+        axes: LogicalAxes = ("vocab", "fsdp"),
+        rngs: nnx.Rngs,
+    ):
+        check_positive(num_embeddings=num_embeddings, hidden_size=hidden_size)
+        init = normal_init() if init_method is None else init_method
+        self.embedding = parameter(init, rngs, (num_embeddings, hidden_size), params_dtype, axes)
+        self.axes = axes
+
+    def __call__(self, ids: Array, *, ids_axes: LogicalAxes = ("batch", "sequence")) -> Array:
+        """Look up rows.
+
+        Args:
+            ids: integers ``[...]`` in ``[0, v)``; an id outside gives a row of nan, so that it cannot pass unseen.
+            ids_axes: logical axes of ``ids``.
+
+        Returns:
+            ``[..., h]`` in the table's dtype, with the axes of ``ids`` and then ``hidden``.
+        """
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        out_axes = (*ids_axes, "hidden")
+
+        def look_up(table: Array, ids: Array) -> Array:
+            # Rows are gathered over the fsdp ranks first, like any kernel; the gradient is scattered in the same way.
+            table = constrain(table, (self.axes[0], "hidden"))
+            return constrain(table.at[ids].get(mode="fill", wrap_negative_indices=False), out_axes)
+
+        with jax.named_scope("Embedding"):
+            return auto_region(look_up, out_axes)(self.embedding[...], ids)

@@ -1,0 +1,156 @@
+"""Normalization followed by a two-layer perceptron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import ACTIVATIONS, check_positive
+from jax_te.layers.initializers import normal_init
+from jax_te.layers.norm import norm_parameters, norm_spec
+from jax_te.layers.parameters import constant, leading_axes, parameter, state_or_none, value_or_none
+from jax_te.ops import activation as apply_activation
+from jax_te.ops import dense, layernorm, layernorm_mlp
+from jax_te.quantize import quantizer_variable
+from jax_te.recipe import current_recipe
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+
+_WI_AXES: LogicalAxes = ("fsdp", "joined", "ffn")
+_WO_AXES: LogicalAxes = ("ffn", "fsdp")
+
+
+class LayerNormMLP(nnx.Module):
+    """``y = act(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias`` as one operation.
+
+    The first projection is column-parallel and the second row-parallel: ``f`` is split over the mesh's tensor axis. A
+    gated activation (``geglu``, ``reglu``, ``swiglu``) has two components (``n_act = 2``): the function of the first
+    times the second.
+
+    Args:
+        hidden_size: ``h``.
+        ffn_hidden_size: ``f``.
+        eps: added to the variance or mean square.
+        bias: learn biases in both projections.
+        activation: a key of `jax_te.config.ACTIVATIONS`.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: store the norm's scale as an offset from 1.
+        init_method: initializer of ``wi_kernel``. None: N(0, 0.023²).
+        output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
+        return_layernorm_output: also return the norm's output; then the norm is not fused with quantization.
+        return_bias: do not add ``wo_bias`` but return it beside the output.
+        params_dtype: dtype of ``scale [h]``, ``ln_bias [h]``, ``wi_kernel [h, n_act, f]``, ``wi_bias [n_act, f]``,
+            ``wo_kernel [f, h]``, ``wo_bias [h]``.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        ValueError: for a size that is not positive, or an unknown activation, normalization or dtype; when called,
+            for sizes that do not fit (FP8 needs multiples of 16).
+        QuantizerStateError: when called under a recipe with state, if the layer was built without it.
+
+    Source: ``transformer_engine.pytorch.LayerNormMLP``; Shazeer 2020, "GLU variants improve Transformer".
+
+    >>> LayerNormMLP(16, 32, activation="swiglu", rngs=nnx.Rngs(0))(jnp.ones((2, 4, 16))).shape
+    (2, 4, 16)
+    """
+
+    quantizer_names = ("quantizers_1", "quantizers_2")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        init_method: Initializer | None = None,
+        output_layer_init_method: Initializer | None = None,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        h, f, n_act = hidden_size, ffn_hidden_size, len(ACTIVATIONS[activation])
+        self.norm = norm_spec(normalization, eps, zero_centered_gamma)
+        self.scale, self.ln_bias = norm_parameters(self.norm, h, params_dtype)
+        wi_init = normal_init() if init_method is None else init_method
+        wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
+        self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, _WI_AXES)
+        self.wi_bias = constant(0.0, (n_act, f), params_dtype, ("joined", "ffn")) if bias else None
+        self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, _WO_AXES)
+        self.wo_bias = constant(0.0, (h,), params_dtype, ("norm",)) if bias else None
+        self.quantizers_1 = nnx.data(quantizer_variable(current_recipe()))
+        self.quantizers_2 = nnx.data(quantizer_variable(current_recipe()))
+        self.activation = activation
+        self.return_layernorm_output = return_layernorm_output
+        self.return_bias = return_bias
+
+    def __call__(self, x: Array) -> Array | tuple[Array | None, ...]:
+        """Apply the layer.
+
+        Args:
+            x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
+
+        Returns:
+            ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
+            the norm's output.
+        """
+        with jax.named_scope("LayerNormMLP"):
+            y, *normed = self._unfused(x) if self.return_layernorm_output else (self._fused(x),)
+            bias = value_or_none(self.wo_bias)
+            extra = (None if bias is None else bias.astype(x.dtype),) if self.return_bias else ()
+            return (y, *extra, *normed) if extra or normed else y
+
+    def _fused(self, x: Array) -> Array:
+        lead = leading_axes(x)
+        states: Any = state_or_none(self.quantizers_1), state_or_none(self.quantizers_2)
+        return layernorm_mlp(
+            x,
+            self.scale[...],
+            value_or_none(self.ln_bias),
+            self.wi_kernel[...],
+            value_or_none(self.wi_bias),
+            self.wo_kernel[...],
+            None if self.return_bias else value_or_none(self.wo_bias),
+            norm=self.norm,
+            activation=self.activation,
+            recipe=current_recipe(),
+            states=states,
+            ffn_axes=(*lead, "ffn"),
+            out_axes=(*lead, "hidden"),
+            wi_axes=_WI_AXES,
+            wo_axes=_WO_AXES,
+        )
+
+    def _unfused(self, x: Array) -> tuple[Array, Array]:
+        """The same in four operations, so that the norm's output is there to return."""
+        lead, recipe = leading_axes(x), current_recipe()
+        normed = layernorm(x, self.scale[...], value_or_none(self.ln_bias), norm=self.norm, out_axes=(*lead, "hidden"))
+        a = dense(
+            normed,
+            self.wi_kernel[...],
+            value_or_none(self.wi_bias),
+            recipe=recipe,
+            state=state_or_none(self.quantizers_1),
+            out_axes=(*lead, "joined", "ffn"),
+            kernel_axes=_WI_AXES,
+        )
+        z = apply_activation(a, self.activation, out_axes=(*lead, "ffn"))
+        y = dense(
+            z,
+            self.wo_kernel[...],
+            None if self.return_bias else value_or_none(self.wo_bias),
+            recipe=recipe,
+            state=state_or_none(self.quantizers_2),
+            out_axes=(*lead, "hidden"),
+            kernel_axes=_WO_AXES,
+        )
+        return y, normed

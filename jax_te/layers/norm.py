@@ -1,0 +1,119 @@
+"""Layer and root-mean-square normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import check_positive
+from jax_te.layers.parameters import constant, leading_axes, value_or_none
+from jax_te.ops import NormSpec, layernorm
+from jax_te.typing import Array, DTypeLike
+
+NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+"""Names of normalizations in Transformer Engine, and the kind of `NormSpec` they stand for."""
+
+
+def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
+    """`NormSpec` of a normalization by its Transformer Engine name.
+
+    Raises:
+        ValueError: for another name than ``"LayerNorm"`` and ``"RMSNorm"``, or an ``eps`` that is not positive.
+
+    >>> norm_spec("RMSNorm", 1e-6, False).kind
+    'rmsnorm'
+    """
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {', '.join(map(repr, NORMALIZATIONS))}, got {normalization!r}")
+    kind: Any = NORMALIZATIONS[normalization]
+    return NormSpec(kind=kind, epsilon=eps, zero_centered_gamma=zero_centered_gamma)
+
+
+def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple[nnx.Param, nnx.Param | None]:
+    """Scale and bias ``[h]`` of a norm that computes the plain normalization at first; None: RMSNorm has no bias."""
+    scale = constant(0.0 if norm.zero_centered_gamma else 1.0, (hidden_size,), dtype, ("norm",))
+    return scale, constant(0.0, (hidden_size,), dtype, ("norm",)) if norm.kind == "layernorm" else None
+
+
+class _Norm(nnx.Module):
+    """What `LayerNorm` and `RMSNorm` share."""
+
+    normalization: str
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        del rngs  # the initial values are constants
+        check_positive(hidden_size=hidden_size)
+        self.norm = norm_spec(self.normalization, eps, zero_centered_gamma)
+        self.scale, self.bias = norm_parameters(self.norm, hidden_size, params_dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """Normalize the last axis. ``x [..., h]`` -> the same shape, dtype and sharding; statistics in fp32."""
+        with jax.named_scope(self.normalization):
+            bias = value_or_none(self.bias)
+            return layernorm(x, self.scale[...], bias, norm=self.norm, out_axes=(*leading_axes(x), "hidden"))
+
+
+class LayerNorm(_Norm):
+    """``(x - mean) / sqrt(variance + eps) * scale + bias`` over the last axis.
+
+    Args:
+        hidden_size: ``h``.
+        eps: added to the variance.
+        zero_centered_gamma: store the scale as an offset from 1, so that weight decay pulls the factor to 1.
+        params_dtype: dtype of ``scale`` and ``bias``, ``[h]`` each; replicated on a mesh.
+        rngs: taken like in every layer; the initial values are constants.
+
+    Raises:
+        ValueError: for a size or ``eps`` that is not positive, or an unknown dtype.
+
+    Source: ``transformer_engine.pytorch.LayerNorm``; Ba et al. 2016.
+
+    >>> LayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([[-3.0, 3.0]])).round(3).tolist()
+    [[-1.0, 1.0]]
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean(x²) + eps) * scale`` over the last axis. Arguments and errors as `LayerNorm`; no bias.
+
+    Source: ``transformer_engine.pytorch.RMSNorm``; Zhang and Sennrich 2019.
+
+    >>> RMSNorm(2, rngs=nnx.Rngs(0))(jnp.array([[2.0, 2.0]])).round(3).tolist()
+    [[1.0, 1.0]]
+    """
+
+    normalization = "RMSNorm"
+
+
+def make_norm(
+    normalization: str,
+    hidden_size: int,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    params_dtype: DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+) -> LayerNorm | RMSNorm:
+    """`LayerNorm` or `RMSNorm` by name.
+
+    Source: ``megatron.core.extensions.transformer_engine.TENorm``.
+
+    >>> type(make_norm("RMSNorm", 4, rngs=nnx.Rngs(0))).__name__
+    'RMSNorm'
+    """
+    norm_spec(normalization, eps, zero_centered_gamma)
+    layer = LayerNorm if normalization == "LayerNorm" else RMSNorm
+    return layer(hidden_size, eps, zero_centered_gamma=zero_centered_gamma, params_dtype=params_dtype, rngs=rngs)

@@ -1,0 +1,86 @@
+"""How layers make parameters, and the logical axes that parameters and activations carry."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import float_dtype
+from jax_te.quantize import GemmState, QuantizerState
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
+
+
+def parameter(
+    init: Initializer, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes
+) -> nnx.Param:
+    """A parameter with one logical axis name for each dimension in its metadata, as ``logical_axes``.
+
+    The initializer runs in fp32 and the result is cast, so one seed gives the same weights, rounded, in every dtype.
+    Values depend on the key and the shape alone, never on the mesh.
+
+    Args:
+        init: ``init(key, shape, dtype)``.
+        rngs: its ``params`` stream gives the key.
+        shape: of the parameter.
+        dtype: fp32, bf16 or fp16.
+        axes: logical axes, see `jax_te.parallel.ShardingRules`.
+
+    Raises:
+        ValueError: for another dtype, or if ``axes`` does not name every dimension.
+
+    >>> kernel = parameter(jax.nn.initializers.ones, nnx.Rngs(0), (2, 4), jnp.bfloat16, ("fsdp", "ffn"))
+    >>> kernel.get_metadata("logical_axes")
+    ('fsdp', 'ffn')
+    """
+    dtype = float_dtype("params_dtype", dtype)
+    if len(axes) != len(shape):
+        raise ValueError(
+            f"{len(axes)} logical axes {axes} for a parameter of shape {shape}; name every dimension, or use None"
+        )
+    return nnx.Param(init(rngs.params(), shape, jnp.float32).astype(dtype), logical_axes=tuple(axes))
+
+
+def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes) -> nnx.Param:
+    """A `parameter` filled with one value: biases and the scales of norms.
+
+    >>> float(constant(1.0, (4,), jnp.float32, ("norm",))[0])
+    1.0
+    """
+    return nnx.Param(jnp.full(shape, value, float_dtype("params_dtype", dtype)), logical_axes=tuple(axes))
+
+
+def value_or_none(variable: nnx.Variable | None) -> Array | None:
+    """The array of a parameter that a layer may lack."""
+    return None if variable is None else variable.get_value()
+
+
+def state_or_none(variable: QuantizerState | None) -> GemmState | None:
+    """The quantizer state of a layer that may have none."""
+    return None if variable is None else variable.get_value()
+
+
+def leading_axes(x: Array) -> LogicalAxes:
+    """Logical axes of all axes of an activation but its last: batch, then sequence, then unnamed ones.
+
+    >>> leading_axes(jnp.ones((2, 8, 16)))
+    ('batch', 'sequence')
+    """
+    return ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
+
+
+def parameter_axes(model: nnx.Module) -> PyTree:
+    """Logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with a tuple of names in place of each array.
+
+    Map it to shardings with ``is_leaf=lambda node: isinstance(node, tuple)`` and `jax_te.parallel.named_sharding`; the
+    result fits the parameters in ``jax.device_put`` and as ``out_shardings``.
+
+    >>> from jax_te.layers import LayerNorm
+    >>> nnx.to_pure_dict(parameter_axes(LayerNorm(4, rngs=nnx.Rngs(0))))
+    {'bias': ('norm',), 'scale': ('norm',)}
+    """
+    return jax.tree.map(
+        lambda variable: variable.replace(variable.get_metadata("logical_axes")),
+        nnx.state(model, nnx.Param),
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )

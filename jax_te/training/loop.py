@@ -1,0 +1,210 @@
+"""The training loop: steps, records, held-out losses, checkpoints, and an orderly end on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from jax_te.training.metrics import MetricsLog
+from jax_te.training.progress import Progress
+from jax_te.typing import PyTree
+
+PATIENCE = 50
+"""Steps in a row without a finite gradient after which a run is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPlan:
+    """How long a run lasts and what happens how often, in steps.
+
+    Args:
+        steps: the run ends after this step.
+        save_every, eval_every: checkpoints and held-out losses; both also come at the end.
+        log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
+        tokens_per_step: for the speed.
+    """
+
+    steps: int
+    save_every: int
+    eval_every: int
+    log_every: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """What a run came to.
+
+    Args:
+        state: the last state.
+        step: the last step done.
+        stopped_by: the signal that ended the run early, or None.
+        heldout_loss: of the last state if it was computed in this run, else None.
+        seconds: wall time of the loop.
+        tokens_per_second: mean without the first step, which compiles; None for fewer than two steps.
+    """
+
+    state: PyTree
+    step: int
+    stopped_by: signal.Signals | None
+    heldout_loss: float | None
+    seconds: float
+    tokens_per_second: float | None
+
+
+class StopRequest:
+    """While entered, the first SIGTERM or SIGINT is kept in `signal`, with a line on stderr; the second acts as usual.
+
+    Outside the main thread, where Python gives no signals, it does nothing.
+
+    >>> with StopRequest() as stop:
+    ...     stop.signal is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.signal = signal.Signals(number)
+        self._restore()
+        line = f"\njax-te: {self.signal.name}: finishing this step and saving; once more to stop at once\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())  # print() must not be used in a handler: it may have been interrupted itself
+
+
+def run_loop(
+    state: PyTree,
+    *,
+    step_fn: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]],
+    batches: Iterator[Any],
+    first: int,
+    plan: LoopPlan,
+    log: MetricsLog,
+    evaluate: Callable[[PyTree], float],
+    save: Callable[[int, PyTree], None],
+    progress: Progress,
+) -> LoopResult:
+    """Run steps ``first + 1 … plan.steps``.
+
+    The numbers of a step are read one step late, so that a device is never kept waiting for the host. In step order the log gets each step's
+    record, then its held-out loss, and only then its checkpoint is written: what is on disk after a crash is never behind the checkpoint.
+
+    Args:
+        state: the state after step ``first``.
+        step_fn: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
+        batches: what the steps get, in order.
+        first: steps done already.
+        plan: see `LoopPlan`.
+        log: gets the records.
+        evaluate: held-out loss of a state.
+        save: writes a checkpoint; may return before it is on disk.
+        progress: shows the run.
+
+    Raises:
+        ValueError: after `PATIENCE` steps in a row whose gradients were not finite.
+    """
+    recorder = _Recorder(plan, log, progress)
+    pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
+
+    def drain(keep: int) -> None:
+        while len(pending) > keep:
+            recorder.record(*pending.popleft())
+
+    heldout, step, begin = None, first, time.perf_counter()
+    progress.start(first, plan.steps, plan.tokens_per_step)
+    try:
+        with StopRequest() as stop:
+            while step < plan.steps and stop.signal is None:
+                state, metrics = step_fn(state, next(batches))
+                step += 1
+                pending.append((step, metrics))
+                drain(1)
+                last = step == plan.steps
+                heldout = None
+                if last or step % plan.eval_every == 0:
+                    drain(0)
+                    heldout = recorder.pause(lambda: evaluate(state))
+                    log.write(step, {"heldout_loss": heldout})
+                if last or step % plan.save_every == 0 or stop.signal is not None:
+                    drain(0)
+                    log.sync()
+                    recorder.pause(lambda: save(step, state))
+    finally:
+        progress.stop()
+    return LoopResult(
+        state=state,
+        step=step,
+        stopped_by=stop.signal,
+        heldout_loss=heldout,
+        seconds=time.perf_counter() - begin,
+        tokens_per_second=recorder.tokens_per_second,
+    )
+
+
+class _Recorder:
+    """Turns a step's device scalars into a record, a progress update and a speed."""
+
+    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress):
+        self._plan, self._log, self._progress = plan, log, progress
+        self._previous: float | None = None  # when the step before was seen; None before the first, which compiles
+        self._busy = 0.0
+        self._timed = 0
+        self._bad = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._timed * self._plan.tokens_per_step / self._busy if self._busy else None
+
+    def record(self, step: int, metrics: dict[str, Any]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        if self._previous is not None:
+            self._busy += now - self._previous
+            self._timed += 1
+            values["tokens_per_second"] = round(self._plan.tokens_per_step / (now - self._previous), 1)
+        self._previous = now
+        listed = step % self._plan.log_every == 0 or step == self._plan.steps
+        self._log.write(step, values, chart=listed)
+        self._progress.update(step, values["loss"], line=listed)
+        self._give_up_if_lost(step, values)
+
+    def pause(self, work: Callable[[], Any]) -> Any:
+        """Do something whose time is not the steps'."""
+        begin = time.perf_counter()
+        result = work()
+        if self._previous is not None:
+            self._previous += time.perf_counter() - begin
+        return result
+
+    def _give_up_if_lost(self, step: int, values: dict[str, float]) -> None:
+        self._bad = 0 if math.isfinite(values["loss"]) else self._bad + 1
+        if self._bad >= PATIENCE:
+            raise ValueError(
+                f"the loss has not been finite since step {step - PATIENCE + 1}; lower --learning-rate, or "
+                "use --params-dtype float32, in another --output or from an earlier checkpoint"
+            )

@@ -1,0 +1,166 @@
+"""Loss scaling for half-precision gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
+
+from jax_te.config import check_positive
+from jax_te.typing import Array, PyTree
+
+
+class LossScale:
+    """Base of the loss scalers: pytrees that a train step carries along.
+
+    ``scale`` multiplies the loss before the gradient is taken; `unscale` divides the gradients; `update` takes whether they were all finite and
+    gives the scaler of the next step.
+    """
+
+    scale: Any
+
+    def scale_loss(self, loss: Array) -> Array:
+        """``loss * scale`` in fp32. ``[]`` -> ``[]``."""
+        return loss.astype(jnp.float32) * self.scale
+
+    def unscale(self, grads: PyTree) -> PyTree:
+        """Gradients, any shapes, divided by the scale, in fp32."""
+        inverse = 1.0 / self.scale
+        return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
+
+    def update(self, finite: Array) -> LossScale:
+        """The scaler of the next step, given whether all gradients were finite (bool ``[]``)."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ConstantLossScale(LossScale):
+    """A scale that never changes. The default, 1, leaves loss and gradients alone: right for fp32 and bf16.
+
+    Args:
+        scale: finite, > 0.
+
+    Source: ``megatron.core.optimizer.grad_scaler.ConstantGradScaler``.
+
+    >>> float(ConstantLossScale(scale=4.0).scale_loss(jnp.float32(0.5)))
+    2.0
+    """
+
+    scale: float = field(default=1.0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale > 0.0):
+            raise ValueError(f"scale must be finite and > 0, got {self.scale!r}")
+
+    def update(self, finite: Array) -> ConstantLossScale:
+        """Itself."""
+        return self
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, kw_only=True)
+class DynamicLossScale(LossScale):
+    """A scale that grows while gradients are finite and backs off when they are not: for fp16.
+
+    After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``. A step that is not finite starts that count
+    again; once ``hysteresis`` of them have come since the last growth, each multiplies the scale by ``backoff_factor``.
+
+    Args:
+        initial_scale: scale of the first step.
+        growth_interval: finite steps between growths, >= 1.
+        growth_factor: > 1.
+        backoff_factor: in (0, 1).
+        hysteresis: non-finite steps before the scale backs off, >= 1.
+        min_scale: the scale never falls below it, > 0.
+        max_scale: the scale never rises above it; finite in fp32, so the scale cannot reach inf (Megatron has no such bound).
+
+    Attributes:
+        scale: fp32 ``[]``, the scale in use.
+        growth_tracker: i32 ``[]``, finite steps in a row.
+        hysteresis_tracker: i32 ``[]``, non-finite steps left before the scale backs off.
+
+    Raises:
+        ValueError: for a field outside the above, or unless ``min_scale <= initial_scale <= max_scale``.
+
+    Source: ``megatron.core.optimizer.grad_scaler.DynamicGradScaler``.
+
+    >>> scaler = DynamicLossScale(initial_scale=1024.0, hysteresis=1)
+    >>> float(scaler.update(jnp.array(False)).scale)
+    512.0
+    """
+
+    initial_scale: float = 2.0**32
+    growth_interval: int = 1000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 2
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+    scale: Array = field(init=False)
+    growth_tracker: Array = field(init=False)
+    hysteresis_tracker: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_positive(growth_interval=self.growth_interval, hysteresis=self.hysteresis)
+        if not (math.isfinite(self.growth_factor) and self.growth_factor > 1.0):
+            raise ValueError(f"growth_factor must be finite and > 1, got {self.growth_factor!r}")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ValueError(f"backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
+        largest = float(jnp.finfo(jnp.float32).max)
+        smallest = float(jnp.finfo(jnp.float32).tiny)
+        if not smallest <= self.min_scale <= self.initial_scale <= self.max_scale <= largest:
+            raise ValueError(
+                f"scales must satisfy {smallest:.3g} <= min_scale <= initial_scale <= max_scale <= {largest:.3g}, got "
+                f"min_scale {self.min_scale!r}, initial_scale {self.initial_scale!r}, max_scale {self.max_scale!r}"
+            )
+        set_field = object.__setattr__
+        set_field(self, "scale", jnp.asarray(self.initial_scale, jnp.float32))
+        set_field(self, "growth_tracker", jnp.zeros((), jnp.int32))
+        set_field(self, "hysteresis_tracker", jnp.asarray(self.hysteresis, jnp.int32))
+
+    def update(self, finite: Array) -> DynamicLossScale:
+        """The scaler after a step whose gradients were (bool ``[]``) all finite or not."""
+        grown = self.growth_tracker + 1 >= self.growth_interval
+        left = jnp.maximum(self.hysteresis_tracker - 1, 0)
+        larger = jnp.minimum(self.scale * self.growth_factor, self.max_scale)
+        smaller = jnp.maximum(self.scale * self.backoff_factor, self.min_scale)
+        return self.tree_unflatten(
+            self._options(),
+            (
+                jnp.where(finite, jnp.where(grown, larger, self.scale), jnp.where(left == 0, smaller, self.scale)),
+                jnp.where(finite & ~grown, self.growth_tracker + 1, 0),
+                jnp.where(finite, jnp.where(grown, self.hysteresis, self.hysteresis_tracker), left),
+            ),
+        )
+
+    def _options(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in _OPTIONS)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arrays with their names, and the static fields (for ``jax.tree``)."""
+        return tuple((GetAttrKey(name), getattr(self, name)) for name in _ARRAYS), self._options()
+
+    @classmethod
+    def tree_unflatten(cls, options: tuple[Any, ...], arrays: Any) -> DynamicLossScale:
+        """The inverse of flattening; checks nothing, since leaves may be anything (for ``jax.tree``)."""
+        new = object.__new__(cls)
+        for name, value in zip(_OPTIONS + _ARRAYS, (*options, *arrays), strict=True):
+            object.__setattr__(new, name, value)
+        return new
+
+
+_OPTIONS = (
+    "initial_scale",
+    "growth_interval",
+    "growth_factor",
+    "backoff_factor",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+)
+_ARRAYS = ("scale", "growth_tracker", "hysteresis_tracker")

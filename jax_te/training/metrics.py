@@ -1,0 +1,155 @@
+"""What a run records: ``metrics.jsonl``, TensorBoard events and the loss plot."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss.png"
+TENSORBOARD_FOLDER = "tensorboard"
+EXTRA_HINT = 'pip install "jax-te[train]"'
+
+
+def require_extra(name: str) -> ModuleType:
+    """Import a package of the ``train`` extra.
+
+    Raises:
+        ModuleNotFoundError: if it is missing; the message names the command that installs it.
+
+    >>> require_extra("json").__name__
+    'json'
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.split(".")[0]:
+            raise
+        raise ModuleNotFoundError(f"training needs the package {name}; install it with: {EXTRA_HINT}") from None
+
+
+class MetricsLog:
+    """Appends records to ``metrics.jsonl`` and points to TensorBoard.
+
+    A record is one line, ``{"step": n, name: number, …}``. Resuming at ``step`` cuts the file after that step's records, so that a run that was
+    killed and resumed leaves the file an unbroken run leaves (but for measured speeds). Numbers that are not finite are written as null.
+
+    Args:
+        directory: the run's folder; made if missing.
+        resume_step: the step of the restored checkpoint, 0 for a new run.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with MetricsLog(folder) as log:
+    ...     log.write(1, {"loss": 2.5})
+    >>> read_metrics(folder)
+    [{'step': 1, 'loss': 2.5}]
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int = 0):
+        tensorboard = require_extra("tensorboardX")
+        self._path = Path(directory) / METRICS_FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_after(self._path, resume_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        folder = str(self._path.parent / TENSORBOARD_FOLDER)
+        self._events = tensorboard.SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)
+
+    def write(self, step: int, values: Mapping[str, float], *, chart: bool = True) -> None:
+        """Append one record; ``chart`` also puts its finite values into TensorBoard."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+        for name, value in finite.items():
+            if chart and value is not None:
+                self._events.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Bring everything written so far to the disk, e.g. before a checkpoint of the same step."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._events.flush()
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a run in order; an unfinished last line (of a run that was killed) is left out."""
+    try:
+        lines = (Path(directory) / METRICS_FILE).read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Truncate the file after the last record of a step <= ``step``; what cannot be read is cut too."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | None = None) -> Path | None:
+    """Draw ``loss.png`` from the run's records; None if there is nothing to draw.
+
+    Args:
+        directory: the run's folder.
+        bigram_entropy: drawn as a line for reference.
+    """
+    records = read_metrics(directory)
+    train, heldout = _curve(records, "loss"), _curve(records, "heldout_loss")
+    if not train[0]:
+        return None
+    figure_class = require_extra("matplotlib.figure").Figure
+    figure = figure_class(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*train, color="tab:blue", alpha=0.35, linewidth=0.8)
+    axes.plot(train[0], _smooth(train[1]), color="tab:blue", label="training loss")
+    if heldout[0]:
+        axes.plot(*heldout, "o-", color="tab:orange", markersize=4, label="held-out loss")
+    if bigram_entropy is not None:
+        axes.axhline(bigram_entropy, color="grey", linestyle="--", label="byte-bigram entropy")
+    axes.set(xlabel="step", ylabel="nats per byte", title=f"{Path(directory).name}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(directory) / PLOT_FILE
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _curve(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
+    """Exponential average, free of the start's bias."""
+    smooth, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + value, weight * norm + 1.0
+        smooth.append(total / norm)
+    return smooth

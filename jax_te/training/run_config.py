@@ -1,0 +1,271 @@
+"""The resolved configuration of a training run, and its file ``config.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+
+CONFIG_FILE = "config.json"
+VOCAB_SIZE = 256
+"""Tokens are bytes."""
+
+MAY_CHANGE = frozenset(
+    ("steps", "microbatches", "backend", "mesh", "mesh_axis_type", "remat")
+    + ("save_every", "keep", "eval_every", "eval_batches", "log_every")
+)
+"""Fields that a resumed run may give anew. They change where, how long and how often, not what is trained."""
+
+FP8_MULTIPLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides what a run trains; each field is an option of ``jax-te train``.
+
+    Args:
+        preset: name the defaults came from.
+        num_layers, hidden_size, num_heads, num_query_groups, ffn_hidden_size, normalization, activation: as in
+            `TransformerConfig`.
+        position_embedding: ``"rope"``, ``"learned_absolute"`` or ``"none"``.
+        bias: biases in linear layers.
+        tie_embeddings: the output head is the transposed embedding.
+        dropout: of attention and hidden states.
+        data: absolute path of the text; None for the standard library's sources.
+        seq_len, batch_size: tokens of an example, examples of a step.
+        microbatches: parts a batch is cut into for gradient accumulation.
+        steps: optimizer steps of the run.
+        learning_rate, min_learning_rate, warmup_steps, decay_steps: linear warm-up, then a cosine that reaches the
+            minimum at ``decay_steps`` and stays there.
+        weight_decay, clip_norm, seed: as they say.
+        recipe: ``"none"``, ``"delayed"`` or ``"current"``.
+        fp8_format, amax_history_len, amax_compute_algo, margin: the recipe's fields; None where it has no such field.
+        params_dtype, compute_dtype: dtype names.
+        backend: ``"auto"``, ``"xla"`` or ``"te"``.
+        mesh: as `ParallelConfig.parse` takes it; None for one device and no mesh.
+        mesh_axis_type: ``"auto"`` or ``"explicit"``.
+        remat: ``"none"``, ``"full"`` or ``"selective"``.
+        save_every, keep, eval_every, eval_batches, log_every: cadences.
+
+    Raises:
+        ValueError: for sizes that do not divide, or values that do not go together. The message names the option.
+    """
+
+    preset: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    ffn_hidden_size: int
+    normalization: str
+    activation: str
+    position_embedding: str
+    bias: bool
+    tie_embeddings: bool
+    dropout: float = 0.0
+    data: str | None = None
+    seq_len: int
+    batch_size: int
+    microbatches: int = 1
+    steps: int
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    decay_steps: int
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    recipe: str = "none"
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    margin: int | None = None
+    params_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    backend: str = "auto"
+    mesh: str | None = None
+    mesh_axis_type: str = "auto"
+    remat: str = "none"
+    save_every: int = 100
+    keep: int = 3
+    eval_every: int = 100
+    eval_batches: int = 16
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        self.transformer_config()
+        self.make_recipe()
+        self._check_schedule()
+        self._check_parallel(self.parallel_config())
+        if self.recipe != "none":
+            self._check_fp8()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes that one step predicts."""
+        return self.batch_size * self.seq_len
+
+    def transformer_config(self) -> TransformerConfig:
+        """The model's configuration."""
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-heads {self.num_heads}; "
+                f"the next that is: {_next(self.hidden_size, self.num_heads)}"
+            )
+        if self.num_heads % self.num_query_groups:
+            raise ValueError(
+                f"--num-heads {self.num_heads} is not divisible by --num-query-groups {self.num_query_groups}"
+            )
+        if self.position_embedding == "rope" and (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"--position-embedding rope needs heads of even size, and --hidden-size {self.hidden_size} / "
+                f"--num-heads {self.num_heads} is odd"
+            )
+        return TransformerConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_heads,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            normalization=self.normalization,  # type: ignore[arg-type]
+            activation=self.activation,
+            add_bias_linear=self.bias,
+            attention_dropout=self.dropout,
+            hidden_dropout=self.dropout,
+            params_dtype=self.params_dtype,
+            compute_dtype=self.compute_dtype,
+        )
+
+    def make_recipe(self) -> Recipe | None:
+        """The precision recipe, or None."""
+        given = {name: getattr(self, name) for name in ("amax_history_len", "amax_compute_algo", "margin")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.recipe != "delayed" and given:
+            raise ValueError(f"{option(next(iter(given)))} is for --recipe delayed, and the recipe is {self.recipe}")
+        if self.recipe == "none":
+            if self.fp8_format is not None:
+                raise ValueError("--fp8-format is for --recipe delayed or current, and the recipe is none")
+            return None
+        fp8_format = Format(self.fp8_format or "hybrid")
+        if self.recipe == "delayed":
+            return DelayedScaling(fp8_format=fp8_format, **given)
+        if self.recipe == "current":
+            return Float8CurrentScaling(fp8_format=fp8_format)
+        raise ValueError(f"unknown --recipe {self.recipe!r}; allowed: none, delayed, current")
+
+    def parallel_config(self) -> ParallelConfig | None:
+        """Sizes of the mesh's axes, or None for no mesh."""
+        return None if self.mesh is None else ParallelConfig.parse(self.mesh)
+
+    def _check_schedule(self) -> None:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"--min-learning-rate {self.min_learning_rate:g} is above --learning-rate {self.learning_rate:g}"
+            )
+        if self.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"--warmup-steps {self.warmup_steps} leaves no step to decay in; it must be below --decay-steps "
+                f"{self.decay_steps} (by default --steps)"
+            )
+        if self.batch_size % self.microbatches:
+            raise ValueError(
+                f"--batch-size {self.batch_size} is not divisible by --microbatches {self.microbatches}; the next "
+                f"that is: {_next(self.batch_size, self.microbatches)}"
+            )
+
+    def _check_parallel(self, sizes: ParallelConfig | None) -> None:
+        if sizes is None:
+            return
+        examples, ranks = self.batch_size // self.microbatches, sizes.data * sizes.fsdp
+        if examples % ranks:
+            raise ValueError(
+                f"a microbatch of {examples} examples (--batch-size / --microbatches) does not divide over "
+                f"data*fsdp = {ranks} ranks of --mesh {self.mesh}; the next --batch-size that does: "
+                f"{_next(self.batch_size, self.microbatches * ranks)}"
+            )
+        split = {
+            "num_query_groups": (self.num_query_groups, "tensor"),
+            "ffn_hidden_size": (self.ffn_hidden_size, "tensor"),
+            "hidden_size": (self.hidden_size, "fsdp"),
+        }
+        for name, (size, axis) in split.items():
+            parts = getattr(sizes, axis)
+            if size % parts:
+                raise ValueError(
+                    f"{option(name)} {size} does not divide over {axis}={parts} of --mesh {self.mesh}; "
+                    f"the next that does: {_next(size, parts)}"
+                )
+
+    def _check_fp8(self) -> None:
+        head = self.hidden_size // self.num_heads
+        tokens = self.tokens_per_step // self.microbatches
+        sizes = {
+            f"--hidden-size {self.hidden_size}": self.hidden_size,
+            f"--ffn-hidden-size {self.ffn_hidden_size}": self.ffn_hidden_size,
+            f"key/value size {self.num_query_groups} x {head} (--num-query-groups x head size)": (
+                self.num_query_groups * head
+            ),
+            f"tokens of a microbatch {tokens} (--batch-size x --seq-len / --microbatches)": tokens,
+        }
+        for what, size in sizes.items():
+            if size % FP8_MULTIPLE:
+                raise ValueError(
+                    f"{what} must be a multiple of {FP8_MULTIPLE} for --recipe {self.recipe}; "
+                    f"the next is {_next(size, FP8_MULTIPLE)}"
+                )
+
+
+def option(name: str) -> str:
+    """The command-line option of a field.
+
+    >>> option("hidden_size")
+    '--hidden-size'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def _next(size: int, multiple: int) -> int:
+    return size + -size % multiple
+
+
+def write_config(config: RunConfig, directory: Path) -> None:
+    """Write ``config.json``, whole or not at all."""
+    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    partial = directory / (CONFIG_FILE + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, directory / CONFIG_FILE)
+
+
+def read_config(directory: Path) -> RunConfig | None:
+    """The configuration a run left in ``directory``, or None if there is none.
+
+    Raises:
+        ValueError: if the file there is not a run's configuration.
+    """
+    path = directory / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        known = {f.name for f in dataclasses.fields(RunConfig)}
+        return RunConfig(**{name: value for name, value in values.items() if name in known})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not the configuration of a jax-te run ({error}); give another --output") from None
+
+
+def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path) -> None:
+    """Raise ValueError, naming every field, if values ``given`` now keep the run in ``directory`` from being resumed."""
+    changed = {name: value for name, value in given.items() if value != getattr(saved, name) and name not in MAY_CHANGE}
+    if changed:
+        listed = "; ".join(f"{option(name)} is {getattr(saved, name)} there, {value} here" for name, value in changed.items())
+        raise ValueError(
+            f"{directory} holds a run of another configuration: {listed}. Give another --output, or leave these "
+            "options out to resume it"
+        )

@@ -1,0 +1,232 @@
+"""Everything a training run carries from step to step, and how it is created on a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, Sharding
+
+from jax_te.parallel import auto_region, logical_to_spec, named_sharding
+from jax_te.quantize import split_model
+from jax_te.training.loss_scale import ConstantLossScale, LossScale
+from jax_te.typing import Array, LogicalAxes, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """The state of a training run: a pytree, to be built with `create_train_state`.
+
+    Args:
+        step: i32 ``[]``, steps taken, skipped ones included.
+        params: the model's parameters, in ``params_dtype``.
+        masters: fp32 copies of the parameters that are bf16 or fp16, under the same names; empty if none is.
+        quantizers: delayed-scaling state, empty without it.
+        rest: all other state of the model, e.g. the counters of an ``nnx.Rngs``; empty for the models of this package.
+        opt_state: optimizer state of the masters and of the parameters that have none.
+        scaler: loss scaler.
+        rng: typed key ``[]``; constant, steps fold their number in.
+        skipped_steps: i32 ``[]``, steps whose loss or gradients were not finite.
+        graphdef: static, the model's graph definition.
+    """
+
+    step: Array
+    params: nnx.State
+    masters: nnx.State
+    quantizers: nnx.State
+    rest: nnx.State
+    opt_state: PyTree
+    scaler: LossScale
+    rng: Array
+    skipped_steps: Array
+    graphdef: Any = field(metadata={"static": True})
+
+    @property
+    def model(self) -> Any:
+        """The model with the current values. It shares their buffers: the next train step deletes them."""
+        return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
+
+
+def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
+    """What the optimizer works on: the masters, and the parameters that have none."""
+    return nnx.merge_state(params, masters)
+
+
+def masters_of(params: nnx.State) -> nnx.State:
+    """fp32 copies of the bf16 and fp16 parameters, without the others.
+
+    >>> state = nnx.State({"a": nnx.Param(jnp.ones(2, jnp.bfloat16)), "b": nnx.Param(jnp.ones(2))})
+    >>> list(masters_of(state))
+    ['a']
+    """
+    half = [(path, leaf) for path, leaf in nnx.to_flat_state(params) if leaf.dtype in (jnp.bfloat16, jnp.float16)]
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(half))
+
+
+def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
+    """Name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
+
+    The axes are those in the metadata of the Variable around the leaf (optimizer state that mirrors a parameter keeps its Variable), None for every
+    dimension where there are none or the leaf has another rank.
+
+    >>> leaves_with_axes({"a": nnx.Param(jnp.ones((2, 2)), logical_axes=("fsdp", "ffn")), "b": jnp.ones(2)})[1][::2]
+    ('b', (None,))
+    """
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        axes = node.get_metadata().get("logical_axes") if _is_variable(node) else None
+        for leaf in jax.tree.leaves(node):
+            fits = axes is not None and len(axes) == leaf.ndim
+            found.append((name, leaf, axes if fits else (None,) * leaf.ndim))
+    return found
+
+
+def create_train_state(
+    model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+    tx: optax.GradientTransformation,
+    *,
+    key: Array,
+    scaler: LossScale | None = None,
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """The state of a run at step 0.
+
+    With a mesh, parameters, masters and optimizer state are created where each Param's ``logical_axes`` put them, in one compiled function: no device
+    ever holds a whole sharded parameter that a function built. Everything else is replicated. Values do not depend on the mesh.
+
+    Build under ``autocast(recipe)`` if the recipe has state.
+
+    Args:
+        model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
+        tx: any optax transformation. It sees fp32 masters in place of half-precision parameters, and no quantizer state.
+        key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
+        scaler: None for `ConstantLossScale` of 1.
+        mesh: None for the mesh set by ``jax.set_mesh``, if any.
+
+    Raises:
+        TypeError: for a key that is not typed, or anything but a model or a function.
+        ValueError: for a dimension that does not divide over its mesh axes.
+
+    >>> state = create_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
+    >>> state.params["kernel"].shape, int(state.step)
+    ((2, 3), 0)
+    """
+    mesh = _mesh(mesh)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh)
+    _check_key(key)
+    with _use(mesh):
+        abstract = jax.eval_shape(build, key, variables)
+        shardings = None if mesh is None else _shardings(abstract, mesh)
+        # Inside auto_region an Explicit mesh gives the same program as an Auto one, so the same bits.
+        axes = [axes for _, _, axes in leaves_with_axes(abstract)]
+        init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
+        leaves = jax.jit(init, out_shardings=shardings)(key, variables)
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def abstract_train_state(
+    model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+    tx: optax.GradientTransformation,
+    *,
+    key: Array | None = None,
+    scaler: LossScale | None = None,
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """What `create_train_state` gives, as ``jax.ShapeDtypeStruct`` with shardings: allocates nothing. For restoring.
+
+    Args:
+        key: only its kind matters. None: the default kind.
+        model_or_fn, tx, scaler, mesh: as for `create_train_state`.
+
+    >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))
+    >>> state.params["kernel"].shape
+    (2, 3)
+    """
+    mesh = _mesh(mesh)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh)
+    key = jax.random.key(0) if key is None else key
+    _check_key(key)
+    with _use(mesh):
+        abstract = jax.eval_shape(build, key, variables)
+        leaves, treedef = jax.tree.flatten(abstract)
+        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _shardings(abstract, mesh)
+    described = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, described)
+
+
+def _builder(
+    model_or_fn: Any, tx: optax.GradientTransformation, scaler: LossScale | None, mesh: Mesh | None
+) -> tuple[Callable[[Array, PyTree], TrainState], PyTree]:
+    """``build(key, variables) -> TrainState``, to be traced, and the variables to give it."""
+    is_model = isinstance(model_or_fn, nnx.Module)
+    if not is_model and not callable(model_or_fn):
+        raise TypeError(f"expected a model or a function of nnx.Rngs that builds one, got {type(model_or_fn).__name__}")
+    scaler = ConstantLossScale() if scaler is None else scaler
+    graphdef, *states = split_model(model_or_fn) if is_model else (None,)
+    if is_model and mesh is not None:
+        states = jax.device_put(states, jax.tree.unflatten(jax.tree.structure(states), _shardings(states, mesh)))
+
+    def build(key: Array, variables: PyTree) -> TrainState:
+        init_key, rng = jax.random.split(key)
+        if is_model:
+            definition, (params, quantizers, rest) = graphdef, jax.tree.map(jnp.copy, variables)
+        else:
+            definition, params, quantizers, rest = split_model(model_or_fn(nnx.Rngs(init_key)))
+        masters = masters_of(params)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            masters=masters,
+            quantizers=quantizers,
+            rest=rest,
+            opt_state=tx.init(full_precision(params, masters)),
+            scaler=scaler,
+            rng=rng,
+            skipped_steps=jnp.zeros((), jnp.int32),
+            graphdef=definition,
+        )
+
+    return build, states
+
+
+def _mesh(mesh: Mesh | None) -> Mesh | None:
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    return None if mesh.empty else mesh
+
+
+def _use(mesh: Mesh | None) -> Any:
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def _check_key(key: Any) -> None:
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        raise TypeError(f"key must be one typed key such as jax.random.key(0), got {key!r}")
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _shardings(tree: PyTree, mesh: Mesh) -> list[Sharding]:
+    for name, leaf, axes in leaves_with_axes(tree):
+        for dim, entry in enumerate(logical_to_spec(axes, mesh)):
+            over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            ranks = math.prod(mesh.shape[axis] for axis in over)
+            if leaf.shape[dim] % ranks:
+                raise ValueError(
+                    f"{name} of shape {leaf.shape}: dimension {dim} ({axes[dim]!r}) does not divide over mesh axes "
+                    f"{'*'.join(over)} = {ranks}; change that size or the mesh"
+                )
+    return [named_sharding(axes, mesh) for _, _, axes in leaves_with_axes(tree)]

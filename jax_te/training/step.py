@@ -1,0 +1,214 @@
+"""The train step: microbatches, quantizer state, loss scaling, fp32 masters, skipped steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jax_te.config import check_positive
+from jax_te.parallel import auto_region, constrain, current_mesh, logical_to_spec
+from jax_te.quantize import merge_quantizers, split_model, write_back
+from jax_te.training.state import TrainState, full_precision, leaves_with_axes
+from jax_te.typing import Array, PyTree
+
+LossFn = Callable[[Any, PyTree, Array | None], Array]
+"""``loss_fn(model, batch, key) -> scalar``: the mean loss over a batch. ``key`` is None in evaluation: no dropout."""
+
+
+def make_train_step(
+    loss_fn: LossFn, tx: optax.GradientTransformation, *, microbatches: int = 1
+) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
+    """A jitted ``step(state, batch) -> (state, metrics)`` that takes the state's buffers over (donates them).
+
+    Call it inside ``with autocast(recipe):``; under another recipe it is traced again.
+
+    - The batch is cut into ``microbatches`` along its leading axis, in order; their gradients are summed in one ``lax.scan``, in fp32, and averaged.
+      Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
+    - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`). That state is no
+      gradient: it is in no norm, and ``tx`` never sees it.
+    - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other parameters directly.
+    - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
+
+    Args:
+        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over the batch it is given. What it changes in other state of the model is kept.
+        tx: the transformation that the state was created with.
+        microbatches: parts of a batch, >= 1.
+
+    The step's arguments and results:
+
+    - ``batch``: a pytree of arrays ``[b, ...]``; on a mesh each microbatch is split over the logical axis ``batch``.
+    - ``metrics``: fp32 ``[]`` each: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping), ``skipped`` (0 or 1),
+      ``loss_scale`` (the one this step used).
+
+    Raises:
+        ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into microbatches and over the
+            mesh's batch ranks, or a loss that is no scalar.
+
+    Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining`` and ``Float16OptimizerWithFloat16Params.step``.
+
+    >>> from jax_te.training.state import create_train_state
+    >>> tx = optax.sgd(0.1)
+    >>> state = create_train_state(lambda rngs: nnx.Linear(2, 1, rngs=rngs), tx, key=jax.random.key(0))
+    >>> step = make_train_step(lambda model, batch, key: jnp.mean(model(batch) ** 2), tx, microbatches=2)
+    >>> state, metrics = step(state, jnp.ones((4, 2)))
+    >>> int(state.step), sorted(metrics)
+    (1, ['grad_norm', 'loss', 'loss_scale', 'skipped'])
+    """
+    check_positive(microbatches=microbatches)
+    tx = optax.with_extra_args_support(tx)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
+        key = jax.random.fold_in(state.rng, state.step)
+        if microbatches == 1:
+            batch = _shard_batch(batch)
+            loss, grads, quantizers, rest = _gradients(loss_fn, state, state.rest, batch, jax.random.fold_in(key, 0))
+        else:
+            loss, grads, quantizers, rest = _accumulate(loss_fn, state, batch, key, microbatches)
+        grads = state.scaler.unscale(grads)
+        finite = _all_finite((loss, grads))
+        updated = _apply(tx, state, grads, loss) | {"rest": rest}
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "skipped": 1.0 - finite.astype(jnp.float32),
+            "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
+        }
+        state = dataclasses.replace(
+            state,
+            **{name: _select(finite, new, getattr(state, name)) for name, new in updated.items()},
+            step=state.step + 1,
+            quantizers=write_back(state.quantizers, quantizers, keep_old=~finite),
+            scaler=state.scaler.update(finite),
+            skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
+        )
+        return _constrain(state), metrics
+
+    return train_step
+
+
+def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
+    """A jitted ``eval_step(state, batch) -> loss``, fp32 ``[]``; the state stays as it is.
+
+    The model is set to ``eval()`` and ``loss_fn`` gets the key None.
+
+    >>> from jax_te.training.state import create_train_state
+    >>> state = create_train_state(lambda rngs: nnx.Linear(2, 1, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
+    >>> make_eval_step(lambda model, batch, key: jnp.sum(0.0 * model(batch)))(state, jnp.ones((4, 2))).item()
+    0.0
+    """
+
+    @jax.jit
+    def eval_step(state: TrainState, batch: PyTree) -> Array:
+        model = state.model
+        model.eval()
+        return _check_loss(loss_fn(model, _shard_batch(batch), None)).astype(jnp.float32)
+
+    return eval_step
+
+
+def _gradients(
+    loss_fn: LossFn, state: TrainState, rest: PyTree, batch: PyTree, key: Array
+) -> tuple[Array, PyTree, PyTree, PyTree]:
+    """Loss (fp32), its scaled gradients (fp32), next quantizer states, and the model's other state."""
+
+    def scaled_loss(params: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
+        model = nnx.merge(state.graphdef, params, quantizers, rest, copy=True)
+        loss = _check_loss(loss_fn(model, batch, key)).astype(jnp.float32)
+        return state.scaler.scale_loss(loss), (loss, split_model(model)[3])
+
+    differentiate = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+    (grads, quantizers), (loss, rest) = differentiate(state.params, state.quantizers)
+    grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+    return loss, _constrain(grads), quantizers, _constrain(rest)
+
+
+def _accumulate(
+    loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, microbatches: int
+) -> tuple[Array, PyTree, PyTree, PyTree]:
+    """As `_gradients`, averaged over microbatches in one scan."""
+
+    def body(carry: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
+        total, sums, rest = carry
+        batch, index = part
+        loss, grads, quantizers, rest = _gradients(loss_fn, state, rest, batch, jax.random.fold_in(key, index))
+        return (total + loss, jax.tree.map(jnp.add, sums, grads), rest), quantizers
+
+    zeros = _constrain(jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), state.params))
+    start = (jnp.zeros((), jnp.float32), zeros, _constrain(state.rest))
+    parts = (_shard_batch(batch, microbatches), jnp.arange(microbatches, dtype=jnp.int32))
+    (total, sums, rest), stacked = jax.lax.scan(body, start, parts)
+    loss, grads = jax.tree.map(lambda leaf: leaf / microbatches, (total, sums))
+    return loss, grads, merge_quantizers(stacked), rest
+
+
+def _apply(tx: optax.GradientTransformationExtraArgs, state: TrainState, grads: PyTree, loss: Array) -> dict[str, Any]:
+    """Parameters, masters and optimizer state after an update."""
+    full = full_precision(state.params, state.masters)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion; a caller may have set "strict"
+        updates, opt_state = tx.update(grads, state.opt_state, full, value=loss)
+        full = optax.apply_updates(full, updates)
+    flat = dict(nnx.to_flat_state(full))
+    return {
+        "params": jax.tree.map(lambda old, new: new.astype(old.dtype), state.params, full),
+        "masters": nnx.from_flat_state([(path, flat[path]) for path, _ in nnx.to_flat_state(state.masters)]),
+        "opt_state": opt_state,
+    }
+
+
+def _all_finite(tree: PyTree) -> Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+def _constrain(tree: PyTree) -> PyTree:
+    """Every leaf in the sharding it was created with, so that a state can be donated and a step is compiled once."""
+    leaves = [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _check_loss(loss: Array) -> Array:
+    if jnp.shape(loss) != ():
+        raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(loss)}")
+    return loss
+
+
+def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
+    """Leaves ``[b, ...]`` split over the batch axis; with ``microbatches``, ``[m, b / m, ...]``, each split so."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"every array of a batch must have the same leading axis, got shapes {shapes}")
+    size, parts = sizes.pop(), microbatches or 1
+    if size % parts:
+        raise ValueError(f"batch size {size} does not divide into microbatches={parts}; change one of them")
+    mesh = current_mesh()
+    if mesh is not None:
+        entry = logical_to_spec(("batch",), mesh)[0]
+        over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        ranks = math.prod(mesh.shape[axis] for axis in over)
+        if (size // parts) % ranks:
+            raise ValueError(
+                f"a microbatch of {size // parts} examples (batch size {size}, microbatches={parts}) does not divide "
+                f"over mesh axes {'*'.join(over)} = {ranks}; make the batch a multiple of {parts * ranks}"
+            )
+
+    def shard(leaf: Array) -> Array:
+        if microbatches is None:
+            return constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
+        axes = (None, "batch", *(None,) * (leaf.ndim - 1))
+        cut = auto_region(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), axes)
+        return constrain(cut(leaf), axes)
+
+    return jax.tree.map(shard, batch)

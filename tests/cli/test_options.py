@@ -1,0 +1,140 @@
+"""Options: complete help, one-line errors, and what they resolve to."""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from jax_te.cli.main import explain, main
+from jax_te.cli.options import ACTIVATIONS, RECIPES, build_parser
+from jax_te.cli.presets import PRESETS
+from jax_te.cli.resolve import output_folder, resolve
+from jax_te.config import ACTIVATIONS as ALLOWED_ACTIVATIONS
+from jax_te.models import POSITION_EMBEDDINGS, REMAT
+from jax_te.ops import BACKENDS
+from jax_te.recipe import RECIPES as ALLOWED_RECIPES
+from jax_te.training.run_config import RunConfig, option, write_config
+
+
+def parse(*argv):
+    return build_parser().parse_args(["train", *argv])
+
+
+def actions(command):
+    subparsers = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {string: action for action in subparsers.choices[command]._actions for string in action.option_strings}
+
+
+def test_every_field_of_the_configuration_is_an_option():
+    known = actions("train")
+    assert not [option(field.name) for field in dataclasses.fields(RunConfig) if option(field.name) not in known]
+
+
+def test_choices_are_those_of_the_library():
+    known = actions("train")
+    assert set(known["--recipe"].choices) == set(RECIPES) == set(ALLOWED_RECIPES)
+    assert set(known["--activation"].choices) == set(ACTIVATIONS) == set(ALLOWED_ACTIVATIONS)
+    assert set(known["--backend"].choices) == set(BACKENDS)
+    assert set(known["--remat"].choices) == set(REMAT)
+    assert set(known["--position-embedding"].choices) == set(POSITION_EMBEDDINGS)
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "doctor"])
+def test_help_says_what_each_option_does_and_its_default(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for strings, action in actions(command).items():
+        assert strings in text
+        if strings not in ("-h", "--help", "--debug"):
+            assert "(default: " in (action.help or ""), strings
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_lists_the_sizes_of_every_preset(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for name, preset in PRESETS.items():
+        row = next(words for words in rows if words[:1] == [name])
+        for field in ("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "seq_len"):
+            assert str(preset.values[field]) in row
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys, jax_te.cli.options; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("train", "sample", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--recipe", "mxfp9"], "argument --recipe: invalid choice: 'mxfp9'"),
+        (["train", "--step", "3"], "unknown argument '--step', did you mean --steps?"),
+        (["train", "--steps", "0"], "argument --steps: must be an integer >= 1, got 0"),
+        (["train", "--steps", "many"], "argument --steps: must be an integer >= 1, got 'many'"),
+        (["train", "--learning-rate", "nan"], "argument --learning-rate: must be a number > 0, got nan"),
+        (["train", "--dropout", "1"], "argument --dropout: must be a number in [0, 1), got 1"),
+        (["train", "--preset", "gpt-9t"], "argument --preset: invalid choice: 'gpt-9t'"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_status_2(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("jax-te: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_errors_are_explained_in_a_line_and_bugs_are_not():
+    assert explain(FileNotFoundError(2, "No such file or directory", "/x")) == "/x: No such file or directory"
+    assert explain(OSError(28, "No space left on device")) == "No space left on device"
+    assert explain(ModuleNotFoundError("training needs grain")) == "training needs grain"
+    assert explain(ValueError("two\nlines")) == "two lines (--debug shows where)"
+    assert "out of memory" in (explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")) or "")
+    assert explain(KeyError("x")) is None
+    assert explain(RuntimeError("INTERNAL")) is None
+
+
+def test_a_new_run_has_the_presets_values_and_what_follows_from_the_options(tmp_path):
+    config, resumes = resolve(parse("--hidden-size", "256", "--num-heads", "8", "--steps", "50"), tmp_path)
+    assert not resumes
+    assert (config.hidden_size, config.num_heads, config.num_query_groups, config.ffn_hidden_size) == (256, 8, 8, 1024)
+    assert (config.steps, config.decay_steps, config.warmup_steps) == (50, 50, 5)
+    assert config.min_learning_rate == pytest.approx(config.learning_rate / 10)
+    assert config.params_dtype == config.compute_dtype == "float32"
+    assert config.num_layers == PRESETS["tiny"].values["num_layers"]
+
+
+def test_a_recipes_fields_are_resolved(tmp_path):
+    config, _ = resolve(parse("--recipe", "delayed", "--margin", "1"), tmp_path)
+    assert (config.fp8_format, config.amax_history_len, config.amax_compute_algo, config.margin) == ("hybrid", 1024, "max", 1)
+    assert resolve(parse(), tmp_path)[0].fp8_format is None
+
+
+def test_a_resumed_run_needs_no_option_repeated(tmp_path):
+    first, _ = resolve(parse("--hidden-size", "256", "--seed", "5"), tmp_path)
+    write_config(first, tmp_path)
+    again, resumes = resolve(parse("--steps", "999", "--mesh", "data=2"), tmp_path)
+    assert resumes
+    assert again == dataclasses.replace(first, steps=999, mesh="data=2")
+    with pytest.raises(ValueError, match="--seed is 5 there, 6 here; --preset is tiny there, gpt-125m here|--preset"):
+        resolve(parse("--seed", "6", "--preset", "gpt-125m"), tmp_path)
+
+
+def test_the_default_folder_is_named_after_preset_and_recipe():
+    assert str(output_folder(parse())) == "runs/tiny"
+    assert str(output_folder(parse("--preset", "gpt-125m", "--recipe", "current"))) == "runs/gpt-125m-current"
+    assert str(output_folder(parse("--output", "here"))) == "here"

@@ -1,0 +1,22 @@
+"""Strict settings for every test, and the fixtures they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+# Before anything asks for devices. Not XLA_FLAGS: that would reach the processes that tests start.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(params=["no mesh", "auto", "explicit"])
+def mesh_mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with no mesh, then with ``data=2, fsdp=2, tensor=2`` set as an Auto and as an Explicit mesh."""
+    from tests.meshes import use_mesh  # not above: pytest's options add checks to jax_te when it is imported
+
+    with use_mesh(request.param):
+        yield request.param

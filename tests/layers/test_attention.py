@@ -1,0 +1,92 @@
+"""DotProductAttention and MultiheadAttention: layouts, masks, what they return, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.layers import DotProductAttention, MultiheadAttention, init_kv_cache
+from tests.layers import reference
+from tests.layers.reference import ROUNDOFF, Form, parameters, randomize
+from tests.numerics import assert_close, draw
+
+S, H, N, D = 8, 32, 4, 8
+TOLERANCE = 4 * ROUNDOFF["float32"] * H**0.5  # four sums of at most H products in a row
+
+
+def build(**options: Any) -> MultiheadAttention:
+    return randomize(MultiheadAttention(H, N, rngs=nnx.Rngs(0), **options))
+
+
+def formula(layer: MultiheadAttention, x: np.ndarray, form: Form) -> np.ndarray:
+    p = jax.tree.map(np.float64, parameters(layer))
+    return reference.attention_block(np, p, np.float64(x), form)
+
+
+def test_packed_and_separate_operands_give_the_same() -> None:
+    core = DotProductAttention(N, D)
+    qkv = draw("qkv", (2, S, 3, N, D))
+    assert_close(core(qkv), core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), TOLERANCE)
+
+
+def test_softmax_scale() -> None:
+    q = draw("q", (2, S, N, D))
+    doubled = DotProductAttention(N, D, softmax_scale=2.0 * D**-0.5)(q, q, q)
+    assert_close(doubled, DotProductAttention(N, D)(2.0 * q, q, q), TOLERANCE)
+
+
+def test_without_a_norm_in_front() -> None:
+    layer, x = build(input_layernorm=False, num_gqa_groups=2), draw("x", (2, S, H))
+    assert_close(layer(x), formula(layer, x, Form(g=2)), TOLERANCE)
+
+
+def test_returns_the_norm_output() -> None:
+    layer, x = build(return_layernorm_output=True), draw("x", (2, S, H))
+    y, normed = layer(x)
+    assert_close(y, formula(layer, normed, Form()), TOLERANCE)
+
+
+def test_padding_hides_what_lies_behind_each_length() -> None:
+    x, lengths = draw("x", (2, S, H)), (5, S)
+    for mask_type, causal in (("padding", False), ("padding_causal", True)):
+        layer = build(input_layernorm=False, attn_mask_type=mask_type)
+        y = layer(x, sequence_lengths=jnp.array(lengths, jnp.int32))
+        for i, length in enumerate(lengths):
+            alone = formula(layer, x[i : i + 1, :length], Form(causal=causal))
+            assert_close(y[i : i + 1, :length], alone, TOLERANCE, what=mask_type)
+
+
+def test_arbitrary_mask_hides_where_it_is_true() -> None:
+    x = draw("x", (2, S, H))
+    mask = jnp.triu(jnp.ones((S, S), bool), 1)[None, None]
+    assert_close(build(attn_mask_type="arbitrary")(x, attention_mask=mask), build()(x), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q: DotProductAttention(N, D)(q, q), r"query \[b, s, 4, 8\], key and value .* \[b, s, 3, 4, 8\]"),
+        (lambda q: DotProductAttention(N, D, num_gqa_groups=2)(q, q, q), r"key and value \[b, s, 2, 8\]; got shapes"),
+        (lambda q: DotProductAttention(N, D, attn_mask_type="padding")(q, q, q), "'padding' needs kv_lengths"),
+        (lambda q: DotProductAttention(N, D)(q, q, q, kv_lengths=jnp.ones(2, jnp.int32)), "'causal' takes no lengths"),
+        (lambda q: DotProductAttention(N, D)(q, q, q, attn_mask_type="none"), "unknown mask_type 'none'"),
+        (lambda q: DotProductAttention(N, D, attn_mask_type="sliding"), "unknown attn_mask_type 'sliding'; allowed: no_mask"),
+        (lambda q: DotProductAttention(N, D, attention_dropout=1.5), r"attention_dropout must be in \[0, 1\)"),
+        (lambda q: DotProductAttention(N, D, num_gqa_groups=3), "4 is not divisible by num_gqa_groups 3"),
+        (lambda q: build(input_layernorm=False, return_layernorm_output=True), "needs input_layernorm=True"),
+        (
+            lambda q: build(attn_mask_type="no_mask")(jnp.ones((2, S, H)), cache=init_kv_cache(2, S, N, D)),
+            "a KV cache is for causal attention .* 'no_mask'",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_arguments_say_what_is_allowed(call: Any, message: str) -> None:
+    from tests.numerics import without_type_checker
+
+    with without_type_checker(), pytest.raises(ValueError, match=message):
+        call(draw("q", (2, S, N, D)))

@@ -1,0 +1,49 @@
+"""A KV cache filled piece by piece gives what one pass over the whole gives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_te.layers import TransformerLayer, init_kv_cache, rotary_embedding
+from tests.layers.reference import ROUNDOFF, randomize
+from tests.meshes import shard
+from tests.numerics import assert_close, draw
+
+S, H, N, G, D = 8, 32, 4, 2, 8
+
+
+def test_pieces_give_what_the_whole_gives(mesh_mode: str) -> None:
+    layer = shard(randomize(TransformerLayer(H, 64, N, num_gqa_groups=G, kv_channels=D, rngs=nnx.Rngs(0))))
+    x, positions = draw("x", (4, S, H)), jnp.arange(S)
+    whole = jax.jit(lambda layer, x: layer(x, rotary_pos_emb=rotary_embedding(positions, D)))(layer, x)
+
+    @jax.jit
+    def step(layer, x, positions, cache):
+        return layer(x, rotary_pos_emb=rotary_embedding(positions, D), cache=cache)
+
+    cache = init_kv_cache(4, S + 3, G, D)
+    for start, end in pairwise((0, 4, 6, 7, 8)):  # a prompt, two tokens at once, single tokens
+        y, cache = step(layer, x[:, start:end], positions[start:end], cache)
+        # Eight sums of up to 64 products follow one another, here in another order.
+        assert_close(y, whole[:, start:end], 8 * ROUNDOFF["float32"] * 64**0.5, what=f"{start}:{end}")
+    assert int(cache.length) == S
+
+
+def test_mask_lets_each_new_token_see_itself_and_what_came_before() -> None:
+    cache = init_kv_cache(1, 5, G, D)
+    for s in (1, 2):
+        cache = cache.append(jnp.ones((1, s, G, D)), jnp.ones((1, s, G, D)))
+    assert cache.mask(2)[0, 0].tolist() == [[False, False, True, True, True], [False, False, False, True, True]]
+    assert cache.k[0, :, 0, 0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_too_many_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 tokens do not fit a KV cache of max_len 5"):
+        init_kv_cache(1, 5, G, D).append(jnp.ones((1, 6, G, D)), jnp.ones((1, 6, G, D)))
+    with pytest.raises(ValueError, match="max_len must be an integer >= 1, got 0"):
+        init_kv_cache(1, 0, G, D)

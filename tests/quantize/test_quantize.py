@@ -1,0 +1,137 @@
+"""Quantized values and scales, bit for bit against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from jax_te.quantize import Quantizer, QuantizedTensor, quantize
+from tests import oracles
+from tests.numerics import assert_bitwise, draw
+from tests.oracles import E4M3, E5M2, F32
+
+DTYPES = {E4M3: jnp.float8_e4m3fn, E5M2: jnp.float8_e5m2}
+HIGH = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def _quantize(dtype, scaling, jit):
+    quantizer = Quantizer(dtype=DTYPES[dtype], scaling=scaling)
+    fn = lambda x, scale: quantize(x, quantizer, scale)
+    return jax.jit(fn) if jit else fn
+
+
+JITTED = {(dtype, scaling): _quantize(dtype, scaling, True) for dtype in DTYPES for scaling in ("delayed", "current")}
+
+
+def check(x, dtype, *, scale=None, jit=True):
+    """``scale`` None: current scaling."""
+    scaling = "current" if scale is None else "delayed"
+    fn = JITTED[dtype, scaling] if jit else _quantize(dtype, scaling, False)
+    q, seen = fn(jnp.asarray(x), None if scale is None else jnp.float32(scale))
+    expected_amax = oracles.amax(x)
+    expected_scale = oracles.scale_from_amax(expected_amax, dtype) if scale is None else F32(scale)
+    assert_bitwise(F32(oracles.flush(seen)), F32(oracles.flush(expected_amax)), what="amax")
+    assert_bitwise(q.scale_inv, F32(oracles.flush(F32(1) / expected_scale)), what="scale_inv")
+    assert_bitwise(q.data, oracles.quantize(x, dtype, expected_scale), what="data")
+    assert q.dtype == x.dtype
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("high", list(HIGH))
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_random_values_over_many_magnitudes(dtype, high, jit):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(64, 48)) * np.exp2(rng.uniform(-20, 6, (64, 48)))).astype(HIGH[high])
+    for scale in (None, 1.0, 0.37, 300.0, 2.0**20):
+        check(x, dtype, scale=scale, jit=jit)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_every_value_and_every_tie(dtype, jit):
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    values = np.unique(codes[np.isfinite(codes)])
+    ties = (values[1:] + values[:-1]) / 2
+    x = F32(np.concatenate([values, ties, np.nextafter(F32(ties), F32(9e9)), np.nextafter(F32(ties), F32(-9e9))]))
+    check(x.reshape(1, -1), dtype, scale=1.0, jit=jit)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("high", list(HIGH))
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    "values",
+    {
+        "zeros": [0.0, -0.0, 0.0, 0.0],
+        "saturates": [448.0, 449.0, 500.0, -6e4, 464.0, -464.0],
+        "inf": [np.inf, -np.inf, 1.0, -2.0],
+        "nan": [np.nan, 1.0, -2.0, 0.0],
+        "fp8 subnormals": [2.0**-9, 2.0**-10, 2.0**-11, 3 * 2.0**-10, 2.0**-16, 2.0**-17, -(2.0**-18)],
+        "tiny": [1e-37, -3e-38, 0.0, 2e-38],
+        "below fp32's normal numbers": [1e-39, -1e-40, 1e-38, 0.0],
+        "huge": [3e38, -1e38, 1.0, 1e-3],
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_special_values(dtype, high, values, jit):
+    with np.errstate(over="ignore"):
+        x = np.resize(values[1], (2, 8)).astype(HIGH[high])
+    for scale in (None, 1.0, 7.5):
+        check(x, dtype, scale=scale, jit=jit)
+
+
+def test_what_special_values_become():
+    q, seen = quantize(jnp.array([[jnp.inf, -500.0, 1.0]]), Quantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
+    assert q.data.astype(jnp.float32).tolist() == [[448.0, -448.0, 1.0]], "inf has no scale of its own: 1 is kept, and it saturates"
+    assert jnp.isinf(seen)
+    q, seen = quantize(jnp.zeros((2, 2)), Quantizer(dtype=jnp.float8_e5m2, scaling="current"))
+    assert (float(q.scale_inv), float(seen)) == (1.0, 0.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st_numpy.arrays(np.float32, (2, 8), elements=st.floats(width=32, allow_nan=True, allow_infinity=True)),
+    st.sampled_from(list(HIGH)),
+    st.sampled_from([E4M3, E5M2]),
+    st.one_of(st.none(), st.floats(2.0**-40, 2.0**40, width=32)),
+)
+def test_any_values(x, high, dtype, scale):
+    with np.errstate(over="ignore", invalid="ignore"):
+        check(x.astype(HIGH[high]), dtype, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("high", list(HIGH))
+def test_dequantize_multiplies_in_fp32_and_rounds_once(dtype, high):
+    q, _ = quantize(draw("x", (16, 24), high), Quantizer(dtype=DTYPES[dtype], scaling="current"))
+    expected = (np.asarray(q.data).astype(F32) * np.asarray(q.scale_inv)).astype(HIGH[high])
+    assert_bitwise(q.dequantize(), expected)
+    assert (q.shape, q.ndim) == ((16, 24), 2)
+    half_step = {E4M3: 2.0**-4, E5M2: 2.0**-3}[dtype]
+    x = draw("x", (16, 24), high).astype(jnp.float32)
+    floor = np.max(np.abs(x)) * {E4M3: 2.0**-18, E5M2: 2.0**-31}[dtype]  # below the smallest subnormal's half
+    error = np.abs(np.asarray(q.dequantize().astype(jnp.float32)) - x)
+    assert (error <= half_step * 1.1 * np.abs(x) + 2 * floor).all()
+
+
+def test_quantized_tensor_is_a_pytree_and_keeps_its_dtype_static():
+    q = QuantizedTensor(data=jnp.ones((4, 4), jnp.float8_e4m3fn), scale_inv=jnp.float32(0.5), dtype=jnp.bfloat16)
+    leaves, treedef = jax.tree.flatten(q)
+    assert len(leaves) == 2
+    assert jax.tree.unflatten(treedef, leaves).dtype == jnp.bfloat16
+    assert jax.jit(lambda q: q.dequantize())(q).dtype == jnp.bfloat16
+
+
+def test_quantizers_are_hashable():
+    one, two = (Quantizer(dtype=jnp.float8_e4m3fn, scaling="current") for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+
+
+def test_delayed_scaling_without_a_scale_is_refused():
+    with pytest.raises((AssertionError, ValueError)):
+        quantize(jnp.ones((2, 2)), Quantizer(dtype=jnp.float8_e4m3fn, scaling="delayed"))

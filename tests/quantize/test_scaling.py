@@ -1,0 +1,102 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_te.quantize import amax, compute_scale, next_amax_state, scale_in_use
+from jax_te.recipe import DelayedScaling
+from tests import oracles
+from tests.numerics import assert_bitwise, draw
+from tests.oracles import E4M3, E5M2, F32
+
+DTYPES = {E4M3: jnp.float8_e4m3fn, E5M2: jnp.float8_e5m2}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("margin", [0, 3])
+def test_compute_scale_bitwise(dtype, margin, jit):
+    random = np.exp2(np.random.default_rng(0).uniform(-126, 127, 4096)).astype(F32)
+    edges = F32([448.0, 57344.0, 1.0, 1e-30, 1.2e-38, 3.4e38, 5e-36, 2e-34, 0.0, np.inf, -np.inf, np.nan])
+    amaxes = np.concatenate([random, edges])
+    old = np.exp2(np.random.default_rng(1).uniform(-9, 9, amaxes.size)).astype(F32)
+    ours = lambda a, o: compute_scale(a, DTYPES[dtype], margin=margin, old_scale=o)
+    actual = (jax.jit(ours) if jit else ours)(jnp.asarray(amaxes), jnp.asarray(old))
+    expected = [oracles.scale_from_amax(a, dtype, margin=margin, old=o) for a, o in zip(amaxes, old, strict=True)]
+    assert_bitwise(actual, F32(expected))
+
+
+@pytest.mark.parametrize("bad", [0.0, np.inf, np.nan])
+def test_an_amax_without_information_keeps_the_old_scale(bad):
+    assert float(compute_scale(F32(bad) * jnp.ones(()), jnp.float8_e4m3fn, old_scale=jnp.float32(3.5))) == 3.5
+    assert float(compute_scale(F32(bad) * jnp.ones(()), jnp.float8_e4m3fn)) == 1.0
+
+
+def test_a_tiny_amax_gives_the_largest_fp32_and_no_inf():
+    tiny = jnp.float32(2e-38)
+    assert float(compute_scale(tiny, jnp.float8_e4m3fn)) == float(jnp.finfo(jnp.float32).max)
+    assert float(compute_scale(tiny, jnp.float8_e5m2, margin=2)) == float(jnp.finfo(jnp.float32).max)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_amax(dtype):
+    x = draw("amax", (5, 7, 3), dtype)
+    assert_bitwise(amax(x), oracles.amax(x))
+    assert jnp.isnan(amax(x.at[1, 2, 0].set(jnp.nan)))
+    assert jnp.isinf(amax(x.at[1, 2, 0].set(-jnp.inf)))
+    assert float(amax(jnp.zeros((2, 2), dtype))) == 0.0
+
+
+def _step(recipe, dtype):
+    """One use of a state, as the ops do it: the scale to quantize with, and the next state."""
+
+    @jax.jit
+    def step(state, new_amax):
+        scale = scale_in_use(state, DTYPES[dtype], recipe)
+        return scale, next_amax_state(state, scale, new_amax)
+
+    return step
+
+
+def _run(recipe, dtype, amaxes):
+    """Scales of consecutive uses, ours and Transformer Engine's."""
+    length = recipe.amax_history_len
+    state = {"scale": jnp.ones((), jnp.float32), "amax_history": jnp.zeros((length,), jnp.float32)}
+    theirs = oracles.TransformerEngineHistory(dtype, length, recipe.amax_compute_algo, recipe.margin)
+    step, ours, expected = _step(recipe, dtype), [], []
+    for new_amax in amaxes:
+        scale, state = step(state, jnp.float32(new_amax))
+        ours.append(np.asarray(scale))
+        expected.append(theirs.use(F32(new_amax)))
+    return F32(ours), F32(expected), state, theirs
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_history_gives_transformer_engines_scale_at_every_step(dtype, length, algorithm):
+    recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=1)
+    amaxes = [3.0, 5.0, 0.1, 0.0, 0.2, np.inf, 0.3, 7e-3, 1e-37, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, np.nan, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 0.5]
+    ours, expected, state, theirs = _run(recipe, dtype, amaxes)
+    assert_bitwise(ours, expected)
+    assert_bitwise(scale_in_use(state, DTYPES[dtype], recipe), theirs.scale)
+    # Ours keeps the newest first; theirs ends up with slot 0 empty and the newest last.
+    newest_first = F32(amaxes[::-1][:length])
+    assert_bitwise(state["amax_history"], newest_first)
+    assert_bitwise(theirs.history[1:], newest_first[::-1][1:])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.one_of(st.floats(0, 2.0**100, width=32), st.just(np.inf), st.just(np.nan)), min_size=1, max_size=10), st.sampled_from(["max", "most_recent"]))
+def test_history_on_random_sequences(amaxes, algorithm):
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)
+    ours, expected, _, _ = _run(recipe, E4M3, amaxes)
+    assert_bitwise(ours, expected)
+
+
+def test_the_first_use_has_scale_one():
+    recipe = DelayedScaling(amax_history_len=4)
+    state = {"scale": jnp.ones((), jnp.float32), "amax_history": jnp.zeros((4,), jnp.float32)}
+    assert float(scale_in_use(state, jnp.float8_e4m3fn, recipe)) == 1.0

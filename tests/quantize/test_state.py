@@ -1,0 +1,175 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.errors import QuantizerStateError
+from jax_te.ops import dense
+from jax_te.quantize import (
+    ROLES,
+    GemmQuantizers,
+    QuantizerState,
+    init_gemm_state,
+    merge_quantizers,
+    prepare_quantization,
+    quantizer_variable,
+    split_model,
+    write_back,
+)
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from tests import oracles
+from tests.numerics import assert_bitwise, draw
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+class Quantizable(nnx.Module):
+    """A layer as `prepare_quantization` finds one: it names the attributes that hold state."""
+
+    quantizer_names = ("quantizers",)
+
+    def __init__(self, recipe=None):
+        self.kernel = nnx.Param(draw("kernel", (16, 16)))
+        self.quantizers = nnx.data(quantizer_variable(recipe))
+
+
+class Model(nnx.Module):
+    def __init__(self, recipe=None):
+        self.first, self.second = Quantizable(recipe), Quantizable(recipe)
+        self.norm = nnx.Param(jnp.ones(16))
+        self.counter = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def test_fresh_state():
+    state = init_gemm_state(RECIPE)
+    assert set(state) == set(ROLES)
+    for role in ROLES:
+        assert_bitwise(state[role]["scale"], np.float32(1))
+        assert_bitwise(state[role]["amax_history"], np.zeros(4, np.float32))
+    for stateless in (None, Float8CurrentScaling()):
+        assert init_gemm_state(stateless) is None
+        assert quantizer_variable(stateless) is None
+
+
+def test_variable_is_registered_under_the_name_that_optimizers_look_for():
+    assert isinstance(quantizer_variable(RECIPE), QuantizerState)
+    assert nnx.variable_name_from_type(QuantizerState) == "_overwrite_with_gradient"
+
+
+def test_missing_state_names_the_remedy():
+    with pytest.raises(QuantizerStateError, match=r"with autocast\(recipe\).*prepare_quantization\(model, recipe\)"):
+        GemmQuantizers(RECIPE, None)
+    with pytest.raises(ValueError, match="prepare_quantization"):  # callers may catch the built-in type
+        dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=RECIPE)
+
+
+def test_gemm_quantizers():
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    assert all(GemmQuantizers(None, None)[role] == (None, None) for role in ROLES)
+    assert GemmQuantizers(None, None).next_state(dict.fromkeys(ROLES)) is None
+    current = GemmQuantizers(Float8CurrentScaling(), None)
+    assert [current[role][0].dtype for role in ROLES] == [e4m3, e4m3, e5m2]
+    assert [current[role][1] for role in ROLES] == [None] * 3
+    state = init_gemm_state(DelayedScaling(fp8_format=Format.E4M3))
+    delayed = GemmQuantizers(DelayedScaling(fp8_format=Format.E4M3), state)
+    assert [delayed[role][0].dtype for role in ROLES] == [e4m3] * 3
+    assert [float(delayed[role][1]) for role in ROLES] == [1.0] * 3
+    with pytest.raises(TypeError, match="no quantizers for recipe"):
+        GemmQuantizers(Recipe(), None)["x"]
+
+
+def test_split_model_finds_everything_once():
+    model = Model(RECIPE)
+    graphdef, params, quantizers, rest = split_model(model)
+    assert {path[-1] for path, _ in nnx.to_flat_state(params)} == {"kernel", "norm"}
+    assert len(nnx.to_flat_state(quantizers)) == 2
+    assert {path[-1] for path, _ in nnx.to_flat_state(rest)} == {"counter"}
+    merged = nnx.merge(graphdef, params, quantizers, rest)
+    for before, after in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(merged)), strict=True):
+        assert_bitwise(after, before)
+
+
+def _next_state(x, kernel, g, state):
+    _, vjp = jax.vjp(lambda s: dense(x, kernel, recipe=RECIPE, state=s), state)
+    return vjp(g)[0]
+
+
+def test_merge_is_the_state_of_all_microbatches_at_once():
+    kernel = draw("kernel", (16, 16))
+    xs, gs = draw("xs", (3, 16, 16)), draw("gs", (3, 16, 16))
+    state = _next_state(xs[0] * 3.0, kernel, gs[0], init_gemm_state(RECIPE))  # a state with a past
+    nexts = [_next_state(x, kernel, g, state) for x, g in zip(xs, gs, strict=True)]
+    merged = merge_quantizers(jax.tree.map(lambda *leaves: jnp.stack(leaves), *nexts))
+    whole = _next_state(xs.reshape(48, 16), kernel, gs.reshape(48, 16), state)
+    assert jax.tree.structure(merged) == jax.tree.structure(whole)
+    for ours, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(whole), strict=True):
+        assert_bitwise(ours, expected)
+    newest = [float(n["x"]["amax_history"][0]) for n in nexts]
+    assert float(merged["x"]["amax_history"][0]) == max(newest) != newest[-1], "not the last one's"
+
+
+def test_merge_inside_scan():
+    kernel, state = draw("kernel", (16, 16)), init_gemm_state(RECIPE)
+    xs, gs = draw("xs", (3, 16, 16)), draw("gs", (3, 16, 16))
+    _, stacked = jax.lax.scan(lambda carry, xg: (carry, _next_state(*(xg[0], kernel, xg[1]), state)), (), (xs, gs))
+    whole = _next_state(xs.reshape(48, 16), kernel, gs.reshape(48, 16), state)
+    jax.tree.map(assert_bitwise, merge_quantizers(stacked), whole)
+
+
+def test_merge_keeps_nan():
+    stacked = {"scale": jnp.ones((2,)), "amax_history": jnp.array([[jnp.nan, 1.0], [2.0, 1.0]])}
+    merged = merge_quantizers(stacked)
+    assert jnp.isnan(merged["amax_history"][0])
+    assert float(merged["amax_history"][1]) == 1.0
+
+
+def test_write_back():
+    old, new = init_gemm_state(RECIPE), jax.tree.map(lambda leaf: leaf + 5.0, init_gemm_state(RECIPE))
+    jax.tree.map(assert_bitwise, write_back(old, new), new)
+    jax.tree.map(assert_bitwise, write_back(old, new, keep_old=jnp.array(True)), old)
+    jax.tree.map(assert_bitwise, write_back(old, new, keep_old=jnp.array(False)), new)
+    model_state = nnx.state(Model(RECIPE), QuantizerState)
+    kept = jax.jit(lambda s, skip: write_back(s, jax.tree.map(lambda leaf: leaf + 1.0, s), keep_old=skip))(model_state, jnp.array(True))
+    for ours, expected in zip(jax.tree.leaves(kept), jax.tree.leaves(model_state), strict=True):
+        assert_bitwise(ours, expected)
+
+
+def test_next_state_is_exact():
+    x, kernel, g = draw("x", (32, 16)), draw("kernel", (16, 48)), draw("g", (32, 48))
+    state = init_gemm_state(RECIPE)
+    histories = {role: oracles.TransformerEngineHistory(oracles.E5M2 if role == "grad" else oracles.E4M3, 4) for role in ROLES}
+    for step in range(4):
+        tensors = {"x": x * (step + 1.0), "kernel": kernel, "grad": g / (step + 1.0)}
+        state = _next_state(tensors["x"], kernel, tensors["grad"], state)
+        for role in ROLES:
+            assert_bitwise(state[role]["scale"], histories[role].use(oracles.amax(tensors[role])), what=role)
+            assert_bitwise(state[role]["amax_history"][0], oracles.amax(tensors[role]), what=role)
+
+
+def test_prepare_quantization_gives_changes_and_takes_state():
+    model = Model()
+    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert prepare_quantization(model, RECIPE) is model
+    assert model.first.quantizers.get_value()["grad"]["amax_history"].shape == (4,)
+    prepare_quantization(model, DelayedScaling(amax_history_len=8))
+    assert model.second.quantizers.get_value()["x"]["amax_history"].shape == (8,)
+    assert len(jax.tree.leaves(nnx.state(model, QuantizerState))) == 2 * 6
+    for stateless in (Float8CurrentScaling(), None):
+        prepare_quantization(model, RECIPE)
+        prepare_quantization(model, stateless)
+        assert model.first.quantizers is None
+        assert not jax.tree.leaves(nnx.state(model, QuantizerState))
+    for ours, expected in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), before, strict=True):
+        assert_bitwise(ours, expected)
+
+
+def test_prepare_quantization_of_what_cannot_be_quantized():
+    with pytest.raises(ValueError, match="Linear has no layer that a recipe could quantize; .*LayerNormLinear"):
+        prepare_quantization(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), RECIPE)
+
+
+def test_states_are_not_shared():
+    model = prepare_quantization(Model(), RECIPE)
+    model.first.quantizers.set_value(jax.tree.map(lambda leaf: leaf + 1.0, model.first.quantizers.get_value()))
+    assert float(model.second.quantizers.get_value()["x"]["scale"]) == 1.0

@@ -1,0 +1,87 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_te.ops import dense
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, current_recipe
+from tests.numerics import draw, without_type_checker
+
+
+def test_innermost_wins_and_is_undone():
+    outer, inner = DelayedScaling(), Float8CurrentScaling()
+    assert current_recipe() is None
+    with autocast(outer):
+        assert current_recipe() == outer
+        with autocast(inner):
+            assert current_recipe() == inner
+            with autocast(None):
+                assert current_recipe() is None
+        assert current_recipe() == outer
+        with autocast(inner, enabled=False):
+            assert current_recipe() is None
+    assert current_recipe() is None
+
+
+def test_undone_after_an_exception():
+    with pytest.raises(RuntimeError, match="inside"), autocast(DelayedScaling()):
+        raise RuntimeError("inside")
+    assert current_recipe() is None
+
+
+def test_another_thread_does_not_see_it():
+    seen = []
+    with autocast(DelayedScaling()):
+        thread = threading.Thread(target=lambda: seen.append(current_recipe()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("value", [DelayedScaling, "delayed", 3])
+def test_what_is_no_recipe_raises(value):
+    with without_type_checker(), pytest.raises(TypeError, match="takes a jax_te recipe instance or None"), autocast(value):
+        pass
+
+
+def test_a_class_gets_a_hint():
+    with without_type_checker(), pytest.raises(TypeError, match="forget the parentheses"), autocast(DelayedScaling):
+        pass
+
+
+def test_one_jitted_function_under_two_recipes_gives_each_its_own_result():
+    x, kernel = draw("x", (16, 32)), draw("kernel", (32, 16))
+    traces = []
+
+    @jax.jit
+    def layer(x, kernel):
+        traces.append(current_recipe())
+        return dense(x, kernel, recipe=current_recipe())
+
+    current = Float8CurrentScaling()
+    plain = layer(x, kernel)
+    with autocast(current):
+        quantized = layer(x, kernel)
+    again = layer(x, kernel)
+    with autocast(Float8CurrentScaling()):
+        quantized_again = layer(x, kernel)  # an equal recipe: no new trace
+    assert traces == [None, current]
+    assert jnp.array_equal(plain, again)
+    assert jnp.array_equal(quantized, quantized_again)
+    assert jnp.array_equal(plain, dense(x, kernel))
+    assert float(jnp.max(jnp.abs(plain - quantized))) > 1e-3
+
+
+def test_gradients_and_remat_see_the_recipe_of_the_trace():
+    x, kernel = draw("x", (16, 32)), draw("kernel", (32, 16))
+
+    def loss(kernel):
+        return jnp.sum(dense(x, kernel, recipe=current_recipe()) ** 2)
+
+    gradient = jax.jit(jax.grad(jax.checkpoint(loss)))
+    plain = gradient(kernel)
+    with autocast(Float8CurrentScaling()):
+        quantized = gradient(kernel)
+    assert float(jnp.max(jnp.abs(plain - quantized))) > 1e-3
+    assert jnp.array_equal(plain, gradient(kernel))
