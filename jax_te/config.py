@@ -105,27 +105,24 @@ class TransformerConfig:
             num_attention_heads=self.num_attention_heads,
         )
         fill = object.__setattr__
-        if self.num_query_groups is None:
-            fill(self, "num_query_groups", self.num_attention_heads)
-        if self.ffn_hidden_size is None:
-            fill(self, "ffn_hidden_size", 4 * self.hidden_size)
-        if self.kv_channels is None:
+        groups, ffn, channels = self.num_query_groups, self.ffn_hidden_size, self.kv_channels
+        groups = self.num_attention_heads if groups is None else groups
+        ffn = 4 * self.hidden_size if ffn is None else ffn
+        if channels is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
                     f"{self.num_attention_heads}; change one of them or give kv_channels"
                 )
-            fill(self, "kv_channels", self.hidden_size // self.num_attention_heads)
-        check_positive(
-            num_query_groups=self.num_query_groups,
-            ffn_hidden_size=self.ffn_hidden_size,
-            kv_channels=self.kv_channels,
-        )
-        if self.num_attention_heads % self.num_query_groups:
+            channels = self.hidden_size // self.num_attention_heads
+        check_positive(num_query_groups=groups, ffn_hidden_size=ffn, kv_channels=channels)
+        if self.num_attention_heads % groups:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not divisible by num_query_groups "
-                f"{self.num_query_groups}"
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_query_groups {groups}"
             )
+        fill(self, "num_query_groups", groups)
+        fill(self, "ffn_hidden_size", ffn)
+        fill(self, "kv_channels", channels)
         if self.normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization must be 'LayerNorm' or 'RMSNorm', got {self.normalization!r}")
         if self.activation not in ACTIVATIONS:

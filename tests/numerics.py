@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 from jaxtyping import config as jaxtyping_config
 
 TOLERANCE = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""For `assert_close` of one GEMM or row reduction in a dtype: fp32 sums of some tens of terms err by a few units of 2^-24; bf16 and fp16 results
-are such sums rounded once or twice, each time by at most 2^-9 or 2^-12."""
+"""For `assert_close` of one GEMM or row reduction in a dtype: fp32 sums of some tens of terms err by a few units of
+2^-24; bf16 and fp16 results are such sums rounded once or twice, each time by at most 2^-9 or 2^-12."""
 
 
-def draw(name: str, shape: tuple[int, ...], dtype: Any = jnp.float32, *, scale: float = 1.0, shift: float = 0.0) -> jax.Array:
+def draw(
+    name: str, shape: tuple[int, ...], dtype: Any = jnp.float32, *, scale: float = 1.0, shift: float = 0.0
+) -> jax.Array:
     """Normal values that depend on the name and shape alone."""
     rng = np.random.default_rng([zlib.crc32(name.encode()), *shape])
     return jnp.asarray((rng.normal(size=shape) * scale + shift).astype(np.float32)).astype(dtype)
@@ -37,8 +40,8 @@ def relative_l2(actual: Any, expected: Any) -> float:
 def assert_close(actual: Any, expected: Any, tolerance: float, *, what: str = "") -> None:
     """Equal shapes, relative L2 distance within ``tolerance``, every element within 8 times that.
 
-    An element's error is measured against its size plus the array's root mean square: the absolute error of a sum does not shrink
-    where the sum happens to cancel.
+    An element's error is measured against its size plus the array's root mean square: the absolute error of a sum
+    does not shrink where the sum happens to cancel.
     """
     actual, expected = wide(actual), wide(expected)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape} instead of {expected.shape}"
@@ -53,9 +56,10 @@ def assert_close(actual: Any, expected: Any, tolerance: float, *, what: str = ""
 def assert_same_rounding(actual: Any, expected: Any, tolerance: float, *, what: str = "") -> None:
     """For results that went through FP8 twice: 9 of 10 elements within ``tolerance``, the whole within 2 %.
 
-    Where a value before quantization differs in fp32's last bit from the fp64 oracle's, it may fall on the other side of an FP8 rounding
-    boundary (about one in a million does), which changes one row or column of the next product by a few percent. Wrong numerics change
-    them all: leaving quantization out moves every element, by about 3 % (E4M3) or more.
+    Where a value before quantization differs in fp32's last bit from the fp64 oracle's, it may fall on the other side
+    of an FP8 rounding boundary (about one in a million does), which changes one row or column of the next product by
+    a few percent. Wrong numerics change them all: leaving quantization out moves every element, by about 3 % (E4M3)
+    or more.
     """
     actual, expected = wide(actual), wide(expected)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape} instead of {expected.shape}"
@@ -75,17 +79,48 @@ def assert_bitwise(actual: Any, expected: Any, *, what: str = "") -> None:
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[actual.dtype.itemsize]
     a, e = (np.atleast_1d(array).view(unsigned) for array in (actual, expected))
     bad = (a != e) & ~np.atleast_1d(nan)
-    assert not bad.any(), f"{what}: {bad.sum()} of {bad.size} differ, first {np.atleast_1d(actual)[bad][0]} instead of {np.atleast_1d(expected)[bad][0]}"
+    assert not bad.any(), (
+        f"{what}: {bad.sum()} of {bad.size} differ, first {np.atleast_1d(actual)[bad][0]} "
+        f"instead of {np.atleast_1d(expected)[bad][0]}"
+    )
 
 
-def value_and_vjp(fn: Callable[..., Any], args: tuple[Any, ...], g: Any, *, jit: bool = True) -> tuple[Any, tuple[Any, ...]]:
+_QUICK = {
+    "cpu": {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    "gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+}
+
+
+@functools.cache
+def _quick_options() -> dict[str, Any]:
+    options = dict(_QUICK.get(jax.default_backend(), {}))
+    while options:  # another XLA may lack one of them
+        try:
+            jax.jit(lambda x: x, compiler_options=options)(jnp.zeros(()))
+        except jax.errors.JaxRuntimeError:
+            options.popitem()
+        else:
+            break
+    return options
+
+
+def quick_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit`` that compiles several times faster, to slower code: for tests about structure more than numbers."""
+    return jax.jit(fn, compiler_options=_quick_options() or None)
+
+
+def with_vjp(fn: Callable[..., Any], args: tuple[Any, ...], g: Any) -> tuple[Any, tuple[Any, ...]]:
     """``fn(*args)`` and the gradients of all its arguments for the output gradient ``g``."""
+    y, vjp = jax.vjp(fn, *args)
+    return y, vjp(g)
 
-    def run(args: tuple[Any, ...], g: Any) -> tuple[Any, tuple[Any, ...]]:
-        y, vjp = jax.vjp(fn, *args)
-        return y, vjp(g)
 
-    return (jax.jit(run) if jit else run)(args, g)
+def value_and_vjp(
+    fn: Callable[..., Any], args: tuple[Any, ...], g: Any, *, jit: bool = True, quick: bool = False
+) -> tuple[Any, tuple[Any, ...]]:
+    """`with_vjp`, jitted."""
+    run = functools.partial(with_vjp, fn)
+    return (quick_jit(run) if quick else jax.jit(run) if jit else run)(args, g)
 
 
 def compiled_text(fn: Callable[..., Any], *args: Any) -> str:
@@ -95,7 +130,9 @@ def compiled_text(fn: Callable[..., Any], *args: Any) -> str:
 
 @contextlib.contextmanager
 def without_type_checker() -> Iterator[None]:
-    """As a user runs the package: the tests' runtime type checker would catch a wrong type before the package's own message does."""
+    """As a user runs the package: the tests' runtime type checker would catch a wrong type before the package's own
+    message does.
+    """
     before = jaxtyping_config.jaxtyping_disable
     jaxtyping_config.update("jaxtyping_disable", True)
     try:

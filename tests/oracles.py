@@ -41,7 +41,7 @@ def quantize(x: np.ndarray, dtype: np.dtype, scale: np.float32) -> np.ndarray:
         return round_fp8(np.clip(scaled, -FP8_MAX[dtype], FP8_MAX[dtype]), dtype).astype(dtype)
 
 
-def scale_from_amax(amax: np.float32, dtype: np.dtype, *, margin: int = 0, old: np.float32 = F32(1)) -> np.float32:
+def scale_from_amax(amax: np.float32, dtype: np.dtype, *, margin: int = 0, old: float = 1.0) -> np.float32:
     """``max / amax / 2**margin`` in fp32; the old scale where amax is no positive finite number."""
     amax = F32(flush(amax))
     if not (np.isfinite(amax) and amax > 0):
@@ -60,15 +60,15 @@ def amax(x: np.ndarray) -> np.float32:
 class TransformerEngineHistory:
     """One tensor's delayed scaling as Transformer Engine keeps it.
 
-    Slot 0 is empty until a use writes its amax there; the scale for the next use is computed at once and stored; then the history rolls by
-    -1, so that the newest amax ends in the last slot, and slot 0 is emptied.
+    Slot 0 is empty until a use writes its amax there; the scale for the next use is computed at once and stored; then
+    the history rolls by -1, so that the newest amax ends in the last slot, and slot 0 is emptied.
     """
 
     dtype: np.dtype
     length: int
     algorithm: str = "max"
     margin: int = 0
-    scale: np.float32 = F32(1)
+    scale: np.float32 = field(default_factory=lambda: F32(1))
     history: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,9 @@ class TransformerEngineHistory:
 
 @dataclass
 class Scales:
-    """FP8 quantization of one linear layer's operands by NumPy: fixed scales (delayed) or each tensor's own (None, current)."""
+    """FP8 quantization of one linear layer's operands by NumPy: fixed scales (delayed) or each tensor's own (None,
+    current).
+    """
 
     fwd: np.dtype = E4M3
     bwd: np.dtype = E5M2
@@ -119,7 +121,13 @@ def wide(*arrays: object) -> tuple[np.ndarray | None, ...]:
 
 
 def norm(
-    x: np.ndarray, scale: np.ndarray, bias: np.ndarray | None, *, kind: str = "layernorm", epsilon: float = 1e-5, zero_centered: bool = False
+    x: np.ndarray,
+    scale: np.ndarray,
+    bias: np.ndarray | None,
+    *,
+    kind: str = "layernorm",
+    epsilon: float = 1e-5,
+    zero_centered: bool = False,
 ) -> np.ndarray:
     mean = x.mean(-1, keepdims=True) if kind == "layernorm" else 0.0
     std = np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + epsilon)
@@ -128,7 +136,13 @@ def norm(
 
 
 def norm_vjp(
-    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, *, kind: str = "layernorm", epsilon: float = 1e-5, zero_centered: bool = False
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    *,
+    kind: str = "layernorm",
+    epsilon: float = 1e-5,
+    zero_centered: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of x, scale and bias: the Jacobian of each row written out and applied."""
     h = x.shape[-1]
@@ -236,7 +250,9 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return lse - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
 
 
-def numeric_vjp(fn: Callable[..., np.ndarray], args: Sequence[np.ndarray], g: np.ndarray, step: float = 1e-5) -> list[np.ndarray]:
+def numeric_vjp(
+    fn: Callable[..., np.ndarray], args: Sequence[np.ndarray], g: np.ndarray, step: float = 1e-5
+) -> list[np.ndarray]:
     """Gradients of ``sum(fn(*args) * g)`` by central differences, element by element."""
     gradients = []
     for index, arg in enumerate(args):
@@ -255,7 +271,9 @@ def numeric_vjp(fn: Callable[..., np.ndarray], args: Sequence[np.ndarray], g: np
 # ---------------------------------------------------------------- quantized layers: value and gradients
 
 
-def dense_layer(q: Scales, x: np.ndarray, kernel: np.ndarray, bias: np.ndarray | None, g: np.ndarray) -> dict[str, np.ndarray]:
+def dense_layer(
+    q: Scales, x: np.ndarray, kernel: np.ndarray, bias: np.ndarray | None, g: np.ndarray
+) -> dict[str, np.ndarray]:
     """Output and gradients of a linear layer whose GEMM operands go through ``q``."""
     x_q, kernel_q, g_q = q("x", x), q("kernel", kernel), q("grad", g)
     dx, dkernel = linear_vjp(g_q, x_q, kernel_q)
@@ -295,7 +313,7 @@ def norm_mlp_layer(
     **spec: object,
 ) -> dict[str, np.ndarray]:
     """Norm, linear, activation, linear; each linear layer has its own scales."""
-    wide_x, wide_scale, wide_ln_bias, wide_wi, wide_wi_bias = wide(x, scale, ln_bias, wi, wi_bias)
+    wide_x, wide_scale, wide_ln_bias, wide_wi_bias = wide(x, scale, ln_bias, wi_bias)
     pre = linear(q[0]("x", norm(wide_x, wide_scale, wide_ln_bias, **spec)), q[0]("kernel", wi), wide_wi_bias)
     second = dense_layer(q[1], activation(pre, name), wo, wo_bias, g)
     dpre = activation_vjp(second["x"], pre, name)

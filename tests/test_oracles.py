@@ -13,7 +13,9 @@ def test_round_fp8_is_ml_dtypes_rounding(dtype):
     values = np.unique(codes[np.isfinite(codes)])
     ties = (values[1:] + values[:-1]) / 2
     random = np.random.default_rng(0).normal(size=20_000) * np.exp2(np.random.default_rng(1).uniform(-20, 9, 20_000))
-    x = np.concatenate([values, ties, np.nextafter(F32(ties), F32(np.inf)), np.nextafter(F32(ties), F32(-np.inf)), random])
+    x = np.concatenate(
+        [values, ties, np.nextafter(F32(ties), F32(np.inf)), np.nextafter(F32(ties), F32(-np.inf)), random]
+    )
     x = np.clip(x, values[0], values[-1])
     np.testing.assert_array_equal(oracles.round_fp8(F32(x), dtype), F32(x).astype(dtype).astype(np.float64))
 
@@ -40,7 +42,15 @@ def test_norm_vjp_is_the_numeric_gradient(spec):
 def test_mlp_layer_gradients_are_the_numeric_ones(name):
     rng = np.random.default_rng(0)
     parts = len(oracles.COMPONENTS[name])
-    shapes = {"x": (3, 4), "scale": (4,), "ln_bias": (4,), "wi": (4, parts, 5), "wi_bias": (parts, 5), "wo": (5, 4), "wo_bias": (4,)}
+    shapes = {
+        "x": (3, 4),
+        "scale": (4,),
+        "ln_bias": (4,),
+        "wi": (4, parts, 5),
+        "wi_bias": (parts, 5),
+        "wo": (5, 4),
+        "wo_bias": (4,),
+    }
     args = [rng.normal(size=shape) for shape in shapes.values()]
     g = rng.normal(size=(3, 4))
     plain = (oracles.Unquantized(), oracles.Unquantized())

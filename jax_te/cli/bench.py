@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -66,7 +67,8 @@ def compile_pass(name: str, apply: Callable[[Any, Array], Array], variables: Any
     start = time.perf_counter()
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True)).lower(variables, x, dy).compile()
     seconds = time.perf_counter() - start
-    temp = compiled.memory_analysis().temp_size_in_bytes / GIB
+    memory = compiled.memory_analysis()
+    temp = memory.temp_size_in_bytes / GIB if memory is not None else math.nan
     return Contestant(name, lambda: compiled(variables, x, dy), temp, seconds, compiled.as_text() or "", [])
 
 
@@ -144,8 +146,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure a transformer layer beside te.jax's",
-        description="Forward and backward of one transformer layer (causal, GELU, biases, bf16), jax_te and te.jax's own "
-        "layer measured in turn in one process. speed_ratio is the peer's time over the row's, memory_ratio the row's "
+        description="Forward and backward of one transformer layer (causal, GELU, biases, bf16): jax_te's and te.jax's "
+        "own, measured in turn in one process. speed_ratio is the peer's time over the row's, memory_ratio the row's "
         "temporary memory over the peer's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,24 +1,31 @@
-"""From a `RunConfig` to the model, the optimizer, the loss and the contexts of its run."""
+"""From a `RunConfig` to what its run is made of: model, optimizer, data, steps, and the contexts they run in."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.models import GPTModel
 from jax_te.ops import OPS, AttentionSpec, explain_backend, use_backend
 from jax_te.parallel import make_mesh
 from jax_te.recipe import autocast
+from jax_te.training.data import TextData, TrainBatches, heldout_batches
 from jax_te.training.loss_scale import DynamicLossScale, LossScale
-from jax_te.training.optimizer import adamw_with_schedule
+from jax_te.training.optimizer import adamw_with_schedule, learning_rate_schedule
 from jax_te.training.run_config import VOCAB_SIZE, RunConfig
+from jax_te.training.state import TrainState, abstract_train_state, create_train_state
+from jax_te.training.step import make_eval_step, make_train_step
 from jax_te.typing import Array, PyTree
 
 
@@ -39,16 +46,19 @@ def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
     return build
 
 
+def _schedule_fields(config: RunConfig) -> dict[str, Any]:
+    return {
+        "learning_rate": config.learning_rate,
+        "total_steps": config.decay_steps,
+        "warmup_steps": config.warmup_steps,
+        "final_fraction": config.min_learning_rate / config.learning_rate,
+    }
+
+
 def optimizer(config: RunConfig) -> optax.GradientTransformation:
     """AdamW with the run's schedule."""
-    return adamw_with_schedule(
-        learning_rate=config.learning_rate,
-        total_steps=config.decay_steps,
-        warmup_steps=config.warmup_steps,
-        final_fraction=config.min_learning_rate / config.learning_rate,
-        weight_decay=config.weight_decay,
-        clip_norm=config.clip_norm,
-    )
+    fields = _schedule_fields(config)
+    return adamw_with_schedule(**fields, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
 
 
 def loss_scaler(config: RunConfig) -> LossScale | None:
@@ -74,6 +84,77 @@ def contexts(config: RunConfig) -> Iterator[Mesh | None]:
         yield mesh
 
 
+class Trainer:
+    """The parts of a run, put together. Make and use it inside `contexts`.
+
+    Args:
+        config: the run.
+        data: its text.
+        checkpointer: where states go.
+    """
+
+    def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer):
+        self.config, self.data, self.checkpointer = config, data, checkpointer
+        self._parts = (model_builder(config), optimizer(config))
+        self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches)
+        self._eval_step = make_eval_step(loss_fn)
+        self.batches = TrainBatches(data.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
+
+    def learning_rates(self) -> list[float]:
+        """The rate of each update of the run."""
+        schedule = learning_rate_schedule(**_schedule_fields(self.config))
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
+            return np.asarray(jax.jit(schedule)(jnp.arange(self.config.steps))).tolist()
+
+    def create(self) -> tuple[TrainState, int]:
+        """A new state, and its step, 0."""
+        key = jax.random.key(self.config.seed)
+        return create_train_state(*self._parts, key=key, scaler=loss_scaler(self.config)), 0
+
+    def restore(self) -> tuple[TrainState, int]:
+        """The newest checkpoint's state and step; the batches go on from there."""
+        state, data_state, step = self.checkpointer.restore(abstract_state(self.config))
+        self.batches.set_state(data_state)
+        return state, step
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Start writing a checkpoint."""
+        self.checkpointer.save(state, self.batches.get_state(), step)
+
+    def evaluate(self, state: TrainState) -> float:
+        """Mean loss over the held-out batches, a microbatch at a time."""
+        parts = self.config.microbatches
+        batches = heldout_batches(
+            self.data.heldout,
+            batch_size=self.config.batch_size // parts,
+            seq_len=self.config.seq_len,
+            num_batches=self.config.eval_batches * parts,
+        )
+        losses = [self._eval_step(state, batch) for batch in batches]
+        return sum(map(float, losses)) / len(losses)
+
+
+def abstract_state(config: RunConfig) -> TrainState:
+    """What a checkpoint of the run restores into; call it inside `contexts`."""
+    return abstract_train_state(model_builder(config), optimizer(config), scaler=loss_scaler(config))
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Show a damaged checkpoint's warning as one line on stderr."""
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, DamagedCheckpointWarning):
+            print(f"jax-te: warning: {message}", file=sys.stderr, flush=True)
+        else:
+            default(message, category, *rest, **more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DamagedCheckpointWarning)
+        default, warnings.showwarning = warnings.showwarning, show
+        yield
+
+
 def explain_backends(config: RunConfig) -> list[str]:
     """What runs each op of the model and why, one line for each backend and reason; call it inside `contexts`.
 
@@ -86,8 +167,8 @@ def explain_backends(config: RunConfig) -> list[str]:
         attention = _attention(config) if op == "dot_product_attention" else None
         choice = explain_backend(op, recipe=recipe, attention=attention)
         grouped.setdefault((choice.backend, choice.reason), []).append(op)
-    if len(grouped) == 1:
-        ((backend, reason),) = grouped
+    if len({backend for backend, _ in grouped}) == 1:  # then the reason that most ops have says it all
+        (backend, reason), _ = max(grouped.items(), key=lambda item: len(item[1]))
         return [f"{backend} for every op: {reason}"]
     return [f"{backend} for {', '.join(ops)}: {reason}" for (backend, reason), ops in grouped.items()]
 

@@ -56,8 +56,8 @@ def versions() -> dict[str, str]:
         rows[package] = _version(package) or 'not installed; jax-te train needs it: pip install "jax-te[train]"'
     rows["transformer_engine"] = _version("transformer_engine") or "not installed; see docs/install.md"
     for package in ("cudnn", "cublas", "nccl"):
-        found = [_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", "")]
-        rows |= {f"nvidia {package}": version for version in found[:1] if version}
+        found = (_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", ""))
+        rows |= {f"nvidia-{package}": version for version in list(filter(None, found))[:1]}
     return rows
 
 

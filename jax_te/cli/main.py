@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,9 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ValueError, TypeError, OSError and a lack of memory or of an extra become one line on stderr and status 2;
     ``--debug`` shows the traceback instead. Ctrl-C outside the training loop gives 130.
     """
-    options = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(argv[0] if argv else None)
+    options = parser.parse_args(argv)
     if options.command is None:
-        build_parser().print_help()
+        parser.print_help()
         return 0
     try:
         command = importlib.import_module(f"jax_te.cli.{options.command}")
@@ -47,7 +54,8 @@ def explain(error: Exception) -> str | None:
         return f"out of memory; lower --batch-size or raise --microbatches, or use --remat full ({text[:160]})"
     if isinstance(error, OSError) and not isinstance(error, ImportError):
         place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror or text}"
+        hint = "; free some space, then the same command goes on" if error.errno == errno.ENOSPC and not place else ""
+        return f"{place}{error.strerror or text}{hint}"
     if isinstance(error, ModuleNotFoundError):
         return text
     if isinstance(error, ValueError | TypeError):

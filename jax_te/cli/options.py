@@ -13,23 +13,25 @@ from jax_te.cli.presets import PRESETS, preset_table
 RECIPES = ("none", "delayed", "current")
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("gelu", "relu", "silu", "geglu", "reglu", "swiglu")
-FROM_PRESET = "(default: the preset's)"
+POSITIONS = ("learned_absolute", "rope", "none")
+PRESET = "(default: the preset's)"
+FLAG = argparse.BooleanOptionalAction
 
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
 
     def __init__(self, **kwargs: Any):
-        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+        super().__init__(**({"allow_abbrev": False, "formatter_class": _Formatter} | kwargs))
 
-    def parse_known_args(self, args=None, namespace=None):  # noqa: D102 - a command's parser is called through this
+    def parse_known_args(self, args=None, namespace=None):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
             self.error(f"unknown argument {unknown[0]!r}" + (f", did you mean {near[0]}?" if near else ""))
         return namespace, unknown
 
-    def error(self, message: str) -> NoReturn:  # noqa: D102
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"jax-te: error: {message}; see '{self.prog} --help'\n")
 
 
@@ -55,7 +57,12 @@ def number(kind: type, low: float, *, above: bool = False) -> Callable[[str], in
     return parse
 
 
-SIZE, COUNT, POSITIVE, NON_NEGATIVE = number(int, 1.0), number(int, 0.0), number(float, 0.0, above=True), number(float, 0.0)
+SIZE, COUNT, POSITIVE, NON_NEGATIVE = (
+    number(int, 1.0),
+    number(int, 0.0),
+    number(float, 0.0, above=True),
+    number(float, 0.0),
+)
 
 
 def rate(text: str) -> float:
@@ -66,11 +73,15 @@ def rate(text: str) -> float:
     return value
 
 
-def build_parser() -> Parser:
-    """The parser of ``jax-te`` and its commands."""
+def build_parser(command: str | None = None) -> Parser:
+    """The parser of ``jax-te`` and its commands.
+
+    Args:
+        command: the command that was asked for. Only ``bench``, whose options live beside it, needs it.
+    """
     parser = Parser(
         prog="jax-te",
-        description="Train, sample and check Transformer Engine models in JAX.",
+        description="Train, sample, check and measure Transformer Engine models in JAX.",
         epilog="'jax-te COMMAND --help' lists a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"jax-te {__version__}")
@@ -79,11 +90,12 @@ def build_parser() -> Parser:
     _add_train(commands)
     _add_sample(commands)
     _add_doctor(commands)
+    _add_bench(commands, wanted=command == "bench")
     return parser
 
 
-def _command(commands: argparse._SubParsersAction, name: str, summary: str, **kwargs: str) -> Parser:
-    parser = commands.add_parser(name, help=summary, usage=f"jax-te {name} [options]", **kwargs)  # type: ignore[arg-type]
+def _command(commands: argparse._SubParsersAction, name: str, summary: str, **kwargs: Any) -> Parser:
+    parser = commands.add_parser(name, help=summary, usage=f"jax-te {name} [options]", **kwargs)
     parser.set_defaults(command=name)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -96,66 +108,71 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train a GPT on bytes of text, or resume",
         description=(
             "Train a byte-level GPT. With no option: the tiny preset on the Python standard library's source files.\n"
-            "Started again with the same --output it resumes, with that run's settings for every option that is not given.\n"
+            "Started again with the same --output it resumes, and options that are not given are those of that run.\n"
             "SIGTERM or Ctrl-C ends it with a checkpoint."
         ),
         epilog=preset_table(),
         argument_default=argparse.SUPPRESS,  # only what is given is set: a resumed run takes the rest from its folder
     )
     add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), help="model and settings to start from (default: tiny)")
+    add("--preset", choices=tuple(PRESETS), help="model and settings to start from, see below (default: tiny)")
     add("--output", metavar="DIR", help="folder of the run (default: runs/PRESET, or runs/PRESET-RECIPE)")
 
     add = parser.add_argument_group("data").add_argument
     add("--data", metavar="PATH", help="text file or folder (default: the Python standard library's sources)")
-    add("--seq-len", type=SIZE, metavar="N", help=f"bytes a training example predicts {FROM_PRESET}")
+    add("--seq-len", type=SIZE, metavar="N", help=f"bytes of an example {PRESET}")
 
     add = parser.add_argument_group("model").add_argument
-    add("--num-layers", type=SIZE, metavar="N", help=f"transformer layers {FROM_PRESET}")
-    add("--hidden-size", type=SIZE, metavar="N", help=f"model dimension {FROM_PRESET}")
-    add("--num-heads", type=SIZE, metavar="N", help=f"query heads {FROM_PRESET}")
-    add("--num-query-groups", type=SIZE, metavar="N", help="key/value heads (default: --num-heads if given, else the preset's)")
-    add("--ffn-hidden-size", type=SIZE, metavar="N", help="feed-forward dimension (default: 4 --hidden-size if given, else the preset's)")
-    add("--normalization", choices=("LayerNorm", "RMSNorm"), help=FROM_PRESET)
-    add("--activation", choices=ACTIVATIONS, help=f"of the feed-forward layer {FROM_PRESET}")
-    add("--position-embedding", choices=("learned_absolute", "rope", "none"), help=FROM_PRESET)
-    add("--bias", action=argparse.BooleanOptionalAction, help=f"biases in linear layers {FROM_PRESET}")
-    add("--tie-embeddings", action=argparse.BooleanOptionalAction, help=f"output head shares the embedding {FROM_PRESET}")
+    add("--num-layers", type=SIZE, metavar="N", help=f"transformer layers {PRESET}")
+    add("--hidden-size", type=SIZE, metavar="N", help=f"model dimension {PRESET}")
+    add("--num-heads", type=SIZE, metavar="N", help=f"query heads {PRESET}")
+    add("--num-query-groups", type=SIZE, metavar="N", help="key/value heads (default: a --num-heads given, or preset)")
+    add(
+        "--ffn-hidden-size",
+        type=SIZE,
+        metavar="N",
+        help="feed-forward size (default: 4 --hidden-size given, or preset)",
+    )
+    add("--normalization", choices=("LayerNorm", "RMSNorm"), help=PRESET)
+    add("--activation", choices=ACTIVATIONS, help=f"of the feed-forward layer {PRESET}")
+    add("--position-embedding", choices=POSITIONS, help=PRESET)
+    add("--bias", action=FLAG, help=f"biases in linear layers {PRESET}")
+    add("--tie-embeddings", action=FLAG, help=f"the output head shares the embedding {PRESET}")
     add("--dropout", type=rate, metavar="P", help="of attention and hidden states (default: 0)")
 
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=SIZE, metavar="N", help=f"optimizer steps {FROM_PRESET}")
-    add("--batch-size", type=SIZE, metavar="N", help=f"examples a step, over all devices {FROM_PRESET}")
-    add("--microbatches", type=SIZE, metavar="N", help="gradient accumulation: parts of a batch (default: 1)")
-    add("--learning-rate", type=POSITIVE, metavar="X", help=f"after warm-up {FROM_PRESET}")
-    add("--min-learning-rate", type=NON_NEGATIVE, metavar="X", help="where cosine decay ends (default: a tenth of --learning-rate)")
-    add("--warmup-steps", type=COUNT, metavar="N", help=f"linear warm-up (default: the preset's, at most a tenth of --steps)")
-    add("--decay-steps", type=SIZE, metavar="N", help="step at which decay ends (default: the --steps of the run's first start)")
+    add("--steps", type=SIZE, metavar="N", help=f"optimizer steps {PRESET}")
+    add("--batch-size", type=SIZE, metavar="N", help=f"examples of a step, over all devices {PRESET}")
+    add("--microbatches", type=SIZE, metavar="N", help="parts of a batch: gradient accumulation (default: 1)")
+    add("--learning-rate", type=POSITIVE, metavar="X", help=f"after warm-up {PRESET}")
+    add("--min-learning-rate", type=NON_NEGATIVE, metavar="X", help="where cosine decay ends (default: a tenth of it)")
+    add("--warmup-steps", type=COUNT, metavar="N", help="linear warm-up (default: the preset's, at most --steps / 10)")
+    add("--decay-steps", type=SIZE, metavar="N", help="where decay ends (default: the --steps of the first start)")
     add("--weight-decay", type=NON_NEGATIVE, metavar="X", help="of matrices, decoupled (default: 0.1)")
     add("--clip-norm", type=POSITIVE, metavar="X", help="global gradient norm (default: 1)")
     add("--seed", type=COUNT, metavar="N", help="of weights, data order and dropout (default: 0)")
 
     add = parser.add_argument_group("precision").add_argument
-    add("--recipe", choices=RECIPES, help="FP8 recipe of all linear layers (default: none)")
+    add("--recipe", choices=RECIPES, help="FP8 recipe of the layers' linears (default: none)")
     add("--fp8-format", choices=("hybrid", "e4m3"), help="hybrid: E4M3 forward, E5M2 gradients (default: hybrid)")
     add("--amax-history-len", type=SIZE, metavar="N", help="delayed: steps a scale looks back (default: 1024)")
-    add("--amax-compute-algo", choices=("max", "most_recent"), help="delayed: amax of the history (default: max)")
+    add("--amax-compute-algo", choices=("max", "most_recent"), help="delayed: of the history (default: max)")
     add("--margin", type=COUNT, metavar="N", help="delayed: powers of two of head-room (default: 0)")
-    add("--params-dtype", choices=DTYPES, help="of parameters; half keeps fp32 masters (default: bfloat16 on a GPU, else float32)")
+    add("--params-dtype", choices=DTYPES, help="half keeps fp32 masters (default: bfloat16 on a GPU, else float32)")
     add("--compute-dtype", choices=DTYPES, help="of activations (default: --params-dtype)")
 
     add = parser.add_argument_group("execution").add_argument
-    add("--backend", choices=("auto", "xla", "te"), help="kernels; te runs or stops with the reason (default: auto)")
+    add("--backend", choices=("auto", "xla", "te"), help="kernels; te runs or says why it cannot (default: auto)")
     add("--mesh", metavar="AXES", help="device mesh, e.g. data=2,fsdp=2,tensor=2 (default: one device)")
     add("--mesh-axis-type", choices=("auto", "explicit"), help="kind of mesh axes (default: auto)")
     add("--remat", choices=("none", "full", "selective"), help="what backward computes again (default: none)")
 
     add = parser.add_argument_group("output").add_argument
-    add("--save-every", type=SIZE, metavar="N", help=f"steps between checkpoints {FROM_PRESET}")
+    add("--save-every", type=SIZE, metavar="N", help=f"steps between checkpoints {PRESET}")
     add("--keep", type=SIZE, metavar="N", help="newest checkpoints kept (default: 3)")
-    add("--eval-every", type=SIZE, metavar="N", help=f"steps between held-out losses {FROM_PRESET}")
+    add("--eval-every", type=SIZE, metavar="N", help=f"steps between held-out losses {PRESET}")
     add("--eval-batches", type=SIZE, metavar="N", help="batches of a held-out loss (default: 16)")
-    add("--log-every", type=SIZE, metavar="N", help=f"steps between progress lines and TensorBoard points {FROM_PRESET}")
+    add("--log-every", type=SIZE, metavar="N", help=f"steps between lines and TensorBoard points {PRESET}")
 
 
 def _add_sample(commands: argparse._SubParsersAction) -> None:
@@ -169,15 +186,27 @@ def _add_sample(commands: argparse._SubParsersAction) -> None:
     add("--output", metavar="DIR", default="runs/tiny", help="folder of the run (default: runs/tiny)")
     add("--prompt", metavar="TEXT", default="def ", help="text to continue (default: 'def ')")
     add("--length", type=SIZE, default=256, metavar="N", help="bytes to generate (default: 256)")
-    add("--temperature", type=NON_NEGATIVE, default=0.8, metavar="X", help="0 takes the likeliest byte (default: 0.8)")
-    add("--top-k", type=COUNT, default=0, metavar="N", help="draw from the N likeliest bytes; 0 for all (default: 0)")
+    add("--temperature", type=NON_NEGATIVE, default=0.8, metavar="X", help="0: the likeliest byte (default: 0.8)")
+    add("--top-k", type=COUNT, default=0, metavar="N", help="draw from the N likeliest bytes; 0: all (default: 0)")
     add("--seed", type=COUNT, default=0, metavar="N", help="of the drawing (default: 0)")
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
-    _command(
-        commands,
-        "doctor",
-        "show versions, devices, backends, and which recipes run here",
-        description="Show versions, devices, backends, and for every recipe whether it runs here, and if not what to do.",
+    description = (
+        "Show versions, devices and backends, and for every recipe whether it runs here, and if not what to do."
     )
+    _command(
+        commands, "doctor", "show versions, devices, backends, and which recipes run here", description=description
+    )
+
+
+def _add_bench(commands: argparse._SubParsersAction, *, wanted: bool) -> None:
+    if not wanted:
+        _command(commands, "bench", "measure a transformer layer beside te.jax's")
+        return
+    from jax_te.cli.bench import add_parser
+
+    add_parser(commands)
+    parser = commands.choices["bench"]
+    parser.set_defaults(command="bench")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

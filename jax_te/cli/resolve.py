@@ -11,24 +11,31 @@ from typing import Any
 import jax
 
 from jax_te.cli.presets import PRESETS
-from jax_te.training.run_config import RunConfig, check_resumable, read_config
+from jax_te.training.run_config import CONFIG_FILE, RunConfig, changed_fields, check_resumable, holds_run, read_config
 
 _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 _DELAYED = {"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0}
 
 
 def output_folder(options: argparse.Namespace) -> Path:
-    """``--output``, or ``runs/PRESET``, with the recipe's name behind it if there is one."""
-    if hasattr(options, "output"):
-        return Path(options.output)
+    """``--output``, or ``runs/PRESET``, with the recipe's name behind it if there is one.
+
+    Raises:
+        ValueError: if it is a file.
+    """
     preset, recipe = getattr(options, "preset", "tiny"), getattr(options, "recipe", "none")
-    return Path("runs") / (preset if recipe == "none" else f"{preset}-{recipe}")
+    default = Path("runs") / (preset if recipe == "none" else f"{preset}-{recipe}")
+    output = Path(getattr(options, "output", default))
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file; give a folder")
+    return output
 
 
 def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]:
-    """The run's configuration, and whether ``output`` holds that run already.
+    """The run's configuration, and whether ``output`` holds checkpoints of it.
 
-    An option that is not given has the value of the run in ``output``; in a new folder, its preset's value or its default.
+    An option that is not given has the value of the run there; in a new run, its preset's value or its default. A run
+    that has saved nothing yet starts again, and gives way to one of another configuration.
 
     Raises:
         ValueError: if the folder holds another run, or the values do not go together.
@@ -37,8 +44,14 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     if "data" in given:
         given["data"] = os.path.abspath(given["data"])
     saved = read_config(output)
+    if not holds_run(output):
+        if saved is None or changed_fields(saved, given):
+            return _new_config(given), False
+        return dataclasses.replace(saved, **given), False
     if saved is None:
-        return _new_config(given), False
+        raise ValueError(
+            f"{output} has checkpoints but no {CONFIG_FILE}, so they cannot be resumed; give another --output"
+        )
     check_resumable(saved, given, output)
     return dataclasses.replace(saved, **given), True
 

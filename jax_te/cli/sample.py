@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_state, contexts, warnings_as_lines
 from jax_te.models import GPTModel, generate
+from jax_te.ops import use_backend
 from jax_te.recipe import autocast
+from jax_te.training.run_config import CHECKPOINT_FOLDER, holds_run, read_config
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the prompt and what follows it on stdout, and what it comes from on stderr."""
+    output = Path(options.output)
+    config = read_config(output)
+    if config is None or not holds_run(output):
+        raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
+    # One device and whatever kernels there are, wherever it was trained.
+    config = dataclasses.replace(config, mesh=None, backend="auto")
+    with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
+        state, _, step = checkpointer.restore(abstract_state(config))
+        print(f"{output}, step {step}", file=sys.stderr, flush=True)
+        text = continue_text(
+            state.model,
+            options.prompt,
+            options.length,
+            seed=options.seed,
+            temperature=options.temperature,
+            top_k=options.top_k,
+        )
+    print(options.prompt + text)
+    return 0
 
 
 def continue_text(
-    model: GPTModel, prompt: str, length: int, *, seed: int = 0, temperature: float = 0.8, top_k: int = 0, copies: int = 1
+    model: GPTModel,
+    prompt: str,
+    length: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    copies: int = 1,
 ) -> str:
-    """``length`` bytes that follow ``prompt``, as text; bytes that are no UTF-8 show as U+FFFD.
+    """``length`` bytes that follow ``prompt``, as text; bytes that are no UTF-8, or would steer a terminal, are U+FFFD.
 
-    Runs without quantization. When the model's context is full, generation goes on from its second half.
+    Runs without quantization, on the backends that support decoding whatever the model was trained with. When the
+    model's context is full, generation goes on from its second half.
 
     Args:
         model: over bytes.
@@ -38,7 +78,7 @@ def continue_text(
             context, steps = text[-(window // 2) :], window - window // 2
         else:
             context, steps = text, min(length, window - len(text))
-        with autocast(None):
+        with autocast(None), use_backend("auto"):
             tokens = generate(
                 model,
                 jnp.asarray(np.tile(np.asarray(context, np.int32), (copies, 1))),
@@ -49,4 +89,5 @@ def continue_text(
             )
         text += np.asarray(tokens)[0, len(context) :].tolist()
         part += 1
-    return bytes(text[begin : begin + length]).decode("utf-8", "replace")
+    characters = bytes(text[begin : begin + length]).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in characters)

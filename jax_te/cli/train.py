@@ -3,35 +3,165 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fcntl
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
-from jax_te import __version__
 from jax_te.checkpoint import TrainCheckpointer
-from jax_te.cli.build import contexts, explain_backends, loss_fn, loss_scaler, model_builder, optimizer
+from jax_te.cli.build import Trainer, contexts, explain_backends, warnings_as_lines
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.sample import continue_text
-from jax_te.training.data import byte_bigram_entropy
+from jax_te.training.data import TextData, byte_bigram_entropy, load_text
 from jax_te.training.loop import LoopPlan, LoopResult, run_loop
-from jax_te.training.metrics import PLOT_FILE, MetricsLog, plot_losses, require_extra
-from jax_te.training.progress import Progress, make_progress
-from jax_te.training.run_config import RunConfig, write_config
-from jax_te.training.state import TrainState, create_train_state
-from jax_te.training.step import make_eval_step, make_train_step
+from jax_te.training.metrics import METRICS_FILE, PLOT_FILE, MetricsLog, plot_losses, require_extra
+from jax_te.training.progress import Progress, clock, make_progress
+from jax_te.training.run_config import CHECKPOINT_FOLDER, RECIPE_FIELDS, RunConfig, write_config
+from jax_te.training.state import TrainState
 
-CHECKPOINT_FOLDER = "checkpoints"
 PROMPT = "def "
+SAMPLE_BYTES = 300
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; the status is 0, or 128 + the signal that ended the run."""
     for package in ("grain", "tensorboardX", "matplotlib", "rich"):
         require_extra(package)
+    output = output_folder(options)
+    config, resumes = resolve(options, output)
+    data = load_text(config.data, seq_len=config.seq_len)
+    progress = make_progress()
+    with contexts(config) as mesh:
+        backends = explain_backends(config)
+        with _locked(output), TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep) as checkpointer:
+            trainer = Trainer(config, data, checkpointer)
+            with warnings_as_lines():
+                state, first = trainer.restore() if resumes else trainer.create()
+            write_config(config, output)
+            progress.facts(_facts(config, data, backends, mesh, state, output, first))
+            return _train(trainer, state, first, output, progress)
+
+
+def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progress: Progress) -> int:
+    config = trainer.config
+    if first >= config.steps:
+        progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
+    bigram = byte_bigram_entropy(trainer.data.train, trainer.data.heldout)
+    with MetricsLog(output, resume_step=first) as log:
+        result = run_loop(
+            state,
+            step_fn=trainer.step,
+            batches=trainer.batches,
+            first=first,
+            plan=LoopPlan(
+                steps=config.steps,
+                save_every=config.save_every,
+                eval_every=config.eval_every,
+                log_every=config.log_every,
+                tokens_per_step=config.tokens_per_step,
+            ),
+            log=log,
+            evaluate=trainer.evaluate,
+            save=trainer.save,
+            progress=progress,
+            learning_rates=trainer.learning_rates(),
+            skipped=int(state.skipped_steps),
+        )
+    trainer.checkpointer.wait()
+    plot_losses(output, bigram_entropy=bigram)
+    if result.stopped_by is not None:
+        progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
+        return 128 + result.stopped_by
+    heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
+    progress.facts(_outcome(result, heldout, bigram, output))
+    sizes = config.parallel_config()
+    copies = 1 if sizes is None else sizes.data * sizes.fsdp
+    text = continue_text(result.state.model, PROMPT, SAMPLE_BYTES, seed=config.seed, copies=copies)
+    progress.text("sample", PROMPT + text)
+    return 0
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Make the folder, and keep other runs out of it until this process ends."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another jax-te train is running in {output}; end it, or give another --output") from None
+        yield
+
+
+def _facts(
+    config: RunConfig,
+    data: TextData,
+    backends: list[str],
+    mesh: Mesh | None,
+    state: TrainState,
+    output: Path,
+    first: int,
+) -> dict[str, str]:
+    """What a user should see at the start, one line each."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    groups = "" if config.num_query_groups == config.num_heads else f" in {config.num_query_groups} groups"
+    dtypes = config.params_dtype
+    if config.compute_dtype != config.params_dtype:
+        dtypes += f", computing in {config.compute_dtype}"
+    parts = "" if config.microbatches == 1 else f" in {config.microbatches} microbatches"
+    device = jax.devices()[0].device_kind
+    where = f"none: one device, {device}"
+    if mesh is not None:
+        where = f"{config.mesh} over {mesh.size} x {device}, {config.mesh_axis_type} axes"
+    return {
+        "model": f"{config.preset}: {_count(config.num_layers, 'layer')}, hidden {config.hidden_size}, "
+        f"{_count(config.num_heads, 'head')}{groups}, feed-forward {config.ffn_hidden_size}, "
+        f"{config.position_embedding}, {config.normalization}, {config.activation}; {size:,} parameters in {dtypes}",
+        "data": f"{data.source}: {_count(data.files, 'file')}, {_bytes(len(data.train))} to train on, "
+        f"{_bytes(len(data.heldout))} held out",
+        "batch": f"{config.batch_size} x {config.seq_len} bytes{parts}, {_count(config.steps, 'step')}",
+        "recipe": _recipe(config),
+        "backend": "\n".join(backends),
+        "mesh": where,
+        "output": f"{output}, " + (f"resumed after step {first}" if first else "a new run"),
+    }
+
+
+def _recipe(config: RunConfig) -> str:
+    if config.recipe == "none":
+        return "none: no quantization"
+    fields = [f"{name} {getattr(config, name)}" for name in RECIPE_FIELDS if getattr(config, name) is not None]
+    return f"{config.recipe}: {', '.join(fields)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return _count(number, "byte")
+
+
+def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path) -> dict[str, str]:
+    """What a user should see at the end."""
+    rows = {
+        "held-out loss": f"{heldout:.4f} nats per byte",
+        "byte bigrams": f"{bigram:.4f} nats per byte, their entropy in the same text",
+    }
+    if result.tokens_per_second is not None:
+        rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s; {clock(result.seconds)} in all"
+    skipped = int(result.state.skipped_steps)
+    if skipped:
+        rows["skipped"] = f"{skipped} steps, whose gradients were not finite"
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if peak:
+        rows["memory"] = f"{peak / 2**30:.2f} GiB at the peak"
+    rows["files"] = f"{output}: {METRICS_FILE}, {PLOT_FILE}, tensorboard, {CHECKPOINT_FOLDER}"
+    rows["next"] = f"jax-te sample --output {output} --prompt {PROMPT!r}"
+    return rows

@@ -28,7 +28,9 @@ def normal_init(std: float = TE_INIT_STD) -> Initializer:
         raise ValueError(f"std must be >= 0, got {std!r}")
 
     def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
-        return std * jax.random.normal(key, shape, dtype)
+        # Without the barrier a jitted caller's compiler merges std with the last factor inside normal, which changes
+        # the last bit of half of the values against an unjitted call.
+        return std * jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))
 
     return init
 

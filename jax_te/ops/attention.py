@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.config import check_rate
@@ -48,6 +49,7 @@ def dot_product_attention(
 
     Raises:
         ValueError: for shapes, a mask or lengths that do not go with the mask type.
+        TypeError: for a mask that is not bool, or lengths that are no integers.
         BackendUnavailableError: if the backend asked for has no kernel for this call; the message says why.
 
     Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups).
@@ -59,17 +61,39 @@ def dot_product_attention(
     """
     check_rate(dropout_rate=dropout_rate)
     spec = describe(qkv, mask_type, scale, dropout_rate if dropout_key is not None else 0.0)
-    if (mask is not None) != (mask_type == "arbitrary"):
-        raise ValueError(f"mask_type {mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
-    if mask is not None and mask.ndim != 4:
-        raise ValueError(f"mask must have four axes [b | 1, n | 1, sq | 1, skv | 1], got {mask.shape}")
-    if (kv_lengths is not None) != spec.is_padding or (q_lengths is not None and not spec.is_padding):
-        raise ValueError(f"mask_type {mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}")
+    _check_mask(spec, mask)
+    _check_lengths(spec, q_lengths, kv_lengths)
     if spec.is_padding and q_lengths is None:
         q_lengths = kv_lengths
     name = select("dot_product_attention", attention=spec, backend=backend)
     fn = functools.partial(_attention, name, spec, out_axes)
     return auto_region(fn, out_axes)(qkv, mask, q_lengths, kv_lengths, dropout_key)
+
+
+def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
+    if (mask is not None) != (spec.mask_type == "arbitrary"):
+        raise ValueError(f"mask_type {spec.mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
+    if mask is None:
+        return
+    if mask.dtype != bool:
+        raise TypeError(f"mask must be bool (True hides), got {mask.dtype}; compare it first, for example mask == 0")
+    full = (spec.batch, spec.heads, spec.q_length, spec.kv_length)
+    if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
+        raise ValueError(f"mask must have four axes, each 1 or as in [b, n, sq, skv] = {full}, got {mask.shape}")
+
+
+def _check_lengths(spec: AttentionSpec, q_lengths: Array | None, kv_lengths: Array | None) -> None:
+    if (kv_lengths is not None) != spec.is_padding or (q_lengths is not None and not spec.is_padding):
+        raise ValueError(
+            f"mask_type {spec.mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}"
+        )
+    for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+        if lengths is None:
+            continue
+        if lengths.shape != (spec.batch,):
+            raise ValueError(f"{name} must have one entry for each example, ({spec.batch},), got {lengths.shape}")
+        if not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise TypeError(f"{name} must be integers, got {lengths.dtype}")
 
 
 def _attention(

@@ -25,8 +25,8 @@ def softmax_cross_entropy(logits: Array, labels: Array, *, out_axes: LogicalAxes
     Raises:
         ValueError, TypeError: for shapes that do not match, or labels that are no integers.
 
-    >>> softmax_cross_entropy(jnp.zeros((1, 4)), jnp.array([2])).round(4).tolist()
-    [1.3863]
+    >>> round(float(softmax_cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)
+    1.3863
     """
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
@@ -34,6 +34,8 @@ def softmax_cross_entropy(logits: Array, labels: Array, *, out_axes: LogicalAxes
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}")
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)  # a narrow type may not hold every position of the vocabulary
     return auto_region(_cross_entropy, out_axes)(logits, labels)
 
 
@@ -53,7 +55,8 @@ def _forward(logits: Array, labels: Array) -> tuple[Array, tuple[Array, Array, A
     # A masked sum, not a gather: it partitions over a sharded vocabulary, and XLA fuses it with the pass above.
     own = jnp.sum(jnp.where(_is_label(logits, labels), wide, 0.0), axis=-1)
     valid = (labels >= 0) & (labels < logits.shape[-1])
-    return jnp.where(valid, lse - own, jnp.nan), (logits, labels, lse)
+    lse = jnp.where(valid, lse, jnp.nan)  # makes the loss nan, and in backward the gradient
+    return lse - own, (logits, labels, lse)
 
 
 def _backward(saved: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:

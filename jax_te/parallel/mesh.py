@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def make_mesh(
     config: ParallelConfig,
     *,
     axis_type: Literal["auto", "explicit"] = "auto",
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh with axes ``data``, ``fsdp``, ``tensor``; tensor ranks are neighbours.
 

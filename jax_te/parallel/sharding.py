@@ -74,8 +74,8 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
     Raises:
         ValueError: for a name that is no field of the rules, or two dimensions on one mesh axis.
 
-    >>> logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor")))
-    PartitionSpec('data', None, 'tensor')
+    >>> tuple(logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))))
+    ('data', None, 'tensor')
     """
     rules = _rules.value if rules is None else rules
     known = {rule.name for rule in fields(rules)}
@@ -147,8 +147,8 @@ def constrain(x: Array, axes: LogicalAxes | None) -> Array:
     return x
 
 
-# Under jit of its own (inlined into a surrounding one), because an eager constraint refuses arrays that are not on the mesh yet.
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+# Under a jit of its own, because an eager constraint, or its transpose, refuses arrays that are not on the mesh yet.
+@functools.partial(jax.jit, static_argnums=1)
 def _constrain_auto(x: Array, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, spec)
 

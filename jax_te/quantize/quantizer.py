@@ -58,7 +58,8 @@ def quantize(x: Array, quantizer: Quantizer, scale: Array | None = None) -> tupl
         The quantized tensor, and the amax of ``x`` (fp32 ``[]``).
 
     >>> q, _ = quantize(jnp.array([[1.0, -2.0]]), Quantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
-    >>> float(q.data[0, 1]), float(q.scale_inv) (-448.0, 0.004464285913854837)
+    >>> float(q.data[0, 1]), float(q.scale_inv)
+    (-448.0, 0.004464285913854837)
     """
     x_amax = amax(x)
     scale = quantizer.scale_for(x_amax, scale)

@@ -59,7 +59,8 @@ def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State
     >>> len(jax.tree.leaves(params)), len(jax.tree.leaves(quantizers))
     (2, 0)
     """
-    return nnx.split(model, nnx.Param, QuantizerState, ...)
+    graphdef, params, quantizers, rest = nnx.split(model, nnx.Param, QuantizerState, ...)
+    return graphdef, params, quantizers, rest
 
 
 def merge_quantizers(stacked: PyTree) -> PyTree:

@@ -21,7 +21,8 @@ class QuantizedTensor:
         dtype: dtype of the array before quantization, and of what `dequantize` gives.
 
     >>> q = QuantizedTensor(data=jnp.ones((2, 2), jnp.float8_e4m3fn), scale_inv=jnp.float32(0.5), dtype=jnp.float32)
-    >>> float(q.dequantize()[0, 0]) 0.5
+    >>> float(q.dequantize()[0, 0])
+    0.5
     """
 
     data: Array

@@ -9,10 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+import jax
 
 from jax_te.training.metrics import MetricsLog
 from jax_te.training.progress import Progress
@@ -108,11 +110,14 @@ def run_loop(
     evaluate: Callable[[PyTree], float],
     save: Callable[[int, PyTree], None],
     progress: Progress,
+    learning_rates: Sequence[float] = (),
+    skipped: int = 0,
 ) -> LoopResult:
     """Run steps ``first + 1 … plan.steps``.
 
-    The numbers of a step are read one step late, so that a device is never kept waiting for the host. In step order the log gets each step's
-    record, then its held-out loss, and only then its checkpoint is written: what is on disk after a crash is never behind the checkpoint.
+    The numbers of a step are read one step late, so that a device is never kept waiting for the host. In step order
+    the log gets each step's record, then its held-out loss, and only then its checkpoint is written: what is on disk
+    after a crash is never behind the checkpoint.
 
     Args:
         state: the state after step ``first``.
@@ -124,11 +129,13 @@ def run_loop(
         evaluate: held-out loss of a state.
         save: writes a checkpoint; may return before it is on disk.
         progress: shows the run.
+        learning_rates: recorded with the steps: the rate of each update, from the first of all.
+        skipped: steps before ``first`` that made no update.
 
     Raises:
         ValueError: after `PATIENCE` steps in a row whose gradients were not finite.
     """
-    recorder = _Recorder(plan, log, progress)
+    recorder = _Recorder(plan, log, progress, learning_rates, skipped)
     pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
     def drain(keep: int) -> None:
@@ -148,12 +155,12 @@ def run_loop(
                 heldout = None
                 if last or step % plan.eval_every == 0:
                     drain(0)
-                    heldout = recorder.pause(lambda: evaluate(state))
+                    heldout = recorder.pause(evaluate, state)
                     log.write(step, {"heldout_loss": heldout})
                 if last or step % plan.save_every == 0 or stop.signal is not None:
                     drain(0)
                     log.sync()
-                    recorder.pause(lambda: save(step, state))
+                    recorder.pause(save, step, state)
     finally:
         progress.stop()
     return LoopResult(
@@ -169,8 +176,9 @@ def run_loop(
 class _Recorder:
     """Turns a step's device scalars into a record, a progress update and a speed."""
 
-    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress):
+    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress, rates: Sequence[float], skipped: int):
         self._plan, self._log, self._progress = plan, log, progress
+        self._rates, self._skipped = rates, skipped
         self._previous: float | None = None  # when the step before was seen; None before the first, which compiles
         self._busy = 0.0
         self._timed = 0
@@ -181,7 +189,12 @@ class _Recorder:
         return self._timed * self._plan.tokens_per_step / self._busy if self._busy else None
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {"loss": values.pop("loss"), **values}
+        update = step - 1 - self._skipped
+        if update < len(self._rates):
+            values["learning_rate"] = float(self._rates[update])
+        self._skipped += values.get("skipped", 0.0) > 0.0
         now = time.perf_counter()
         if self._previous is not None:
             self._busy += now - self._previous
@@ -193,10 +206,10 @@ class _Recorder:
         self._progress.update(step, values["loss"], line=listed)
         self._give_up_if_lost(step, values)
 
-    def pause(self, work: Callable[[], Any]) -> Any:
+    def pause(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do something whose time is not the steps'."""
         begin = time.perf_counter()
-        result = work()
+        result = work(*args)
         if self._previous is not None:
             self._previous += time.perf_counter() - begin
         return result

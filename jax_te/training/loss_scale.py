@@ -17,8 +17,8 @@ from jax_te.typing import Array, PyTree
 class LossScale:
     """Base of the loss scalers: pytrees that a train step carries along.
 
-    ``scale`` multiplies the loss before the gradient is taken; `unscale` divides the gradients; `update` takes whether they were all finite and
-    gives the scaler of the next step.
+    ``scale`` multiplies the loss before the gradient is taken; `unscale` divides the gradients; `update` takes whether
+    they were all finite and gives the scaler of the next step.
     """
 
     scale: Any
@@ -67,8 +67,9 @@ class ConstantLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """A scale that grows while gradients are finite and backs off when they are not: for fp16.
 
-    After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``. A step that is not finite starts that count
-    again; once ``hysteresis`` of them have come since the last growth, each multiplies the scale by ``backoff_factor``.
+    After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``. A step that is not
+    finite starts that count again; once ``hysteresis`` of them have come since the last growth, each multiplies the
+    scale by ``backoff_factor``.
 
     Args:
         initial_scale: scale of the first step.
@@ -77,7 +78,8 @@ class DynamicLossScale(LossScale):
         backoff_factor: in (0, 1).
         hysteresis: non-finite steps before the scale backs off, >= 1.
         min_scale: the scale never falls below it, > 0.
-        max_scale: the scale never rises above it; finite in fp32, so the scale cannot reach inf (Megatron has no such bound).
+        max_scale: the scale never rises above it; finite in fp32, so the scale cannot reach inf (Megatron has no such
+            bound).
 
     Attributes:
         scale: fp32 ``[]``, the scale in use.

@@ -37,8 +37,9 @@ def require_extra(name: str) -> ModuleType:
 class MetricsLog:
     """Appends records to ``metrics.jsonl`` and points to TensorBoard.
 
-    A record is one line, ``{"step": n, name: number, …}``. Resuming at ``step`` cuts the file after that step's records, so that a run that was
-    killed and resumed leaves the file an unbroken run leaves (but for measured speeds). Numbers that are not finite are written as null.
+    A record is one line, ``{"step": n, name: number, …}``. Resuming at ``step`` cuts the file after that step's
+    records, so that a run that was killed and resumed leaves the file an unbroken run leaves (but for measured speeds).
+    Numbers that are not finite are written as null.
 
     Args:
         directory: the run's folder; made if missing.

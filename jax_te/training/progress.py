@@ -99,8 +99,7 @@ class PlainProgress:
     def facts(self, rows: Mapping[str, str]) -> None:
         width = max(map(len, rows), default=0)
         for name, value in rows.items():
-            lines = value.splitlines() or [""]
-            print("\n".join(f"{label:<{width}}  {line}" for label, line in zip([name] + [""] * len(lines), lines)))
+            print(f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)))
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
@@ -154,20 +153,19 @@ class RichProgress:
         self._bar = rich.Progress(
             rich.TextColumn("[bold]{task.completed}[/]/{task.total}"),
             rich.BarColumn(bar_width=None),
-            rich.TextColumn("loss [bold green]{task.fields[loss]}[/]"),
-            rich.TextColumn("{task.fields[rate]} tokens/s"),
-            rich.TextColumn("ETA {task.fields[eta]}"),
+            rich.TextColumn("{task.fields[status]}"),
             console=self._console,
             expand=True,
         )
-        self._task = self._bar.add_task("train", total=steps, completed=first, loss="…", rate="…", eta="-:--")
+        self._task = self._bar.add_task("train", total=steps, completed=first, status="compiling …")
         self._bar.start()
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
         speed = self._speed
         assert speed is not None
         speed.update(step)
-        self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", rate=speed.rate, eta=speed.eta)
+        status = f"loss [bold green]{loss:.4f}[/]  {speed.rate} tokens/s  ETA {speed.eta}"
+        self._bar.update(self._task, completed=step, status=status)
 
     def stop(self) -> None:
         if self._bar is not None:

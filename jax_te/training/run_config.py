@@ -14,16 +14,18 @@ from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
 
 CONFIG_FILE = "config.json"
+CHECKPOINT_FOLDER = "checkpoints"
 VOCAB_SIZE = 256
 """Tokens are bytes."""
 
-MAY_CHANGE = frozenset(
-    ("steps", "microbatches", "backend", "mesh", "mesh_axis_type", "remat")
-    + ("save_every", "keep", "eval_every", "eval_batches", "log_every")
-)
-"""Fields that a resumed run may give anew. They change where, how long and how often, not what is trained."""
+_WHERE_IT_RUNS = ("data", "microbatches", "backend", "mesh", "mesh_axis_type", "remat")
+MAY_CHANGE = {*_WHERE_IT_RUNS, "steps", "save_every", "keep", "eval_every", "eval_batches", "log_every"}
+"""Fields that a resumed run may give anew: they change where, how long and how often, not what is trained.
+
+A text may have moved; that it is the same one, `TrainBatches` checks."""
 
 FP8_MULTIPLE = 16
+RECIPE_FIELDS = ("fp8_format", "amax_history_len", "amax_compute_algo", "margin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +245,12 @@ def write_config(config: RunConfig, directory: Path) -> None:
     os.replace(partial, directory / CONFIG_FILE)
 
 
+def holds_run(directory: Path) -> bool:
+    """Whether a run in ``directory`` has saved anything that could be resumed."""
+    folder = directory / CHECKPOINT_FOLDER
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
 def read_config(directory: Path) -> RunConfig | None:
     """The configuration a run left in ``directory``, or None if there is none.
 
@@ -260,11 +268,17 @@ def read_config(directory: Path) -> RunConfig | None:
         raise ValueError(f"{path} is not the configuration of a jax-te run ({error}); give another --output") from None
 
 
+def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields whose values ``given`` now keep the run from being resumed: name -> (saved, given)."""
+    pairs = {name: (getattr(saved, name), value) for name, value in given.items() if name not in MAY_CHANGE}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path) -> None:
-    """Raise ValueError, naming every field, if values ``given`` now keep the run in ``directory`` from being resumed."""
-    changed = {name: value for name, value in given.items() if value != getattr(saved, name) and name not in MAY_CHANGE}
+    """Raise ValueError, naming every field, if values ``given`` now keep ``directory``'s run from being resumed."""
+    changed = changed_fields(saved, given)
     if changed:
-        listed = "; ".join(f"{option(name)} is {getattr(saved, name)} there, {value} here" for name, value in changed.items())
+        listed = "; ".join(f"{option(name)} is {was} there, {now} here" for name, (was, now) in changed.items())
         raise ValueError(
             f"{directory} holds a run of another configuration: {listed}. Give another --output, or leave these "
             "options out to resume it"

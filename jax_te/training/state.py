@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jax_te.parallel import auto_region, logical_to_spec, named_sharding
 from jax_te.quantize import split_model
@@ -27,26 +27,29 @@ class TrainState:
 
     Args:
         step: i32 ``[]``, steps taken, skipped ones included.
-        params: the model's parameters, in ``params_dtype``.
-        masters: fp32 copies of the parameters that are bf16 or fp16, under the same names; empty if none is.
-        quantizers: delayed-scaling state, empty without it.
-        rest: all other state of the model, e.g. the counters of an ``nnx.Rngs``; empty for the models of this package.
+        params: ``nnx.State``, the model's parameters in their own dtypes.
+        masters: ``nnx.State``, fp32 copies of the parameters that are bf16 or fp16, under the same names; empty if none
+            is.
+        quantizers: ``nnx.State``, delayed-scaling state; empty without it.
+        rest: ``nnx.State``, all other state of the model, e.g. the counters of an ``nnx.Rngs``; empty for the models of
+            this package.
         opt_state: optimizer state of the masters and of the parameters that have none.
-        scaler: loss scaler.
+        scaler: a `LossScale`.
         rng: typed key ``[]``; constant, steps fold their number in.
         skipped_steps: i32 ``[]``, steps whose loss or gradients were not finite.
         graphdef: static, the model's graph definition.
     """
 
-    step: Array
-    params: nnx.State
-    masters: nnx.State
-    quantizers: nnx.State
-    rest: nnx.State
-    opt_state: PyTree
-    scaler: LossScale
-    rng: Array
-    skipped_steps: Array
+    # Any: jax.tree fills the fields with shapes, shardings and placeholders as well.
+    step: Any
+    params: Any
+    masters: Any
+    quantizers: Any
+    rest: Any
+    opt_state: Any
+    scaler: Any
+    rng: Any
+    skipped_steps: Any
     graphdef: Any = field(metadata={"static": True})
 
     @property
@@ -74,8 +77,8 @@ def masters_of(params: nnx.State) -> nnx.State:
 def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
     """Name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
-    The axes are those in the metadata of the Variable around the leaf (optimizer state that mirrors a parameter keeps its Variable), None for every
-    dimension where there are none or the leaf has another rank.
+    The axes are those in the metadata of the Variable around the leaf (optimizer state that mirrors a parameter keeps
+    its Variable), None for every dimension where there are none or the leaf has another rank.
 
     >>> leaves_with_axes({"a": nnx.Param(jnp.ones((2, 2)), logical_axes=("fsdp", "ffn")), "b": jnp.ones(2)})[1][::2]
     ('b', (None,))
@@ -90,6 +93,16 @@ def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
     return found
 
 
+def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
+    """The mesh axes that an entry of a PartitionSpec names, as text, and how many parts they make.
+
+    >>> ranks_of(("data", "fsdp"), AbstractMesh((2, 4), ("data", "fsdp")))
+    ('data*fsdp', 8)
+    """
+    over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return "*".join(over), math.prod(mesh.shape[axis] for axis in over)
+
+
 def create_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: optax.GradientTransformation,
@@ -100,14 +113,16 @@ def create_train_state(
 ) -> TrainState:
     """The state of a run at step 0.
 
-    With a mesh, parameters, masters and optimizer state are created where each Param's ``logical_axes`` put them, in one compiled function: no device
-    ever holds a whole sharded parameter that a function built. Everything else is replicated. Values do not depend on the mesh.
+    With a mesh, parameters, masters and optimizer state are created where each Param's ``logical_axes`` put them, in
+    one compiled function: no device ever holds a whole sharded parameter that a function built. Everything else is
+    replicated. Values do not depend on the mesh.
 
     Build under ``autocast(recipe)`` if the recipe has state.
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
-        tx: any optax transformation. It sees fp32 masters in place of half-precision parameters, and no quantizer state.
+        tx: any optax transformation. It sees fp32 masters in place of half-precision parameters, and no quantizer
+            state.
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
@@ -120,9 +135,9 @@ def create_train_state(
     >>> state.params["kernel"].shape, int(state.step)
     ((2, 3), 0)
     """
+    _check_key(key)
     mesh = _mesh(mesh)
     build, variables = _builder(model_or_fn, tx, scaler, mesh)
-    _check_key(key)
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         shardings = None if mesh is None else _shardings(abstract, mesh)
@@ -151,10 +166,10 @@ def abstract_train_state(
     >>> state.params["kernel"].shape
     (2, 3)
     """
-    mesh = _mesh(mesh)
-    build, variables = _builder(model_or_fn, tx, scaler, mesh)
     key = jax.random.key(0) if key is None else key
     _check_key(key)
+    mesh = _mesh(mesh)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh)
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
@@ -185,13 +200,17 @@ def _builder(
         else:
             definition, params, quantizers, rest = split_model(model_or_fn(nnx.Rngs(init_key)))
         masters = masters_of(params)
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax relies on implicit promotion; a caller may have set "strict"
+            opt_state = tx.init(full_precision(params, masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             masters=masters,
             quantizers=quantizers,
             rest=rest,
-            opt_state=tx.init(full_precision(params, masters)),
+            opt_state=opt_state,
             scaler=scaler,
             rng=rng,
             skipped_steps=jnp.zeros((), jnp.int32),
@@ -202,8 +221,8 @@ def _builder(
 
 
 def _mesh(mesh: Mesh | None) -> Mesh | None:
-    mesh = jax.sharding.get_mesh() if mesh is None else mesh
-    return None if mesh.empty else mesh
+    mesh = mesh or jax.sharding.get_mesh()
+    return None if mesh is None or mesh.empty else mesh
 
 
 def _use(mesh: Mesh | None) -> Any:
@@ -222,11 +241,10 @@ def _is_variable(node: Any) -> bool:
 def _shardings(tree: PyTree, mesh: Mesh) -> list[Sharding]:
     for name, leaf, axes in leaves_with_axes(tree):
         for dim, entry in enumerate(logical_to_spec(axes, mesh)):
-            over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-            ranks = math.prod(mesh.shape[axis] for axis in over)
+            over, ranks = ranks_of(entry, mesh)
             if leaf.shape[dim] % ranks:
                 raise ValueError(
                     f"{name} of shape {leaf.shape}: dimension {dim} ({axes[dim]!r}) does not divide over mesh axes "
-                    f"{'*'.join(over)} = {ranks}; change that size or the mesh"
+                    f"{over} = {ranks}; change that size or the mesh"
                 )
     return [named_sharding(axes, mesh) for _, _, axes in leaves_with_axes(tree)]

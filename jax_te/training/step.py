@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from flax import nnx
 from jax_te.config import check_positive
 from jax_te.parallel import auto_region, constrain, current_mesh, logical_to_spec
 from jax_te.quantize import merge_quantizers, split_model, write_back
-from jax_te.training.state import TrainState, full_precision, leaves_with_axes
+from jax_te.training.state import TrainState, full_precision, leaves_with_axes, ranks_of
 from jax_te.typing import Array, PyTree
 
 LossFn = Callable[[Any, PyTree, Array | None], Array]
@@ -30,29 +29,32 @@ def make_train_step(
 
     Call it inside ``with autocast(recipe):``; under another recipe it is traced again.
 
-    - The batch is cut into ``microbatches`` along its leading axis, in order; their gradients are summed in one ``lax.scan``, in fp32, and averaged.
-      Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
-    - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`). That state is no
-      gradient: it is in no norm, and ``tx`` never sees it.
-    - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other parameters directly.
+    - The batch is cut into ``microbatches`` along its leading axis, in order; their gradients are summed in one
+      ``lax.scan``, in fp32, and averaged. Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
+    - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`).
+      That state is no gradient: it is in no norm, and ``tx`` never sees it.
+    - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
+      parameters directly.
     - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
     Args:
-        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over the batch it is given. What it changes in other state of the model is kept.
+        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over the batch it is given. What it changes in other
+            state of the model is kept.
         tx: the transformation that the state was created with.
         microbatches: parts of a batch, >= 1.
 
     The step's arguments and results:
 
     - ``batch``: a pytree of arrays ``[b, ...]``; on a mesh each microbatch is split over the logical axis ``batch``.
-    - ``metrics``: fp32 ``[]`` each: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping), ``skipped`` (0 or 1),
-      ``loss_scale`` (the one this step used).
+    - ``metrics``: fp32 ``[]`` each: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping),
+      ``skipped`` (0 or 1), ``loss_scale`` (the one this step used).
 
     Raises:
-        ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into microbatches and over the
-            mesh's batch ranks, or a loss that is no scalar.
+        ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
+            microbatches and over the mesh's batch ranks, or a loss that is no scalar.
 
-    Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining`` and ``Float16OptimizerWithFloat16Params.step``.
+    Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining`` and
+        ``Float16OptimizerWithFloat16Params.step``.
 
     >>> from jax_te.training.state import create_train_state
     >>> tx = optax.sgd(0.1)
@@ -187,21 +189,19 @@ def _check_loss(loss: Array) -> Array:
 def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
     """Leaves ``[b, ...]`` split over the batch axis; with ``microbatches``, ``[m, b / m, ...]``, each split so."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    sizes = {shape[0] if shape else None for shape in shapes}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1 or () in shapes:
         raise ValueError(f"every array of a batch must have the same leading axis, got shapes {shapes}")
     size, parts = sizes.pop(), microbatches or 1
     if size % parts:
         raise ValueError(f"batch size {size} does not divide into microbatches={parts}; change one of them")
     mesh = current_mesh()
     if mesh is not None:
-        entry = logical_to_spec(("batch",), mesh)[0]
-        over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        ranks = math.prod(mesh.shape[axis] for axis in over)
+        over, ranks = ranks_of(logical_to_spec(("batch",), mesh)[0], mesh)
         if (size // parts) % ranks:
             raise ValueError(
                 f"a microbatch of {size // parts} examples (batch size {size}, microbatches={parts}) does not divide "
-                f"over mesh axes {'*'.join(over)} = {ranks}; make the batch a multiple of {parts * ranks}"
+                f"over mesh axes {over} = {ranks}; make the batch a multiple of {parts * ranks}"
             )
 
     def shard(leaf: Array) -> Array:

@@ -72,7 +72,7 @@ def test_help_imports_nothing_heavy():
 def test_without_a_command_the_commands_are_listed(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("train", "sample", "doctor"))
+    assert all(name in text for name in ("train", "sample", "doctor", "bench"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_wrong_option_is_one_line_and_status_2(argv, message, capsys):
 
 def test_errors_are_explained_in_a_line_and_bugs_are_not():
     assert explain(FileNotFoundError(2, "No such file or directory", "/x")) == "/x: No such file or directory"
-    assert explain(OSError(28, "No space left on device")) == "No space left on device"
+    assert explain(OSError(28, "Disk full")) == "Disk full; free some space, then the same command goes on"
     assert explain(ModuleNotFoundError("training needs grain")) == "training needs grain"
     assert explain(ValueError("two\nlines")) == "two lines (--debug shows where)"
     assert "out of memory" in (explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")) or "")
@@ -120,18 +120,32 @@ def test_a_new_run_has_the_presets_values_and_what_follows_from_the_options(tmp_
 
 def test_a_recipes_fields_are_resolved(tmp_path):
     config, _ = resolve(parse("--recipe", "delayed", "--margin", "1"), tmp_path)
-    assert (config.fp8_format, config.amax_history_len, config.amax_compute_algo, config.margin) == ("hybrid", 1024, "max", 1)
+    assert (config.fp8_format, config.amax_history_len, config.amax_compute_algo, config.margin) == (
+        "hybrid",
+        1024,
+        "max",
+        1,
+    )
     assert resolve(parse(), tmp_path)[0].fp8_format is None
 
 
 def test_a_resumed_run_needs_no_option_repeated(tmp_path):
     first, _ = resolve(parse("--hidden-size", "256", "--seed", "5"), tmp_path)
     write_config(first, tmp_path)
-    again, resumes = resolve(parse("--steps", "999", "--mesh", "data=2"), tmp_path)
-    assert resumes
-    assert again == dataclasses.replace(first, steps=999, mesh="data=2")
-    with pytest.raises(ValueError, match="--seed is 5 there, 6 here; --preset is tiny there, gpt-125m here|--preset"):
-        resolve(parse("--seed", "6", "--preset", "gpt-125m"), tmp_path)
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    again = resolve(parse("--steps", "999", "--mesh", "data=2"), tmp_path)
+    assert again == (dataclasses.replace(first, steps=999, mesh="data=2"), True)
+    with pytest.raises(ValueError, match="--seed is 5 there, 6 here"):
+        resolve(parse("--seed", "6"), tmp_path)
+    with pytest.raises(ValueError, match="--preset is tiny there, gpt-125m here"):
+        resolve(parse("--preset", "gpt-125m"), tmp_path)
+
+
+def test_a_run_that_saved_nothing_starts_again_or_gives_way(tmp_path):
+    first, _ = resolve(parse("--hidden-size", "256", "--seed", "5"), tmp_path)
+    write_config(first, tmp_path)
+    assert resolve(parse(), tmp_path) == (first, False)
+    assert resolve(parse("--seed", "6"), tmp_path) == resolve(parse("--seed", "6"), tmp_path / "new")
 
 
 def test_the_default_folder_is_named_after_preset_and_recipe():

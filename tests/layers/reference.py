@@ -146,7 +146,7 @@ def gpt(xp: ModuleType, p: dict[str, Any], tokens: np.ndarray, form: Form) -> An
     for i in range(len(p["layers"])):
         x = layer(xp, p["layers"][i], x, form)
     x = norm(xp, x, p["final_norm"]["scale"], p["final_norm"].get("bias"), form)
-    return x @ (p["output_kernel"] if "output_kernel" in p else table.T)
+    return x @ p.get("output_kernel", table.T)
 
 
 def nll(xp: ModuleType, logits: Any, labels: np.ndarray) -> Any:

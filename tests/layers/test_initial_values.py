@@ -33,8 +33,8 @@ def test_no_mesh_changes_them() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_creation_in_pieces_changes_only_the_last_bit(mode: str) -> None:
-    """Each device computes its part of every parameter; XLA may contract a multiply and an add differently there."""
+def test_creation_in_pieces_changes_nothing(mode: str) -> None:
+    """Under jit, each device computing its part of every parameter."""
     alone = values(build())
     with use_mesh(mode):
         graphdef, _ = nnx.split(jax.eval_shape(build))
@@ -42,7 +42,7 @@ def test_creation_in_pieces_changes_only_the_last_bit(mode: str) -> None:
         made = nnx.merge(graphdef, create())
         assert made.layernorm_mlp.wi_kernel[...].sharding.spec == jax.P("fsdp", None, "tensor")
         for name, value in values(made).items():
-            np.testing.assert_array_max_ulp(value, alone[name], maxulp=2)
+            assert_bitwise(value, alone[name], what=name)
 
 
 def test_half_precision_weights_are_the_rounded_fp32_weights() -> None:
@@ -62,7 +62,12 @@ def test_normal_init_has_its_standard_deviation() -> None:
 
 def test_a_given_initializer_is_used() -> None:
     layer = TransformerLayer(
-        32, 64, 4, init_method=jax.nn.initializers.ones, output_layer_init_method=jax.nn.initializers.zeros, rngs=nnx.Rngs(0)
+        32,
+        64,
+        4,
+        init_method=jax.nn.initializers.ones,
+        output_layer_init_method=jax.nn.initializers.zeros,
+        rngs=nnx.Rngs(0),
     )
     assert (layer.self_attention.qkv.kernel[...] == 1).all()
     assert (layer.layernorm_mlp.wi_kernel[...] == 1).all()

@@ -61,6 +61,10 @@ def test_return_bias_leaves_the_addition_to_the_caller() -> None:
     y, bias = randomize(Linear(H, F, return_bias=True, rngs=nnx.Rngs(0)))(x)
     assert bias.dtype == jnp.bfloat16
     assert_close(y + bias[None], applied(x), 2 * ROUNDOFF["bfloat16"])  # one more rounding, of y
+    x = draw("x", (4, H))
+    for kind in (LayerNormLinear, LayerNormMLP):
+        y, bias = randomize(kind(H, F, return_bias=True, rngs=nnx.Rngs(0)))(x)
+        assert_close(y + bias[None], randomize(kind(H, F, rngs=nnx.Rngs(0)))(x), TOLERANCE)
     assert Linear(H, F, False, return_bias=True, rngs=nnx.Rngs(0))(x)[1] is None
 
 

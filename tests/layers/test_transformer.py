@@ -152,6 +152,16 @@ def test_dropout_needs_a_key_and_is_the_same_on_every_mesh() -> None:
             assert_close(call(layer, x, jax.random.key(3)), dropped, TOLERANCE)
 
 
+def test_the_two_blocks_drop_independently() -> None:
+    layer = build(Form(), hidden_dropout=0.5, output_layer_init_method=jax.nn.initializers.zeros)
+    for bias in (layer.self_attention.proj.bias, layer.layernorm_mlp.wo_bias):
+        bias.set_value(jnp.ones(H))
+    y = layer(jnp.zeros((B, S, H)), dropout_key=jax.random.key(0))  # each block adds 0 or 2
+    share = [float((y == value).mean()) for value in (0.0, 2.0, 4.0)]
+    count = B * S * H
+    assert np.abs(np.array(share) - [0.25, 0.5, 0.25]).max() < 4 * (0.25 / count) ** 0.5
+
+
 def test_decoder_form_is_refused() -> None:
     with pytest.raises(ValueError, match="'decoder' comes with cross-attention"):
         TransformerLayer(H, F, N, layer_type="decoder", rngs=nnx.Rngs(0))

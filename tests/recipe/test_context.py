@@ -41,7 +41,11 @@ def test_another_thread_does_not_see_it():
 
 @pytest.mark.parametrize("value", [DelayedScaling, "delayed", 3])
 def test_what_is_no_recipe_raises(value):
-    with without_type_checker(), pytest.raises(TypeError, match="takes a jax_te recipe instance or None"), autocast(value):
+    with (
+        without_type_checker(),
+        pytest.raises(TypeError, match="takes a jax_te recipe instance or None"),
+        autocast(value),
+    ):
         pass
 
 

@@ -26,9 +26,17 @@ def test_a_value_outside_names_the_field_the_value_and_what_is_allowed(fields, m
 
 
 def test_wrong_types():
-    with without_type_checker(), pytest.raises(TypeError, match=r"fp8_format must be a jax_te.recipe.Format, got 'HYBRID'.*Format.E4M3, Format.HYBRID"):
+    with (
+        without_type_checker(),
+        pytest.raises(
+            TypeError, match=r"fp8_format must be a jax_te.recipe.Format, got 'HYBRID'.*Format.E4M3, Format.HYBRID"
+        ),
+    ):
         Float8CurrentScaling(fp8_format="HYBRID")
-    with without_type_checker(), pytest.raises(ValueError, match="functions are not supported because a recipe is hashed"):
+    with (
+        without_type_checker(),
+        pytest.raises(ValueError, match="functions are not supported because a recipe is hashed"),
+    ):
         DelayedScaling(amax_compute_algo=max)
     with pytest.raises(TypeError):
         DelayedScaling(16)  # fields are keyword-only

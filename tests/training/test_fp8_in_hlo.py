@@ -15,7 +15,7 @@ from jax_te.training.state import create_train_state
 from jax_te.training.step import make_train_step
 
 LAYERS = 2
-# Operands of the layers' linears in forward (input and kernel), and output gradients, by the scope they are in. All sizes differ.
+# Operands of the layers' linears (input and kernel), and output gradients, by scope. Their sizes differ.
 FORWARD = {"MultiheadAttention/LayerNormLinear": 2, "MultiheadAttention/Linear": 2, "LayerNormMLP": 4}
 BACKWARD = {"MultiheadAttention/LayerNormLinear": 1, "MultiheadAttention/Linear": 1, "LayerNormMLP": 2}
 GEMMS = 3 * 4

@@ -39,7 +39,10 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"mesh": "tensor=3"}, r"--num-query-groups 4 does not divide over tensor=3"),
         ({"mesh": "fsdp=8,data=2"}, r"data\*fsdp = 16"),
         ({"mesh": "tensors=2"}, r"unknown mesh axis 'tensors'"),
-        ({"recipe": "delayed", "ffn_hidden_size": 500}, r"--ffn-hidden-size 500 must be a multiple of 16 .* next is 512"),
+        (
+            {"recipe": "delayed", "ffn_hidden_size": 500},
+            r"--ffn-hidden-size 500 must be a multiple of 16 .* next is 512",
+        ),
         ({"recipe": "current", "hidden_size": 120}, r"--hidden-size 120 must be a multiple of 16 .* next is 128"),
         ({"recipe": "current", "seq_len": 33, "batch_size": 1}, r"tokens of a microbatch 33 .* next is 48"),
         ({"recipe": "mxfp9"}, r"unknown --recipe 'mxfp9'; allowed: none, delayed, current"),
@@ -87,7 +90,9 @@ def test_a_file_of_an_older_version_lacks_fields_with_defaults(tmp_path):
 
 
 def test_all_that_differs_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--hidden-size is 128 there, 256 here; --seed is 0 there, 1 here\. .*--output"):
+    with pytest.raises(
+        ValueError, match=r"--hidden-size is 128 there, 256 here; --seed is 0 there, 1 here\. .*--output"
+    ):
         check_resumable(config(), {"hidden_size": 256, "seed": 1, "steps": 9, "num_heads": 4}, tmp_path)
 
 

@@ -43,8 +43,13 @@ def act_backward_quantize(
     way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
     parts = activation_parts(name)
-    delayed = quantizer is not None and quantizer.scaling == "delayed"
-    if delayed and len(parts) == 1 and bias_dtype is not None and DActLuDBiasQuantizePrimitive.enabled():
+    if (
+        quantizer is not None
+        and quantizer.scaling == "delayed"
+        and len(parts) == 1
+        and bias_dtype is not None
+        and DActLuDBiasQuantizePrimitive.enabled()
+    ):
         return _fused(dz, x, parts, quantizer, scale, bias_dtype)
     dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype)
     with inside_te():

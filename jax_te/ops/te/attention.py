@@ -34,6 +34,8 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
         return False, "TE's fused attention needs a GPU"
     if spec.mask_type not in _MASKS:
         return False, f"TE's fused attention has no {spec.mask_type!r} mask"
+    if spec.dropout_rate > 0.0:
+        return False, "TE's fused attention counts its calls and drops others at each, whatever the key"
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return False, f"cuDNN attention takes bfloat16 or float16, not {jnp.dtype(spec.dtype).name}"
     mask = _MASKS[spec.mask_type]
@@ -46,7 +48,7 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
         attn_bias_type=AttnBiasType.NO_BIAS,
         attn_mask_type=mask,
         softmax_type=AttnSoftmaxType.VANILLA_SOFTMAX,
-        dropout_probability=spec.dropout_rate,
+        dropout_probability=0.0,
         q_num_heads=spec.heads,
         kv_num_heads=spec.groups,
         q_max_seqlen=spec.q_length,
@@ -70,25 +72,22 @@ def attention(
     kv_lengths: Array | None,
     dropout_key: Array | None,
 ) -> Array:
-    """As the plain form, by cuDNN's kernel; its dropout masks differ from JAX's."""
-    assert mask is None
+    """As the plain form, by cuDNN's kernel."""
+    del mask, dropout_key  # `attention_supports` refuses calls that have them
     if q_lengths is None or kv_lengths is None:
         q_lengths = jnp.full((spec.batch,), spec.q_length, jnp.int32)
         kv_lengths = jnp.full((spec.batch,), spec.kv_length, jnp.int32)
-    seed = None
-    if dropout_key is not None and spec.dropout_rate > 0.0:
-        seed = jax.random.bits(dropout_key, (2 * jax.device_count(),), jnp.uint32)
     with inside_te():
         return te_attention.fused_attn(
             qkv,
             None,
             SequenceDescriptor.from_seqlens((q_lengths, kv_lengths)),
-            seed,
+            None,
             attn_bias_type=AttnBiasType.NO_BIAS,
             attn_mask_type=_MASKS[spec.mask_type],
             qkv_layout=_layout(spec),
             softmax_type=AttnSoftmaxType.VANILLA_SOFTMAX,
             scaling_factor=spec.scale,
-            dropout_probability=spec.dropout_rate,
+            dropout_probability=0.0,
             is_training=True,
         )

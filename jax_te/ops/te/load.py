@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from pathlib import Path
 
 import jax
@@ -32,7 +33,10 @@ def available() -> tuple[bool, str]:
 
 def _import_te() -> None:
     _preload_nccl()
-    importlib.import_module("transformer_engine.jax")
+    with warnings.catch_warnings():
+        # It speaks of TE's PyTorch half, which nothing here uses; under warnings-as-errors it would stop the import.
+        warnings.filterwarnings("ignore", message="Detected a PyTorch installation", category=RuntimeWarning)
+        importlib.import_module("transformer_engine.jax")
 
 
 def _preload_nccl() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
@@ -13,17 +14,25 @@ from jax_te.quantize import Quantizer
 from jax_te.typing import Array
 
 
+def _gamma(scale: Array, x: Array, spec: NormSpec) -> tuple[Array, bool]:
+    """The scale in the dtype of ``x``, and whether TE is to add 1 to it: for RMS norm it refuses to."""
+    if spec.kind == "rmsnorm" and spec.zero_centered_gamma:
+        return (scale.astype(jnp.float32) + 1.0).astype(x.dtype), False
+    return scale.astype(x.dtype), spec.zero_centered_gamma
+
+
 def norm_quantize(
     x: Array, scale: Array, bias: Array | None, spec: NormSpec, quantizer: Quantizer | None, q_scale: Array | None
 ) -> tuple[Any, Any, Array | None]:
     """The norm's output as a GEMM operand, the statistics backward needs, the output's amax where reported."""
+    gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
         te_q = te_quantizer(quantizer, q_scale)
         operand, mean, rstd = tex.normalization_fwd(
             x,
-            scale.astype(x.dtype),
+            gamma,
             None if bias is None else bias.astype(x.dtype),
-            spec.zero_centered_gamma,
+            zero_centered,
             spec.epsilon,
             spec.kind,
             quantizer=te_q,
@@ -43,15 +52,16 @@ def norm_backward(
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of the input, the scale and the bias, each in the dtype of what it belongs to."""
     mean, rstd = stats
+    gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
         dx, dscale, dbias = tex.normalization_bwd(
             dy,
             x,
             mean,
             rstd,
-            scale.astype(x.dtype),
+            gamma,
             None if bias is None else bias.astype(x.dtype),
-            zero_centered_gamma=spec.zero_centered_gamma,
+            zero_centered_gamma=zero_centered,
             epsilon=spec.epsilon,
             norm_type=spec.kind,
         )

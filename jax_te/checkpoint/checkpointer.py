@@ -1,0 +1,298 @@
+"""Checkpoints through Orbax v1. The only file that imports orbax."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from jax_te.checkpoint.tree import Name, check_records, checksums, crc32, named_leaves, records, stored_parts
+from jax_te.config import check_positive
+from jax_te.typing import PyTree
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint could not be read and was set aside; the message names it and the one that was used."""
+
+
+class TrainCheckpointer:
+    """The checkpoints of a training run, one folder ``<directory>/<step>`` each.
+
+    A state is any pytree of arrays, such as a `TrainState`: typed keys, FP8 arrays and arrays sharded over a mesh
+    included. What is static in it (a graph definition) is not stored: `restore` takes it from the state it is asked to
+    fill.
+
+    - Saving returns once the arrays are copied to the host; writing goes on behind. An error in it comes up at the next
+      call, `wait` or `close`.
+    - A checkpoint appears whole or not at all; what a killed save leaves behind is ignored, and cleaned up by the next
+      run's first save.
+    - Every array is stored with a checksum, and restored only if it has it.
+
+    Args:
+        directory: made when first saved to.
+        keep: newest checkpoints kept, >= 1.
+
+    Raises:
+        ValueError: if ``directory`` is a file.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with TrainCheckpointer(folder.name) as checkpointer:
+    ...     checkpointer.save({"weight": jnp.ones(2)}, {"next": 7}, step=10)
+    ...     state, data_state, step = checkpointer.restore({"weight": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    >>> state["weight"].tolist(), data_state, step
+    ([1.0, 1.0], {'next': 7}, 10)
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
+        check_positive(keep=keep)
+        self._directory = Path(directory).absolute()
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ValueError(f"checkpoints need a folder, and {directory} is a file; give another one")
+        self._keep = keep
+        self._writer: ocp.training.Checkpointer | None = None
+        self._pending: tuple[int, Any] | None = None
+        self._damaged: set[int] = set()
+        logging.getLogger("absl").addFilter(_not_from_orbax)
+
+    def __enter__(self) -> TrainCheckpointer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def save(self, state: PyTree, data_state: Any, step: int) -> None:
+        """Start saving. The state may be donated or deleted as soon as this returns.
+
+        Args:
+            state: pytree of arrays.
+            data_state: what JSON can hold, for example the state of a data iterator.
+            step: name of the checkpoint, >= 0.
+
+        Raises:
+            OSError: if this save, or the one before it, could not be written, e.g. to a full disk. Earlier checkpoints
+                are still there.
+            ValueError: if the step is saved already.
+            TypeError: if JSON cannot hold ``data_state``.
+        """
+        self.wait()
+        _check_json(data_state)
+        if step in self._steps():
+            raise ValueError(f"step {step} is already saved in {self._directory}")
+        leaves = named_leaves(state)
+        body = {"data": data_state, "arrays": records(leaves), "checksums": checksums(leaves)}
+        with self._explained(step):
+            response = self._open_writer().save_checkpointables_async(
+                step, stored_parts(leaves), force=True, custom_metadata={**body, "crc32": crc32(body)}
+            )
+        self._pending = (step, response)
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        if self._pending is not None:
+            (step, response), self._pending = self._pending, None
+            with self._explained(step):
+                response.result()
+
+    def latest_step(self) -> int | None:
+        """The newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
+        self.wait()
+        return max(self._steps(), default=None)
+
+    def restore(self, abstract_state: PyTree) -> tuple[PyTree, Any, int]:
+        """The newest checkpoint that can be read.
+
+        One that is damaged is passed over with a `DamagedCheckpointWarning` if there is an older one to use instead;
+        the next save renames it to ``<step>.damaged``.
+
+        Args:
+            abstract_state: what to fill: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` with the shardings to
+                restore to (any mesh, whatever it was saved from), or of arrays.
+
+        Returns:
+            State, data state, step.
+
+        Raises:
+            FileNotFoundError: if there is no checkpoint.
+            CheckpointMismatchError: if the newest readable one differs from ``abstract_state`` in names, shapes or
+                dtypes.
+            ValueError: if there are checkpoints and none can be read.
+        """
+        self.wait()
+        damaged: dict[int, str] = {}
+        for step in sorted(self._steps(), reverse=True):
+            try:
+                state, data = self._load(step, abstract_state)
+            except _DamagedError as error:
+                damaged[step] = str(error)
+                continue
+            for bad, reason in damaged.items():
+                self._report_damaged(bad, f"{reason}; step {step} is used instead")
+            return state, data, step
+        if damaged:
+            listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise ValueError(f"no checkpoint in {self._directory} can be read: {listed}. Start again in another folder")
+        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self._directory))
+
+    def close(self) -> None:
+        """Wait for the save under way and free what Orbax holds.
+
+        Raises:
+            OSError: if the save could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._drop_writer()
+
+    def _steps(self) -> list[int]:
+        """Finished checkpoints, without damaged ones: one being written has a longer name until it is whole."""
+        if not self._directory.is_dir():
+            return []
+        found = [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        return [step for step in found if step not in self._damaged]
+
+    def _load(self, step: int, abstract_state: PyTree) -> tuple[PyTree, Any]:
+        path = self._directory / str(step)
+        body = _read_metadata(path)
+        wanted = named_leaves(abstract_state)
+        check_records(body["arrays"], records(wanted), f"checkpoint step {step} in {self._directory}")
+        found: dict[Name, Any] = {}
+        for part, target in stored_parts({name: _describe(leaf) for name, leaf in wanted.items()}).items():
+            with _reading():  # one by one: Orbax leaves the others hanging when one fails
+                found |= named_leaves(ocp.load_checkpointables(path, {part: target})[part])
+        found = {name: found[name] for name in wanted}
+        wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
+        if wrong:
+            raise _DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), found.values()), body["data"]
+
+    def _open_writer(self) -> ocp.training.Checkpointer:
+        if self._damaged:
+            self._drop_writer()
+            self._rename_damaged()
+        if self._writer is None:
+            try:
+                self._writer = self._new_writer()
+            except ValueError:  # Orbax refuses a folder in which one checkpoint's metadata is malformed
+                for step in self._steps():
+                    try:
+                        _read_metadata(self._directory / str(step))
+                    except _DamagedError as error:
+                        self._report_damaged(step, str(error))
+                self._rename_damaged()
+                self._writer = self._new_writer()
+        return self._writer
+
+    def _new_writer(self) -> ocp.training.Checkpointer:
+        newest = ocp.training.preservation_policies.LatestN(self._keep)
+        return ocp.training.Checkpointer(self._directory, preservation_policy=newest, cleanup_tmp_directories=True)
+
+    def _drop_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _report_damaged(self, step: int, reason: str) -> None:
+        self._damaged.add(step)
+        text = f"checkpoint step {step} in {self._directory} is damaged: {reason}"
+        warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
+
+    def _rename_damaged(self) -> None:
+        for step in self._damaged:
+            target = self._directory / f"{step}.damaged"
+            while target.exists():
+                target = target.with_name(target.name + "+")
+            if jax.process_index() == 0:
+                (self._directory / str(step)).rename(target)
+        self._damaged.clear()
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """Turn what Orbax and TensorStore raise for a failed write into one OSError."""
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:
+            with contextlib.suppress(Exception):
+                self._drop_writer()
+            texts = [str(link) for link in _chain(error)]
+            full = any("No space left" in text or "ENOSPC" in text for text in texts)
+            last = max(self._steps(), default=None)
+            good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
+            cause = "no space left on the disk" if full else texts[-1][:300]
+            raise OSError(
+                errno.ENOSPC if full else errno.EIO,
+                f"checkpoint step {step} could not be saved: {cause}; {good}. Free some space, or save elsewhere",
+                str(self._directory),
+            ) from error
+
+
+class _DamagedError(Exception):
+    """A checkpoint that cannot be read."""
+
+
+_NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError)
+"""What a read may end in without saying anything about the checkpoint."""
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Turn a failed read into `_DamagedError`, unless it says nothing about the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        for link in _chain(error):
+            if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
+                raise link from None
+        raise _DamagedError(f"it cannot be read ({str(_chain(error)[-1])[:160]})") from error
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Log filter: what Orbax would print, also from its threads, reaches callers as exceptions and warnings."""
+    return "orbax" not in record.pathname or not logging.WARNING <= record.levelno < logging.CRITICAL
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what caused it, down to the first."""
+    links = [error]
+    while links[-1].__cause__ is not None:
+        links.append(links[-1].__cause__)
+    return links
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    """``data``, ``arrays`` and ``checksums`` of a checkpoint, proved by their own checksum."""
+    with _reading():
+        stored = dict(ocp.checkpointables_metadata(path).custom_metadata or {})
+    if stored.pop("crc32", None) != crc32(stored):
+        raise _DamagedError("its metadata cannot be read")
+    return stored
+
+
+def _check_json(data_state: Any) -> None:
+    try:
+        same = json.loads(json.dumps(data_state)) == data_state
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise TypeError(f"data_state must be what JSON gives back as it was, got {data_state!r}")
+
+
+def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or jnp.zeros(()).sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

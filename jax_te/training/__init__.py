@@ -1,0 +1,33 @@
+"""Training: state and step, loss scaling, optimizer, data."""
+
+from jax_te.training.data import (
+    TextData,
+    TrainBatches,
+    byte_bigram_entropy,
+    heldout_batches,
+    load_text,
+)
+from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from jax_te.training.optimizer import adamw_with_schedule, is_matrix, learning_rate_schedule
+from jax_te.training.state import TrainState, abstract_train_state, create_train_state
+from jax_te.training.step import LossFn, make_eval_step, make_train_step
+
+__all__ = [
+    "ConstantLossScale",
+    "DynamicLossScale",
+    "LossFn",
+    "LossScale",
+    "TextData",
+    "TrainBatches",
+    "TrainState",
+    "abstract_train_state",
+    "adamw_with_schedule",
+    "byte_bigram_entropy",
+    "create_train_state",
+    "heldout_batches",
+    "is_matrix",
+    "learning_rate_schedule",
+    "load_text",
+    "make_eval_step",
+    "make_train_step",
+]

@@ -1,0 +1,280 @@
+"""What a kill, damaged files and a full disk do to the checkpoints of a run."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
+from jax_te.errors import CheckpointMismatchError
+
+
+def make_state(step: int):
+    # Small enough for one file, large enough that the file is mostly values, which no format check covers.
+    key = jax.random.key(step)
+    return {
+        "params": {"w": jax.random.normal(key, (64, 64))},
+        "opt": jax.random.normal(key, (4096,)),
+        "step": jnp.int32(step),
+    }
+
+
+def described():
+    return jax.eval_shape(lambda: make_state(0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with checkpoints of steps 10 and 20."""
+    folder = tmp_path_factory.mktemp("saved")
+    with TrainCheckpointer(folder) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(make_state(step), {"at": step}, step)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGE = {"delete": os.unlink, "truncate": truncate, "zero": zero, "flip": flip}
+
+
+ignore_given_up_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""TensorStore reads that are given up leave coroutines behind, which Python reports when it collects them."""
+
+
+@pytest.fixture(autouse=True)
+def collect_garbage():
+    yield
+    gc.collect()
+
+
+@ignore_given_up_reads
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_file_is_harmless_or_noticed(folder, damage):
+    """Each file of the newest checkpoint in turn: the state is that of step 20, or with a warning that of step 10."""
+    newest = folder / "20"
+    noticed = 0
+    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        DAMAGE[damage](file)
+        with warnings.catch_warnings(record=True) as caught, TrainCheckpointer(folder) as checkpointer:
+            warnings.simplefilter("always", DamagedCheckpointWarning)
+            state, data_state, step = checkpointer.restore(described())
+        assert step in (10, 20)
+        assert data_state == {"at": step}
+        for one, other in zip(jax.tree.leaves(make_state(step)), jax.tree.leaves(state), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        told = any(issubclass(warning.category, DamagedCheckpointWarning) for warning in caught)
+        assert told == (step == 10)
+        noticed += told
+        file.write_bytes(content)
+    assert noticed >= 5
+
+
+def damage_newest(folder):
+    values = max((path for path in (folder / "20").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    flip(values)
+
+
+@ignore_given_up_reads
+def test_the_warning_names_both_and_the_run_goes_on(folder):
+    damage_newest(folder)
+    with TrainCheckpointer(folder) as checkpointer:
+        message = r"checkpoint step 20 in .* is damaged: 1 of 3 arrays fail their checksum, first .*; step 10 is used"
+        with pytest.warns(DamagedCheckpointWarning, match=message):
+            _, _, step = checkpointer.restore(described())
+        assert step == 10
+        assert checkpointer.latest_step() == 10
+        assert sorted(path.name for path in folder.iterdir()) == ["10", "20"]
+        for step in (15, 20):
+            checkpointer.save(make_state(step), {"at": step}, step)
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "15", "20", "20.damaged"]
+    with TrainCheckpointer(folder) as checkpointer:
+        assert checkpointer.restore(described())[1] == {"at": 20}
+
+
+@ignore_given_up_reads
+def test_damage_between_two_saves_of_a_run(folder):
+    """The writer that holds the folder open notices, too."""
+    with TrainCheckpointer(folder) as checkpointer:
+        checkpointer.save(make_state(30), {"at": 30}, 30)
+        checkpointer.wait()
+        flip(max((path for path in (folder / "30").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
+        with pytest.warns(DamagedCheckpointWarning, match="step 30 .*; step 20 is used instead"):
+            checkpointer.restore(described())
+        checkpointer.save(make_state(30), {"at": 31}, 30)
+        assert checkpointer.restore(described())[1] == {"at": 31}
+
+
+@ignore_given_up_reads
+def test_damaged_metadata_does_not_stop_a_run_that_does_not_read(folder):
+    """Orbax refuses to open a folder with one malformed file in it."""
+    file = folder / "20" / "_CHECKPOINT_METADATA"
+    file.write_bytes(file.read_bytes().replace(b"init_timestamp", b"init_timesuamp"))
+    with TrainCheckpointer(folder) as checkpointer:
+        with pytest.warns(DamagedCheckpointWarning, match="step 20"):
+            checkpointer.save(make_state(30), {"at": 30}, 30)
+        assert checkpointer.latest_step() == 30
+    assert (folder / "20.damaged").is_dir()
+
+
+def test_a_digit_of_the_data_state(folder):
+    """It is still JSON, and says something else."""
+    file = folder / "20" / "_CHECKPOINT_METADATA"
+    content = file.read_bytes()
+    assert content.count(b'{"at": 20}') == 1
+    file.write_bytes(content.replace(b'{"at": 20}', b'{"at": 21}'))
+    with TrainCheckpointer(folder) as checkpointer, pytest.warns(DamagedCheckpointWarning, match="step 20"):
+        assert checkpointer.restore(described())[1] == {"at": 10}
+
+
+@ignore_given_up_reads
+def test_nothing_that_can_be_read(folder):
+    for step in ("10", "20"):
+        shutil.rmtree(folder / step / "params")
+        (folder / step / "params").mkdir()
+    with (
+        TrainCheckpointer(folder) as checkpointer,
+        pytest.raises(ValueError, match=r"can be read: step 20: .*; step 10: "),
+    ):
+        checkpointer.restore(described())
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "20"]
+
+
+def test_a_mismatch_is_no_damage(folder):
+    with TrainCheckpointer(folder) as checkpointer, pytest.raises(CheckpointMismatchError):
+        checkpointer.restore({**described(), "step": jax.ShapeDtypeStruct((), jnp.float32)})
+
+
+SAVER = """
+import sys, jax, jax.numpy as jnp
+from jax_te.checkpoint import TrainCheckpointer
+advance = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state))
+state = {"a": [jnp.zeros((512, 512)) for _ in range(24)], "step": jnp.int32(0)}
+with TrainCheckpointer(sys.argv[1], keep=2) as checkpointer:
+    for step in range(1, 1000):
+        state = advance(state)
+        checkpointer.save(state, {"at": step}, step)
+        print(step, flush=True)
+"""
+
+
+def start(script, *arguments, **options):
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
+
+
+def test_kill_9_during_saves_leaves_the_last_good_checkpoint(tmp_path):
+    """At moments spread over a save. The newest checkpoint is whole, and no older than the last but one started."""
+    description = {
+        "a": [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 24,
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    for attempt, delay in enumerate((0.0, 0.04, 0.09)):
+        folder = tmp_path / str(attempt)
+        with start(SAVER, folder) as process:
+            started = [int(line) for line in itertools.islice(process.stdout, 4)][-1]
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            started = max([started, *(int(line) for line in process.stdout if line.endswith("\n"))])
+        with TrainCheckpointer(folder, keep=2) as checkpointer:
+            state, data_state, step = checkpointer.restore(description)
+            assert step >= started - 1
+            assert data_state == {"at": step}
+            assert int(state["step"]) == step
+            assert all(np.all(np.asarray(leaf) == step) for leaf in state["a"])
+            checkpointer.save(state, {"at": step + 1}, step + 1)
+        # What the kill left of a save or of the deletion of an old checkpoint is gone.
+        assert sorted(path.name for path in folder.iterdir()) == sorted([str(step), str(step + 1)])
+
+
+FULL = """
+import resource, signal, sys, jax, jax.numpy as jnp
+from jax_te.checkpoint import TrainCheckpointer
+
+state = {"a": jax.random.normal(jax.random.key(0), (512, 512))}
+checkpointer = TrainCheckpointer(sys.argv[1])
+checkpointer.save(state, {"at": 1}, 1)
+checkpointer.wait()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # write(2) fails beyond it, as on a full disk
+next_save = lambda: checkpointer.save(state, {}, 3)
+for surface in (next_save, checkpointer.wait, checkpointer.latest_step, checkpointer.close):
+    try:
+        checkpointer.save(state, {"at": 2}, 2)
+        surface()
+        print("no error")
+    except OSError as error:
+        print(error.errno, error.strerror)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+print(checkpointer.latest_step())
+checkpointer.save(state, {"at": 4}, 4)
+print(checkpointer.latest_step())
+checkpointer.close()
+"""
+
+
+def test_a_write_that_fails_is_one_oserror_and_keeps_what_there_was(tmp_path):
+    with start(FULL, tmp_path, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate(timeout=120)
+    assert not errors  # one line from whoever catches the error is enough
+    lines = output.splitlines()
+    assert process.returncode == 0, errors[-2000:]
+    assert len(lines) == 6, output
+    for line in lines[:4]:
+        assert line.startswith(f"{errno.EIO} checkpoint step 2 could not be saved: "), line
+        assert "checkpoint step 1 is still good" in line
+    assert lines[4:] == ["1", "4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
+
+
+def test_a_full_disk_is_called_so(tmp_path, monkeypatch):
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(make_state(1), {"at": 1}, 1)
+        checkpointer.wait()
+
+        def fail(*args, **kwargs):
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError as error:
+                raise ValueError("could not write") from error
+
+        monkeypatch.setattr(type(checkpointer._writer), "save_checkpointables_async", fail)
+        with pytest.raises(
+            OSError, match=r"step 2 could not be saved: no space left on the disk; .* step 1 is"
+        ) as caught:
+            checkpointer.save(make_state(2), {"at": 2}, 2)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(tmp_path)

@@ -1,0 +1,157 @@
+"""What is refused: one line, status 2, nothing made and nothing lost."""
+
+import fcntl
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jax_te.cli.main import main
+from jax_te.ops.te import available
+from jax_te.training.metrics import EXTRA_HINT
+from tests.cli.runs import MICRO, TEXT, assert_refused, records
+
+
+def refuse(capsys, output, *argv):
+    status = main(["train", *MICRO, "--output", str(output), *map(str, argv)])
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["--data", "no/such/path"], ["no such file or folder of text", "no/such/path"]),
+        (["--hidden-size", "36", "--num-heads", "8"], ["--hidden-size 36", "--num-heads 8", "40"]),
+        (["--num-query-groups", "3"], ["--num-heads 2", "--num-query-groups 3"]),
+        (["--microbatches", "3"], ["--batch-size 4", "--microbatches 3", "6"]),
+        (["--mesh", "data=3"], ["data*fsdp = 3", "--batch-size", "6"]),
+        (["--mesh", "tensor=4"], ["--num-query-groups 2", "tensor=4"]),
+        (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, tensor"]),
+        (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "multiple of 16", "64"]),
+        (["--recipe", "current", "--seq-len", "30", "--batch-size", "1"], ["tokens of a microbatch 30", "32"]),
+        (["--margin", "1"], ["--margin", "--recipe delayed"]),
+        (["--warmup-steps", "12"], ["--warmup-steps 12", "--decay-steps 12"]),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, capsys, argv, texts):
+    assert_refused(*refuse(capsys, tmp_path / "run", *argv), *texts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "bytes of text"), (100, "100 bytes of text")])
+def test_a_text_that_is_too_short(tmp_path, capsys, size, text):
+    (tmp_path / "text").write_text("x" * size)
+    assert_refused(*refuse(capsys, tmp_path / "run", "--data", tmp_path / "text"), text, "Give more text")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_text(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    assert_refused(*refuse(capsys, tmp_path / "run", "--data", tmp_path / "data"), "no text in")
+
+
+@pytest.mark.skipif(available()[0], reason="Transformer Engine is here")
+def test_a_backend_that_is_not_there(tmp_path, capsys):
+    assert_refused(*refuse(capsys, tmp_path / "run", "--backend", "te"), "backend 'te' cannot run", available()[1][:30])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "run").write_text("precious")
+    assert_refused(*refuse(capsys, tmp_path / "run"), "is a file; give a folder")
+    assert (tmp_path / "run").read_text() == "precious"
+
+
+def test_an_output_with_another_programs_configuration(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2"]}')
+    assert_refused(*refuse(capsys, tmp_path), "is not the configuration of a jax-te run", "--output")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_missing_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "grain", None)
+    assert_refused(*refuse(capsys, tmp_path / "run"), "grain", EXTRA_HINT)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output = tmp_path_factory.mktemp("runs") / "trained"
+    assert main(["train", "--output", str(output), *MICRO]) == 0
+    return output
+
+
+@pytest.fixture
+def run(trained, tmp_path, capsys):
+    """A copy of a finished run, to be damaged."""
+    capsys.readouterr()
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+
+def test_an_output_of_another_configuration(run, capsys):
+    before = contents(run)
+    texts = ["--hidden-size is 32 there, 64 here", "--seed is 0 there, 1 here", "--output"]
+    assert_refused(*refuse(capsys, run, "--hidden-size", "64", "--seed", "1"), *texts)
+    assert contents(run) == before
+
+
+def test_an_output_of_another_text(run, tmp_path, capsys):
+    before = contents(run)
+    (tmp_path / "text").write_bytes(Path(TEXT).read_bytes() + b"\n")
+    assert_refused(*refuse(capsys, run, "--data", tmp_path / "text"), "the data is not that of the run", "text_crc32")
+    assert contents(run) == before
+
+
+def test_a_text_may_move(run, tmp_path, capsys):
+    shutil.copy(TEXT, tmp_path / "text")
+    assert main(["train", "--output", str(run), "--data", str(tmp_path / "text")]) == 0
+    assert json.loads((run / "config.json").read_text())["data"] == str(tmp_path / "text")
+
+
+def test_checkpoints_without_a_configuration(run, capsys):
+    (run / "config.json").unlink()
+    assert_refused(*refuse(capsys, run), "checkpoints but no config.json", "--output")
+
+
+def damage(checkpoint):
+    """Overwrite the middle of the largest file."""
+    path = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, trained, capsys):
+    damage(run / "checkpoints" / "12")
+    assert main(["train", "--output", str(run)]) == 0
+    shown = capsys.readouterr()
+    assert "resumed after step 8" in shown.out
+    assert shown.err.startswith("jax-te: warning: checkpoint step 12")
+    assert "step 8 is used instead" in shown.err
+    assert shown.err.count("\n") == 1
+    assert (run / "checkpoints" / "12.damaged").exists()
+    assert records(run) == records(trained)
+
+
+def test_sample_falls_back_too(run, capsys):
+    damage(run / "checkpoints" / "12")
+    assert main(["sample", "--output", str(run), "--length", "5"]) == 0
+    assert "step 8 is used instead" in capsys.readouterr().err
+
+
+def test_nothing_but_damaged_checkpoints(run, capsys):
+    for step in ("4", "8", "12"):
+        damage(run / "checkpoints" / step)
+    before = contents(run)
+    assert_refused(*refuse(capsys, run), "no checkpoint in", "can be read")
+    assert contents(run) == before
+
+
+def test_a_folder_that_another_run_is_using(run, capsys):
+    with (run / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert_refused(*refuse(capsys, run), "another jax-te train is running in")

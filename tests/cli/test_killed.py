@@ -1,0 +1,146 @@
+"""Runs that are killed, stopped, or out of disk, and what a restart makes of them: nothing is lost, bit for bit."""
+
+import contextlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.cli.runs import MICRO, command, jax_te, records
+
+LONG = [*MICRO, "--steps", "60", "--save-every", "5", "--eval-every", "20"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Records of a run that was never stopped."""
+    output = tmp_path_factory.mktemp("runs") / "unbroken"
+    finished = jax_te("train", "--output", output, *LONG)
+    assert finished.returncode == 0, finished.stderr
+    return records(output)
+
+
+def signal_when(condition, number, output, *argv):
+    """Start a run, send it a signal when the condition on its folder holds, and return it ended."""
+    argv, options = command("train", "--output", output, *argv)
+    process = subprocess.Popen(argv, **options)
+    deadline = time.monotonic() + 240
+    while not condition(output):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=240)
+    return process.returncode, out, error
+
+
+def recorded(count):
+    """Whether so many steps are in the metrics file, an unfinished last line not counted."""
+
+    def condition(output):
+        with contextlib.suppress(FileNotFoundError):
+            return (output / "metrics.jsonl").read_bytes().count(b'"loss"') >= count
+        return False
+
+    return condition
+
+
+def saving(step):
+    """Whether a checkpoint of this step or a later one is being written: it has a longer name until it is whole."""
+
+    def condition(output):
+        with contextlib.suppress(FileNotFoundError):
+            names = [path.name for path in (output / "checkpoints").iterdir()]
+            partial = [re.match(r"(\d+)\.orbax", name) for name in names]
+            return any(match and int(match[1]) >= step for match in partial)
+        return False
+
+    return condition
+
+
+def last_saved(output):
+    return max((int(path.name) for path in (output / "checkpoints").iterdir() if path.name.isdecimal()), default=0)
+
+
+def resume(output):
+    finished = jax_te("train", "--output", output)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_killed_in_the_middle(tmp_path, unbroken):
+    status, _, _ = signal_when(recorded(13), signal.SIGKILL, tmp_path, *LONG)
+    assert status == -signal.SIGKILL
+    saved = last_saved(tmp_path)
+    assert 0 < saved < 60
+    assert f"resumed after step {saved}" in resume(tmp_path)
+    assert records(tmp_path) == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [5, 20, 40])
+def test_killed_during_a_save(tmp_path, unbroken, step):
+    status, _, _ = signal_when(saving(step), signal.SIGKILL, tmp_path, *LONG)
+    assert status == -signal.SIGKILL
+    saved = last_saved(tmp_path)
+    assert saved < 60
+    shown = resume(tmp_path)
+    assert (f"resumed after step {saved}" if saved else "a new run") in shown
+    assert records(tmp_path) == unbroken
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(tmp_path, unbroken):
+    for count in (7, 19, 33, 48):
+        signal_when(recorded(count), signal.SIGKILL, tmp_path, *LONG)
+    resume(tmp_path)
+    assert records(tmp_path) == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_killed_under_a_recipe(tmp_path, recipe):
+    options = [*LONG, "--recipe", recipe, "--dropout", "0.1", "--microbatches", "2"]
+    assert jax_te("train", "--output", tmp_path / "unbroken", *options).returncode == 0
+    signal_when(recorded(23), signal.SIGKILL, tmp_path / "killed", *options)
+    resume(tmp_path / "killed")
+    assert records(tmp_path / "killed") == records(tmp_path / "unbroken")
+
+
+def test_sigterm_saves_and_says_so(tmp_path, unbroken):
+    status, out, error = signal_when(recorded(8), signal.SIGTERM, tmp_path, *LONG)
+    assert status == 128 + signal.SIGTERM
+    step = int(re.search(r"stopped by SIGTERM; step (\d+) is saved", out)[1])
+    assert step == last_saved(tmp_path) == records(tmp_path)[-1]["step"]
+    assert "SIGTERM: finishing this step and saving" in error
+    assert f"resumed after step {step}" in resume(tmp_path)
+    assert records(tmp_path) == unbroken
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_its_checkpoints_whole(tmp_path, unbroken):
+    mount = 'mount -t tmpfs -o size=4m none . && cd "$PWD"'
+    unshare = ["unshare", "-rm", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, mount], cwd=tmp_path, check=False).returncode:
+        pytest.skip("no permission to mount a small disk")
+    jax_te, options = command()
+    first, again = (
+        shlex.join([*jax_te, *argv]) for argv in (["train", "--output", "run", *LONG], ["train", "--output", "run"])
+    )
+    script = f"""{mount}
+        {first} --steps 5 --decay-steps 60 || exit 90
+        head -c 100m /dev/zero > filler 2> /dev/null  # until nothing fits
+        {again} --steps 60 2> /dev/shm/error.$$ && exit 91
+        status=$?
+        cat /dev/shm/error.$$ >&2; rm -f /dev/shm/error.$$
+        [ $status = 2 ] || exit 92
+        rm filler
+        {again} || exit 93
+        cp run/metrics.jsonl {shlex.quote(str(tmp_path))}.jsonl
+    """
+    finished = subprocess.run([*unshare, script], cwd=tmp_path, check=False, timeout=600, **options)
+    assert finished.returncode == 0, finished

@@ -1,0 +1,125 @@
+"""jax-te train and sample, end to end on a micro model."""
+
+import json
+
+import jax
+import pytest
+
+from jax_te.cli.main import main
+from jax_te.recipe import RECIPES
+from jax_te.training.metrics import read_metrics
+from tests.cli.runs import MICRO, assert_refused, records
+
+
+def train(output, *argv):
+    return main(["train", "--output", str(output), *MICRO, *argv])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run; tests may not change it."""
+    output = tmp_path_factory.mktemp("runs") / "trained"
+    assert train(output) == 0
+    return output
+
+
+def test_a_run_leaves_everything_in_its_folder(trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {"config.json", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints"} <= names
+    assert json.loads((trained / "config.json").read_text())["hidden_size"] == 32
+    assert {path.name for path in (trained / "checkpoints").iterdir()} == {"4", "8", "12"}
+    losses = [record for record in read_metrics(trained) if "loss" in record]
+    assert [record["step"] for record in losses] == list(range(1, 13))
+    assert {"loss", "grad_norm", "learning_rate", "skipped"} <= losses[0].keys()
+    assert losses[-1]["loss"] < losses[0]["loss"]
+    assert losses[2]["learning_rate"] == pytest.approx(0.01)
+
+
+def test_it_says_what_it_does_and_what_came_of_it(tmp_path, capsys):
+    assert train(tmp_path / "run") == 0
+    shown = capsys.readouterr().out
+    for text in ("1 layer, hidden 32", "parameters in float32", "recipe   none", "xla for every op", "a new run"):
+        assert text in shown
+    for text in ("step 12/12", "tokens/s", "held-out loss", "byte bigrams", "sample", "def ", "jax-te sample"):
+        assert text in shown
+
+
+def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):
+    output = tmp_path / "run"
+    assert train(output, "--steps", "8", "--decay-steps", "12") == 0
+    assert main(["train", "--output", str(output), "--steps", "12"]) == 0
+    assert "resumed after step 8" in capsys.readouterr().out
+    losses = [[r for r in records(path) if "loss" in r] for path in (output, trained)]
+    assert losses[0] == losses[1]
+    assert main(["train", "--output", str(output)]) == 0
+    assert "step 12 of 12: the run is complete" in capsys.readouterr().out
+    assert [r for r in records(output) if "loss" in r] == losses[1]
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
+def test_every_recipe_trains_and_resumes(tmp_path, recipe):
+    assert train(tmp_path / "whole", "--recipe", recipe, "--microbatches", "2") == 0
+    assert (
+        train(tmp_path / "parts", "--recipe", recipe, "--microbatches", "2", "--steps", "4", "--decay-steps", "12") == 0
+    )
+    assert main(["train", "--output", str(tmp_path / "parts"), "--steps", "12"]) == 0
+    whole, parts = ([r for r in records(tmp_path / name) if "loss" in r] for name in ("whole", "parts"))
+    assert whole == parts
+
+
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
+    output = tmp_path / "run"
+    assert train(output, "--steps", "4", "--decay-steps", "12") == 0
+    mesh = ["--mesh", "data=2,fsdp=2,tensor=2", "--mesh-axis-type", axes]
+    assert main(["train", "--output", str(output), "--steps", "12", *mesh]) == 0
+    assert f"data=2,fsdp=2,tensor=2 over 8 x cpu, {axes} axes" in capsys.readouterr().out
+    ours, theirs = ([r["loss"] for r in records(path) if "loss" in r] for path in (output, trained))
+    assert ours[:4] == theirs[:4]
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_half_precision_and_options_of_the_model(tmp_path):
+    options = ["--params-dtype", "float16", "--dropout", "0.1", "--remat", "full", "--no-tie-embeddings", "--bias"]
+    options += ["--activation", "gelu", "--normalization", "LayerNorm", "--position-embedding", "learned_absolute"]
+    assert train(tmp_path / "run", *options, "--steps", "4") == 0
+    assert main(["train", "--output", str(tmp_path / "run"), "--steps", "6"]) == 0
+    assert read_metrics(tmp_path / "run")[0]["loss_scale"] > 1.0
+
+
+def test_sample_continues_the_prompt_beyond_the_context(trained, capsys):
+    argv = ["sample", "--output", str(trained), "--prompt", "import ", "--length", "70", "--top-k", "5"]
+    assert main(argv) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("import ")
+    assert len(shown.out.encode()) >= len("import ") + 70 + 1
+    assert shown.err == f"{trained}, step 12\n"
+    assert main(argv) == 0
+    assert capsys.readouterr().out == shown.out
+    assert main([*argv, "--seed", "1"]) == 0
+    assert capsys.readouterr().out != shown.out
+
+
+def test_sample_takes_a_prompt_longer_than_the_context(trained, capsys):
+    assert main(["sample", "--output", str(trained), "--prompt", "x" * 50, "--length", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("x" * 50)
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["--output", "nowhere"], ["nowhere holds no trained model", "jax-te train --output nowhere"]),
+        (["--prompt", ""], ["--prompt is empty"]),
+    ],
+)
+def test_sample_refuses(trained, argv, texts, capsys):
+    argv = argv if "--output" in argv else ["--output", str(trained), *argv]
+    status = main(["sample", *argv])
+    error = capsys.readouterr().err.removeprefix(f"{trained}, step 12\n")
+    assert_refused(status, error, *texts)
+
+
+def test_a_mesh_needs_its_devices(tmp_path, capsys):
+    status = train(tmp_path / "run", "--mesh", "tensor=2,data=16", "--batch-size", "16")
+    assert_refused(status, capsys.readouterr().err, "takes 32 devices", f"there are {jax.device_count()}")
+    assert not (tmp_path / "run").exists()

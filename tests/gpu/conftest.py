@@ -1,0 +1,15 @@
+"""Tests on a GPU with Transformer Engine: ``pytest -m gpu tests/gpu``. One device, small shapes, about two minutes."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def needs_te_on_a_gpu():
+    from jax_te.ops.te import available  # not above: pytest's options add checks to jax_te when it is imported
+
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU")
+    ok, reason = available()
+    if not ok:
+        pytest.fail(f"a GPU is here, but Transformer Engine is not: {reason}")

@@ -1,0 +1,90 @@
+"""cuDNN's attention through TE against plain JAX in fp32 on the same bf16 inputs.
+
+bf16 in and out: the probabilities and the result are rounded to bf16 (2^-9 each), gradients some more often: 0.01 and
+0.02 in relative L2.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_te.errors import BackendUnavailableError
+from jax_te.ops import dot_product_attention, explain_backend
+from jax_te.ops.attention_spec import describe
+from tests.numerics import draw, quick_jit, relative_l2, with_vjp
+
+pytestmark = pytest.mark.gpu
+
+B, S, N, D = 2, 128, 4, 64
+LENGTHS = {"q_lengths": jnp.array([128, 70], jnp.int32), "kv_lengths": jnp.array([128, 70], jnp.int32)}
+
+
+def operands(groups, *, packed=False, dtype=jnp.bfloat16):
+    if packed:
+        return (draw("qkv", (B, S, 3, N, D), dtype),)
+    return tuple(draw(name, (B, S, heads, D), dtype) for name, heads in (("q", N), ("k", groups), ("v", groups)))
+
+
+def attend(backend, qkv, g, **arguments):
+    def run(*qkv):
+        return dot_product_attention(qkv, backend=backend, **arguments)
+
+    return quick_jit(lambda qkv, g: with_vjp(run, qkv, g))(qkv, g)
+
+
+@pytest.mark.parametrize("form", ["packed", "heads", "groups"])
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding", "padding_causal"])
+def test_te_against_plain_jax(mask_type, form):
+    qkv, g = operands(2 if form == "groups" else N, packed=form == "packed"), draw("g", (B, S, N, D), jnp.bfloat16)
+    arguments = {"mask_type": mask_type, **(LENGTHS if "padding" in mask_type else {})}
+    out, gradients = attend("te", qkv, g, **arguments)
+    with jax.default_matmul_precision("highest"):
+        wide = tuple(a.astype(jnp.float32) for a in qkv)
+        expected, expected_gradients = attend("xla", wide, g.astype(jnp.float32), **arguments)
+    assert out.dtype == jnp.bfloat16
+    if "padding" in mask_type:
+        assert not np.asarray(out[1, 70:]).any(), "queries past their length give zeros"
+    assert relative_l2(out, expected) < 0.01
+    distances = [relative_l2(*pair) for pair in zip(gradients, expected_gradients, strict=True)]
+    assert max(distances) < 0.02, distances
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
+def test_the_xla_backends_cudnn_path(mask_type):
+    qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)
+    spec = describe(qkv, mask_type, None, 0.0)
+    assert explain_backend("dot_product_attention", attention=spec, backend="xla").backend == "xla"
+    out, gradients = attend("xla", qkv, g, mask_type=mask_type)
+    te_out, te_gradients = attend("te", qkv, g, mask_type=mask_type)
+    assert relative_l2(out, te_out) < 0.01
+    assert max(relative_l2(*pair) for pair in zip(gradients, te_gradients, strict=True)) < 0.02
+
+
+def test_scale():
+    qkv, g = operands(N), draw("g", (B, S, N, D), jnp.bfloat16)
+    out, _ = attend("te", qkv, g, mask_type="causal", scale=0.3)
+    expected, _ = attend(
+        "xla", tuple(a.astype(jnp.float32) for a in qkv), g.astype(jnp.float32), mask_type="causal", scale=0.3
+    )
+    assert relative_l2(out, expected) < 0.015
+
+
+def test_auto_takes_te_and_falls_back_with_the_reason():
+    qkv = operands(N)
+    assert explain_backend("dot_product_attention", attention=describe(qkv, "causal", None, 0.0)).backend == "te"
+    choice = explain_backend("dot_product_attention", attention=describe(qkv, "arbitrary", None, 0.0))
+    assert choice.backend == "xla"
+    assert "no 'arbitrary' mask" in choice.reason
+    wide = tuple(a.astype(jnp.float32) for a in qkv)
+    assert (
+        "not float32" in explain_backend("dot_product_attention", attention=describe(wide, "causal", None, 0.0)).reason
+    )
+
+
+def test_dropout_is_refused():
+    qkv = operands(N)
+    key = jax.random.key(0)
+    with pytest.raises(BackendUnavailableError, match="whatever the key"):
+        dot_product_attention(qkv, mask_type="no_mask", dropout_rate=0.25, dropout_key=key, backend="te")
+    one, two = (dot_product_attention(qkv, mask_type="no_mask", dropout_rate=0.25, dropout_key=key) for _ in range(2))
+    assert (one == two).all()

@@ -1,0 +1,113 @@
+"""Every layer on the GPU: TE's kernels against XLA, forward, gradients and next states. Tolerances as in test_ops.py.
+
+A whole TransformerLayer chains four linear layers; its residual connections carry most of the output, so that errors
+are smaller in ``y`` than in single layers and add up in gradients.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.layers import (
+    DotProductAttention,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    TransformerLayer,
+)
+from jax_te.ops import use_backend
+from jax_te.quantize import split_model
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
+from tests.numerics import draw, quick_jit, relative_l2, with_vjp
+
+pytestmark = pytest.mark.gpu
+
+B, S, H, F, N = 2, 64, 128, 256, 2
+RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=3)}
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+OFF = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+MAKE = {
+    "Linear": lambda rngs: Linear(H, F, rngs=rngs),
+    "LayerNorm": lambda rngs: LayerNorm(H, rngs=rngs),
+    "RMSNorm": lambda rngs: RMSNorm(H, rngs=rngs),
+    "LayerNormLinear": lambda rngs: LayerNormLinear(H, (3, H), rngs=rngs),
+    "LayerNormMLP": lambda rngs: LayerNormMLP(H, F, rngs=rngs),
+    "MultiheadAttention": lambda rngs: MultiheadAttention(H, N, attention_dropout=0.0, rngs=rngs),
+    "TransformerLayer": lambda rngs: TransformerLayer(H, F, N, **OFF, rngs=rngs),
+    "TransformerLayer, Llama": lambda rngs: TransformerLayer(H, F, N, num_gqa_groups=1, **OFF, **LLAMA, rngs=rngs),
+}
+CALLS = [(name, "none", "bfloat16") for name in MAKE]
+CALLS += [
+    (name, recipe, "bfloat16") for name in ("Linear", "LayerNormLinear", "LayerNormMLP") for recipe in ("delayed",)
+]
+CALLS += [
+    (name, recipe, "bfloat16")
+    for name in ("TransformerLayer", "TransformerLayer, Llama")
+    for recipe in ("current", "delayed")
+]
+CALLS += [("MultiheadAttention", "current", "bfloat16"), ("LayerNormMLP", "none", "float32")]
+
+
+@pytest.mark.parametrize(("name", "recipe", "dtype"), CALLS)
+def test_te_against_xla(name, recipe, dtype):
+    with autocast(RECIPES[recipe]):
+        # Weights of unit gain: with the default 0.023 the blocks' outputs would vanish beside the residual.
+        model = MAKE[name](nnx.Rngs(0))
+        graphdef, params, quantizers, rest = split_model(model)
+        params = jax.tree.map(lambda p: p * 4.0 if p.ndim > 1 else p + 0.1, params)
+        x = draw("x", (B, S, H), dtype, shift=0.2)
+
+        def run(params, quantizers, x):
+            return nnx.merge(graphdef, params, quantizers, rest)(x)
+
+        g = draw("g", jax.eval_shape(run, params, quantizers, x).shape, dtype, scale=0.1)
+        results = {}
+        for backend in ("te", "xla"):
+            with use_backend(backend):
+                results[backend] = quick_jit(lambda *a: with_vjp(run, *a))((params, quantizers, x), g)
+    (y, (dparams, states, dx)), (expected_y, (expected_dparams, expected_states, expected_dx)) = results.values()
+    assert y.dtype == jnp.dtype(dtype)
+    distances = {"y": relative_l2(y, expected_y), "x": relative_l2(dx, expected_dx)}
+    pairs = zip(nnx.to_flat_state(dparams), nnx.to_flat_state(expected_dparams), strict=True)
+    for (path, actual), (_, expected) in pairs:
+        actual, expected = jax.tree.leaves(actual)[0], jax.tree.leaves(expected)[0]
+        assert actual.dtype == expected.dtype == jnp.float32
+        distances["/".join(map(str, path))] = relative_l2(actual, expected)
+    limit = {"none": 0.02, "current": 0.12, "delayed": 0.12}[recipe]
+    assert max(distances.values()) < limit, distances
+    for actual, expected in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0.15)
+
+
+@pytest.mark.parametrize("groups", [N, 1])
+def test_dot_product_attention(groups):
+    layer = DotProductAttention(N, 64, num_gqa_groups=groups, attn_mask_type="causal")
+    q, k, v = (draw(name, (B, S, heads, 64), jnp.bfloat16) for name, heads in (("q", N), ("k", groups), ("v", groups)))
+    g = draw("g", (B, S, N, 64), jnp.bfloat16)
+    results = []
+    for backend in ("te", "xla"):
+        with use_backend(backend):
+            results.append(quick_jit(lambda *a: with_vjp(layer, *a))((q, k, v), g))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        assert relative_l2(actual, expected) < 0.02
+
+
+def test_core_attention_recomputed():
+    layer = TransformerLayer(H, F, N, **OFF, rngs=nnx.Rngs(0))
+    graphdef, params, quantizers, rest = split_model(layer)
+    x, g = draw("x", (B, S, H), jnp.bfloat16), draw("g", (B, S, H), jnp.bfloat16)
+    results = []
+    with use_backend("te"):
+        for again in (False, True):
+
+            def run(params, x, again=again):
+                return nnx.merge(graphdef, params, quantizers, rest)(x, checkpoint_core_attention=again)
+
+            results.append(quick_jit(lambda *a, run=run: with_vjp(run, *a))((params, x), g))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        assert relative_l2(actual, expected) < 0.01

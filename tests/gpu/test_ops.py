@@ -1,0 +1,114 @@
+"""Every op on the GPU: TE's kernels against XLA, forward, gradients and next states.
+
+Tolerances, as relative L2 distances:
+
+- bf16 without a recipe: tensors between two GEMMs are rounded in other places; each rounding errs by 2^-9 at most,
+  2^-9/√3 in the mean, and no more than about ten add up.
+- fp32 without a recipe: both use TF32 GEMMs (11 significant bits: 2^-11 for each operand).
+- FP8 `dense`: the same FP8 operands on both sides; what differs is the accumulation (TE's forward GEMM accumulates in
+  about 14 bits) and the rounding of the result.
+- FP8 behind a norm or activation: see tests/te/test_backends.py, 0.062 for one GEMM with an E5M2 operand. The MLP's
+  first GEMM gets its gradient through a second one, so two such errors add: 0.062 √2.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.quantize import ROLES
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.cases import make_case
+from tests.numerics import quick_jit, relative_l2, with_vjp
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"b": 2, "s": 64, "h": 128, "f": 256, "n": 2, "groups": 1, "d": 64}
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=3),
+    "delayed E4M3": DelayedScaling(amax_history_len=3, fp8_format=Format.E4M3),
+}
+GEMM_CASES = ("dense", "layernorm_dense", "layernorm_mlp gelu", "layernorm_mlp swiglu")
+CALLS = [(name, recipe, "bfloat16") for name in GEMM_CASES for recipe in ("none", "current", "delayed")]
+CALLS += [
+    (name, recipe, "float32") for name in ("dense", "layernorm_mlp gelu") for recipe in ("none", "current", "delayed")
+]
+CALLS += [("dense row", "delayed E4M3", "bfloat16")]
+CALLS += [
+    (name, "none", "bfloat16") for name in ("layernorm", "layernorm rmsnorm", "activation gelu", "activation swiglu")
+]
+CALLS += [("layernorm", "none", "float32")]
+
+
+def tolerance(name, recipe, dtype):
+    if recipe == "none" or name.startswith("dense"):
+        return 0.01 if dtype == "bfloat16" else 0.003
+    return 0.09
+
+
+def both(name, recipe, dtype, args=None, states=None, g=None):
+    case = make_case(name, **SIZES).astype(dtype)
+    recipe = RECIPES[recipe]
+
+    def on(backend):
+        def run(args, states):
+            return case.run(args, states, recipe=recipe, backend=backend)
+
+        return quick_jit(lambda *a: with_vjp(run, *a))((case.args, case.states(recipe)), case.g)
+
+    return on("te"), on("xla")
+
+
+@pytest.mark.parametrize(("name", "recipe", "dtype"), CALLS)
+def test_te_against_xla(name, recipe, dtype):
+    (y, (gradients, states)), (expected_y, (expected, expected_states)) = both(name, recipe, dtype)
+    limit = tolerance(name, recipe, dtype)
+    assert y.dtype == expected_y.dtype == jnp.dtype(dtype)
+    distances = {"y": relative_l2(y, expected_y)}
+    for key, gradient in expected.items():
+        if gradient is not None:
+            assert (gradients[key].dtype, gradients[key].shape) == (gradient.dtype, gradient.shape), key
+            distances[key] = relative_l2(gradients[key], gradient)
+    assert max(distances.values()) < limit, distances
+    assert jax.tree.structure(states) == jax.tree.structure(expected_states)
+    exact = name.startswith("dense")
+    for state, wanted in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):
+        np.testing.assert_allclose(state, wanted, rtol=0.0 if exact else 0.1, err_msg=str(distances))
+
+
+def test_delayed_scaling_over_steps():
+    """The scales of three steps follow from amaxes that TE's kernels report."""
+    case, recipe = make_case("layernorm_mlp gelu", **SIZES).astype(jnp.bfloat16), RECIPES["delayed"]
+    steps, states = {}, {}
+    for backend in ("te", "xla"):
+
+        def run(args, states, backend=backend):
+            return case.run(args, states, recipe=recipe, backend=backend)
+
+        steps[backend] = quick_jit(lambda args, states, g, run=run: with_vjp(run, (args, states), g))
+        states[backend] = case.states(recipe)
+    for i in range(3):
+        args = {**case.args, "x": case.args["x"] * (1.0 + i)}
+        g = (case.g.astype(jnp.float32) * 3.0**-i).astype(jnp.bfloat16)
+        y = {}
+        for backend, step in steps.items():
+            y[backend], (_, states[backend]) = step(args, states[backend], g)
+        assert relative_l2(y["te"], y["xla"]) < 0.062, f"step {i}"
+        for layer, role in np.ndindex(2, 3):
+            ours, wanted = (states[backend][layer][ROLES[role]] for backend in ("te", "xla"))
+            for key in ("scale", "amax_history"):
+                np.testing.assert_allclose(ours[key], wanted[key], rtol=0.1, err_msg=f"step {i} {layer} {ROLES[role]}")
+
+
+def test_wgrad_of_fp32_parameters_is_not_rounded_to_bf16():
+    case = make_case("dense", **SIZES).astype(jnp.bfloat16)
+    for recipe in (None, RECIPES["current"]):
+
+        def run(args, recipe=recipe):
+            return case.run(args, recipe=recipe, backend="te")
+
+        _, (gradients,) = quick_jit(lambda args, g, run=run: with_vjp(run, (args,), g))(case.args, case.g)
+        kernel = gradients["kernel"]
+        assert float(jnp.mean(kernel == kernel.astype(jnp.bfloat16).astype(jnp.float32))) < 0.1

@@ -1,0 +1,129 @@
+"""Generation with a KV cache against full forward passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.models import GPTModel, generate
+from tests.layers.reference import ROUNDOFF, randomize
+from tests.meshes import shard, use_mesh
+from tests.numerics import assert_close
+
+V, S = 32, 12
+CONFIGS = {
+    "gpt2": (TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4), {}),
+    "llama": (
+        TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_query_groups=2,
+            normalization="RMSNorm",
+            activation="swiglu",
+            add_bias_linear=False,
+        ),
+        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
+    ),
+}
+PROMPT = jnp.array([[1, 2, 3], [30, 3, 9], [5, 5, 5], [7, 0, 31]], jnp.int32)
+KEY = jax.random.key(2)
+
+
+def build(form: str) -> GPTModel:
+    config, options = CONFIGS[form]
+    return randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **options))
+
+
+def full(model: GPTModel, tokens: jax.Array) -> jax.Array:
+    """Logits without a cache; jitted once, since nothing depends on the tokens after."""
+    padded = jnp.pad(tokens, ((0, 0), (0, S - tokens.shape[1])))
+    return _full(model, padded)[:, : tokens.shape[1]]
+
+
+_full = jax.jit(lambda model, tokens: model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"), [("gpt2", "no mesh"), ("gpt2", "explicit"), ("llama", "auto"), ("llama", "explicit")]
+)
+def test_greedy_generation_takes_the_most_likely_token_of_full_passes(form: str, mode: str) -> None:
+    with use_mesh(mode):
+        tokens = generate(shard(build(form)), PROMPT, steps=6, key=KEY, temperature=0.0)
+    assert tokens.shape == (4, 9)
+    assert tokens.dtype == jnp.int32
+    tokens = jnp.asarray(np.asarray(tokens))
+    assert (tokens[:, :3] == PROMPT).all()
+    logits = np.asarray(full(build(form), tokens))
+    chosen = np.take_along_axis(logits[:, 2:-1], np.asarray(tokens)[:, 3:, None], -1)[..., 0]
+    assert (chosen >= logits[:, 2:-1].max(-1) - 1e-4).all()  # equal up to rounding
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_logits_with_a_cache_are_those_of_a_full_pass(form: str) -> None:
+    model = build(form)
+    tokens = jnp.concatenate([PROMPT, PROMPT[::-1]], axis=1)
+    step = jax.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate_argnums=2)
+    cache, parts = model.init_cache(4, 8), []
+    for start, end in ((0, 3), (3, 4), (4, 5), (5, 6)):
+        logits, cache = step(model, tokens[:, start:end], cache)
+        parts.append(logits)
+    # Two layers of eight sums of up to 128 products, in another order.
+    tolerance = 16 * ROUNDOFF["float32"] * 128**0.5
+    assert_close(jnp.concatenate(parts, axis=1), full(model, tokens), tolerance)
+
+
+def test_sampling_follows_the_key_and_the_distribution() -> None:
+    model = build("gpt2")
+    prompts = jnp.tile(PROMPT[:1], (2048, 1))
+    call: Any = lambda key, **options: np.asarray(generate(model, prompts, steps=1, key=key, **options))[:, 3]  # noqa: E731
+    drawn = call(KEY)
+    assert (drawn == call(KEY)).all()
+    assert (drawn != call(jax.random.key(3))).any()
+    logits = np.asarray(full(model, PROMPT[:1])[0, -1], np.float64)
+    for options, scaled in (
+        ({}, logits),
+        ({"temperature": 0.5}, logits / 0.5),
+        ({"top_k": 3}, np.where(logits >= np.sort(logits)[-3], logits, -np.inf)),
+    ):
+        p = np.exp(scaled - scaled.max())
+        p /= p.sum()
+        counts = np.bincount(call(KEY, **options), minlength=V)
+        spread = np.sqrt(2048 * p * (1 - p))
+        assert (np.abs(counts - 2048 * p) <= 5 * spread + 1).all(), options
+
+
+def test_every_step_draws_anew() -> None:
+    model = build("gpt2")
+    nnx.update(
+        model, jax.tree.map(jnp.zeros_like, nnx.state(model))
+    )  # every token is equally likely, whatever came before
+    tokens = np.asarray(generate(model, PROMPT, steps=9, key=KEY))[:, 3:]
+    assert all(len(set(row)) > 3 for row in tokens.tolist())
+
+
+def test_one_step_and_a_large_top_k() -> None:
+    tokens = generate(build("gpt2"), PROMPT[:1, :1], steps=1, key=KEY, top_k=1000)
+    assert tokens.shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (PROMPT, {"steps": 0}, "steps must be an integer >= 1, got 0"),
+        (PROMPT, {"steps": 10}, r"prompt \(3\) and steps \(10\) make 13 tokens, more than .* max_sequence_length 12"),
+        (PROMPT, {"steps": 1, "temperature": -1.0}, "temperature must be >= 0, got -1.0"),
+        (PROMPT, {"steps": 1, "top_k": 0}, "top_k must be an integer >= 1, got 0"),
+        (PROMPT[:, :0], {"steps": 1}, r"at least one token, got shape \(4, 0\)"),
+        (PROMPT[0], {"steps": 1}, r"prompt must be \[b, s\]"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(prompt: jax.Array, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(build("gpt2"), prompt, key=KEY, **options)

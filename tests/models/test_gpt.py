@@ -1,0 +1,247 @@
+"""GPTModel against the formulas in fp64, in both forms: logits, loss, gradients, recomputation, meshes, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.models import GPTModel
+from jax_te.quantize import QuantizerState
+from jax_te.recipe import DelayedScaling, autocast
+from tests.layers import reference
+from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
+from tests.meshes import shard, use_mesh
+from tests.numerics import assert_close, relative_l2
+
+B, S, V, H, F, N = 4, 8, 32, 32, 64, 4
+# Eight sums of up to F products, each off by about sqrt(F) roundings, in either of two layers.
+TOLERANCE = 16 * ROUNDOFF["float32"] * F**0.5
+
+GPT2 = TransformerConfig(num_layers=2, hidden_size=H, num_attention_heads=N, ffn_hidden_size=F)
+LLAMA = dataclasses.replace(
+    GPT2, num_query_groups=2, normalization="RMSNorm", activation="swiglu", add_bias_linear=False
+)
+FORMS = {
+    "gpt2": (GPT2, {}, Form()),
+    "llama": (
+        LLAMA,
+        {"position_embedding_type": "rope", "rotary_base": 100.0, "share_embeddings_and_output_weights": False},
+        Form(g=2, rms=True, activation="swiglu", rotary_base=100.0),
+    ),
+}
+
+
+def build(form: str = "gpt2", **options: Any) -> GPTModel:
+    config, defaults, _ = FORMS[form]
+    return GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **{**defaults, **options})
+
+
+def batch() -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, V, (B, S + 1)).astype(np.int32)
+    return jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.asarray(rng.integers(0, 2, (B, S)) > 0)
+
+
+call = jax.jit(lambda model, tokens, positions=None: model(tokens, positions=positions))
+
+
+@jax.jit
+def loss_and_gradient(model: GPTModel, tokens: jax.Array, labels: jax.Array, mask: jax.Array, key: Any = None) -> Any:
+    return jax.value_and_grad(lambda model: model.loss(tokens, labels, mask, dropout_key=key))(model)
+
+
+@functools.cache
+def expected(form: str) -> tuple[np.ndarray, Any, Any]:
+    """Logits, masked mean loss and its gradients, in fp64."""
+    tokens, labels, mask = map(np.asarray, batch())
+    p = jax.tree.map(np.float64, parameters(randomize(build(form))))
+
+    def loss(p: Any) -> Any:
+        losses = reference.nll(jnp, reference.gpt(jnp, p, tokens, FORMS[form][2]), labels)
+        return (losses * mask).sum() / mask.sum()
+
+    value, (gradient,) = value_and_vjp64(loss, (p,), np.ones(()))
+    return reference.gpt(np, p, tokens, FORMS[form][2]), value, gradient
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mode: str) -> None:
+    model = shard(randomize(build(form)))
+    value, gradient = loss_and_gradient(model, *batch())
+    _, expected_value, expected_gradient = expected(form)
+    assert value.dtype == jnp.float32
+    assert_close(value, expected_value, TOLERANCE, what="loss")
+    trees = parameters(gradient), expected_gradient
+    for (path, a), (_, e) in zip(*map(jax.tree_util.tree_leaves_with_path, trees), strict=True):
+        assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_follow_the_formulas(form: str) -> None:
+    assert_close(call(randomize(build(form)), batch()[0]), expected(form)[0], TOLERANCE)
+
+
+def test_without_position_embedding_one_layer_does_not_see_the_order_of_earlier_tokens() -> None:
+    config = dataclasses.replace(GPT2, num_layers=1)
+    options = {"vocab_size": V, "max_sequence_length": S, "position_embedding_type": "none"}
+    model = randomize(GPTModel(config, **options, rngs=nnx.Rngs(0)))
+    logits = call(model, jnp.array([[1, 2, 3, 4], [3, 1, 2, 4]]))
+    assert_close(logits[0, -1], logits[1, -1], TOLERANCE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_may_be_given(form: str) -> None:
+    model, tokens = randomize(build(form)), batch()[0]
+    plain, positions = call(model, tokens[:, :4]), jnp.arange(4)
+    assert_close(call(model, tokens[:, :4], jnp.tile(positions, (B, 1))), plain, TOLERANCE)
+    shifted = call(model, tokens[:, :4], positions + 2)
+    assert (relative_l2(shifted, plain) > 1e-3) == (form == "gpt2")  # rotary attention sees distances only
+
+
+@functools.cache
+def with_dropout(form: str, remat: str) -> Any:
+    """Loss and gradients with dropout everywhere."""
+    config = dataclasses.replace(FORMS[form][0], attention_dropout=0.5, hidden_dropout=0.5)
+    options = {"vocab_size": V, "max_sequence_length": S, "remat": remat, **FORMS[form][1]}
+    model = shard(randomize(GPTModel(config, **options, rngs=nnx.Rngs(0))))
+    return loss_and_gradient(model, *batch(), jax.random.key(5))
+
+
+@pytest.mark.parametrize(("form", "remat"), [("gpt2", "full"), ("gpt2", "selective"), ("llama", "full")])
+def test_recomputation_changes_nothing(form: str, remat: str) -> None:
+    for a, e in zip(*map(jax.tree.leaves, (with_dropout(form, remat), with_dropout(form, "none"))), strict=True):
+        assert_close(a, e, TOLERANCE)
+
+
+def test_full_recomputation_keeps_less() -> None:
+    def saved(remat: str) -> int:
+        model = build(remat=remat)
+        shape = jax.eval_shape(lambda model: jax.vjp(lambda model: model.loss(*batch()), model)[1], model)
+        return sum(leaf.size for leaf in jax.tree.leaves(shape))
+
+    assert saved("full") < saved("selective") < saved("none")
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "selective"])
+def test_quantizer_state_gets_its_next_value_through_recomputation(remat: str) -> None:
+    with autocast(DelayedScaling(amax_history_len=2)):
+        config = dataclasses.replace(GPT2, num_layers=1)
+        options = {"vocab_size": V, "max_sequence_length": S, "remat": remat}
+        model = randomize(GPTModel(config, **options, rngs=nnx.Rngs(0)))
+        _, gradient = loss_and_gradient(model, *batch())
+    after = nnx.to_flat_state(nnx.state(gradient, QuantizerState))
+    assert len(after) == 4
+    for path, variable in after:
+        for role, state in variable.get_value().items():
+            assert state["amax_history"][0] > 0.0, (path, role)
+    kernel = parameters(model)["layers"][0]["layernorm_mlp"]["wi_kernel"]
+    state = dict(after)["layers", 0, "layernorm_mlp", "quantizers_1"].get_value()
+    assert state["kernel"]["amax_history"][0] == jnp.abs(kernel).max()
+
+
+def test_dropout_is_the_same_on_a_mesh() -> None:
+    value, gradient = with_dropout("gpt2", "none")
+    assert relative_l2(value, expected("gpt2")[1]) > 1e-3
+    with use_mesh("explicit"):
+        on_mesh, gradient_on_mesh = with_dropout.__wrapped__("gpt2", "none")
+    assert_close(on_mesh, value, TOLERANCE)
+    for a, e in zip(*map(jax.tree.leaves, (gradient_on_mesh, gradient)), strict=True):
+        assert_close(a, e, TOLERANCE)
+
+
+def test_dropout_reaches_the_embedding() -> None:
+    config = dataclasses.replace(GPT2, num_layers=1, hidden_dropout=0.5)
+    model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))
+    nnx.update(model.layers, jax.tree.map(jnp.zeros_like, nnx.state(model.layers)))  # the layers add nothing
+    dropped = jax.jit(lambda model, tokens: model(tokens, dropout_key=jax.random.key(0)))(model, batch()[0])
+    assert relative_l2(dropped, call(model, batch()[0])) > 0.1
+
+
+def test_a_mask_of_zeros_gives_zero_and_no_mask_the_mean() -> None:
+    tokens, labels, _ = batch()
+    model = build()
+    loss = jax.jit(lambda model, mask: model.loss(tokens, labels, mask))
+    assert loss(model, jnp.zeros((B, S))) == 0.0
+    mean = loss(model, None)
+    assert_close(mean, loss(model, jnp.ones((B, S))), TOLERANCE)
+    assert abs(float(mean) - np.log(V)) < 0.1  # at the start every token is about equally likely
+
+
+def test_compute_dtype_is_that_of_the_logits_and_gradients_keep_their_parameters() -> None:
+    config = dataclasses.replace(GPT2, compute_dtype=jnp.bfloat16)
+    model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))
+    tokens = batch()[0]
+    logits = call(model, tokens)
+    assert logits.dtype == jnp.bfloat16
+    assert_close(logits, expected("gpt2")[0], 16 * ROUNDOFF["bfloat16"])
+    value, gradient = loss_and_gradient(model, *batch())
+    assert value.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(gradient, nnx.Param))} == {jnp.dtype(jnp.float32)}
+
+
+def test_an_unknown_token_turns_its_sequence_to_nan() -> None:
+    logits = call(build(), batch()[0].at[1, 3].set(V))
+    assert jnp.isnan(logits[1, 3:]).all()
+    assert not jnp.isnan(logits[jnp.array([0, 2, 3])]).any()
+
+
+def test_output_projections_start_smaller() -> None:
+    p = parameters(
+        GPTModel(dataclasses.replace(GPT2, hidden_size=128), vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0))
+    )
+    layer = p["layers"][1]
+    kernels = {
+        0.02: (
+            layer["self_attention"]["qkv"]["kernel"],
+            layer["layernorm_mlp"]["wi_kernel"],
+            p["embedding"]["embedding"],
+        ),
+        0.01: (layer["self_attention"]["proj"]["kernel"], layer["layernorm_mlp"]["wo_kernel"]),  # 0.02 / sqrt(2 * 2)
+    }
+    for std, arrays in kernels.items():
+        for array in arrays:
+            assert abs(np.std(np.float64(array)) / std - 1) < 4 / (2 * array.size) ** 0.5  # four standard errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"position_embedding_type": "alibi"},
+            "unknown position_embedding_type 'alibi'; allowed: learned_absolute, rope",
+        ),
+        ({"remat": "some"}, "unknown remat 'some'; allowed: none, full, selective"),
+        ({"position_embedding_type": "rope", "rotary_base": -1.0}, "rotary base must be > 0"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_bad_input_says_what_is_allowed() -> None:
+    model, (tokens, labels, mask) = build(), batch()
+    with pytest.raises(ValueError, match="vocab_size must be an integer >= 1, got 0"):
+        GPTModel(GPT2, vocab_size=0, max_sequence_length=S, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="tokens must be integers, got float32"):
+        model(tokens.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"tokens must be \[b, s\], got shape \(8,\)"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match="9 tokens exceeds the model's max_sequence_length 8"):
+        model(jnp.zeros((1, 9), jnp.int32))
+    with pytest.raises(ValueError, match=r"positions must be \[b, s\] or \[s\]"):
+        model(tokens, positions=jnp.arange(3))
+    with pytest.raises(ValueError, match=r"labels must have the shape of tokens \(4, 8\), got \(4, 7\)"):
+        model.loss(tokens, labels[:, 1:])
+    with pytest.raises(ValueError, match="loss_mask must have the shape"):
+        model.loss(tokens, labels, mask[:1])
+    with pytest.raises(ValueError, match="max_len 9 exceeds the model's max_sequence_length 8"):
+        model.init_cache(1, 9)

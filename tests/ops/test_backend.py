@@ -1,0 +1,111 @@
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_te.errors import BackendUnavailableError
+from jax_te.ops import OPS, Choice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
+from jax_te.ops.attention_spec import describe
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling
+from tests.numerics import without_type_checker
+
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+without_te = pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")
+KERNEL_OPS = tuple(op for op in OPS if op != "softmax_cross_entropy")
+
+
+@without_te
+@pytest.mark.parametrize("op", KERNEL_OPS)
+def test_auto_says_why_it_does_not_take_te(op):
+    choice = explain_backend(op, backend="auto")
+    assert choice == Choice(op, "xla", "TE cannot: transformer_engine is not installed (see docs/install.md)")
+    assert str(choice) == f"{op}: xla (TE cannot: transformer_engine is not installed (see docs/install.md))"
+
+
+@without_te
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling()])
+def test_te_asked_for_by_name_raises_with_the_reason(recipe):
+    message = "backend 'te' cannot run dense here: transformer_engine is not installed .*; use backend 'xla' or 'auto'"
+    with pytest.raises(BackendUnavailableError, match=message):
+        explain_backend("dense", recipe=recipe, backend="te")
+    with pytest.raises(BackendUnavailableError, match=message):
+        dense(jnp.ones((16, 16)), jnp.ones((16, 16)), backend="te")
+    with use_backend("te"), pytest.raises(BackendUnavailableError, match="cannot run layernorm here"):
+        layernorm(jnp.ones((2, 16)), jnp.ones(16))
+    with use_backend("te"), pytest.raises(ValueError, match="cannot run dot_product_attention here"):
+        dot_product_attention((jnp.ones((1, 4, 2, 8)),) * 3)
+
+
+def test_a_backend_asked_for_is_the_one_that_runs_or_it_raises(monkeypatch):
+    monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
+    assert explain_backend("dense", backend="te") == Choice("dense", "te", "asked for")
+    assert explain_backend("dense", backend="xla") == Choice("dense", "xla", "asked for")
+    assert explain_backend("dense", backend="auto").backend == ("te" if jax.default_backend() == "gpu" else "xla")
+    if jax.default_backend() != "gpu":
+        assert "no GPU" in explain_backend("dense").reason
+    monkeypatch.setattr(te, "supports", lambda op, **_: (False, "a made-up reason"))
+    assert explain_backend("dense") == Choice("dense", "xla", "TE cannot: a made-up reason")
+    with pytest.raises(BackendUnavailableError, match="a made-up reason"):
+        explain_backend("dense", backend="te")
+
+
+def test_supports_is_asked_about_this_call(monkeypatch):
+    asked = []
+    monkeypatch.setattr(te, "supports", lambda *args, **kwargs: (asked.append((args, kwargs)), (False, "no"))[1])
+    recipe = DelayedScaling()
+    explain_backend("dense", recipe=recipe)
+    qkv = (jnp.ones((1, 4, 2, 8)),) * 3
+    dot_product_attention(qkv, mask_type="no_mask")
+    spec = describe(qkv, "no_mask", None, 0.0)
+    assert asked == [
+        (("dense",), {"recipe": recipe, "attention": None}),
+        (("dot_product_attention",), {"recipe": None, "attention": spec}),
+    ]
+
+
+def test_use_backend_nests_and_the_argument_wins(monkeypatch):
+    monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
+    with use_backend("te"):
+        assert explain_backend("dense").backend == "te"
+        assert explain_backend("dense", backend="xla").backend == "xla"
+        with use_backend("xla"):
+            assert explain_backend("dense").backend == "xla"
+        assert explain_backend("dense").backend == "te"
+    assert explain_backend("dense").backend == ("te" if jax.default_backend() == "gpu" else "xla")
+
+
+def test_use_backend_is_part_of_the_jit_cache_key():
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(explain_backend("dense").reason)
+        return x
+
+    for name in ("xla", "auto", "xla"):
+        with use_backend(name):
+            f(jnp.ones(()))
+    assert len(traces) == 2
+    assert traces[0] == "asked for"
+
+
+def test_cross_entropy_has_one_implementation():
+    assert explain_backend("softmax_cross_entropy") == Choice(
+        "softmax_cross_entropy", "xla", "Transformer Engine has no kernel for it"
+    )
+
+
+def test_unknown_names():
+    with without_type_checker():
+        with pytest.raises(ValueError, match="unknown backend 'cuda'; allowed: auto, te, xla"), use_backend("cuda"):
+            pass
+        with pytest.raises(ValueError, match="unknown backend 'cuda'; allowed: auto, te, xla"):
+            explain_backend("dense", backend="cuda")
+        with pytest.raises(ValueError, match="unknown backend 'cuda'"):
+            dense(jnp.ones((2, 2)), jnp.ones((2, 2)), backend="cuda")
+    with pytest.raises(
+        ValueError,
+        match="unknown op 'conv'; allowed: dense, layernorm, layernorm_dense, layernorm_mlp, activation, dot_product",
+    ):
+        explain_backend("conv")

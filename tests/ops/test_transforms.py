@@ -1,0 +1,109 @@
+"""Every op under scan, remat and vmap gives what it gives alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling
+from tests.cases import CASES, GEMM_CASES, make_case
+from tests.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
+
+RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=2)}
+WITH_RECIPES = [(name, "none") for name in CASES] + [
+    (name, recipe) for name in GEMM_CASES[::2] for recipe in ("current", "delayed")
+]
+
+
+def small(name):
+    return make_case(name, b=2, s=8, h=16, f=32, n=2, groups=1, d=16, v=16)
+
+
+def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for actual, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert_close(actual, wanted, tolerance)
+
+
+@pytest.mark.parametrize(("name", "recipe"), WITH_RECIPES)
+def test_scan(name, recipe):
+    """A scan over two layers' arguments: outputs, gradients and next states are those of two calls."""
+    case, recipe = small(name), RECIPES[recipe]
+    one = case.args
+    two = jax.tree.map(lambda a: a * 0.5 + 0.1, one)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), one, two)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), case.states(recipe))
+
+    def run(a, s):
+        return case.run(a, s, recipe=recipe)
+
+    def scanned(args, states):
+        return jax.lax.scan(lambda carry, layer: (carry, run(*layer)), (), (args, states))[1]
+
+    ours = quick_jit(lambda *args: with_vjp(scanned, *args))((stacked, states), jnp.stack([case.g, case.g * 2.0]))
+    layer = quick_jit(lambda *args: with_vjp(run, *args))
+    alone = [layer((args, case.states(recipe)), g) for args, g in ((one, case.g), (two, case.g * 2.0))]
+    assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
+
+
+@pytest.mark.parametrize(("name", "recipe"), WITH_RECIPES)
+def test_remat(name, recipe):
+    case, recipe = small(name), RECIPES[recipe]
+
+    def run(a, s):
+        return case.run(a, s, recipe=recipe)
+
+    args = (case.args, case.states(recipe)), case.g
+    plain = quick_jit(lambda *args: with_vjp(run, *args))(*args)
+    remat = quick_jit(lambda *args: with_vjp(jax.checkpoint(run), *args))(*args)
+    assert_same(remat, plain)
+
+
+def test_remat_that_saves_only_named_tensors():
+    case = small("layernorm_mlp gelu")
+    policy = jax.checkpoint_policies.save_only_these_names("ffn1")
+    plain = quick_jit(lambda *args: with_vjp(case.run, *args))((case.args,), case.g)
+    named = quick_jit(lambda *args: with_vjp(jax.checkpoint(case.run, policy=policy), *args))((case.args,), case.g)
+    assert_same(named, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap(name):
+    """Without a recipe, a mapped op is the op on each slice. (Under a recipe each slice would have a scale of its
+    own: see below.)
+    """
+    case = small(name)
+    batch = jax.tree.map(lambda a: jnp.stack([a, a * 0.5 + 0.1]), case.args)
+    gs = jnp.stack([case.g, case.g * 2.0])
+
+    def one(args, g):
+        return with_vjp(case.run, (args,), g)
+
+    ours = quick_jit(jax.vmap(one))(batch, gs)
+    jitted = quick_jit(one)
+    alone = [jitted(jax.tree.map(lambda leaf, i=i: leaf[i], batch), gs[i]) for i in range(2)]
+    assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
+
+
+def test_vmap_under_current_scaling_gives_each_slice_its_own_scale():
+    case = small("dense")
+    x = jnp.stack([case.args["x"], case.args["x"] * 100.0])
+
+    def run(x):
+        return case.run({**case.args, "x": x}, recipe=Float8CurrentScaling())
+
+    mapped = jax.vmap(run)(x)
+    for i in range(2):
+        assert_close(mapped[i], run(x[i]), TOLERANCE["float32"])
+
+
+def test_the_gradient_of_a_state_is_its_next_value_whatever_the_output_gradient_is():
+    case, recipe = small("dense"), RECIPES["delayed"]
+    state = case.states(recipe)
+    _, vjp = jax.vjp(lambda s: case.run(case.args, s, recipe=recipe), state)
+    (next_state,) = vjp(case.g)
+    assert jax.tree.structure(next_state) == jax.tree.structure(state)
+    for leaf, before in zip(jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True):
+        assert (leaf.shape, leaf.dtype) == (before.shape, before.dtype)
+    (doubled,) = vjp(case.g * 2.0)
+    assert_bitwise(doubled["x"]["amax_history"], next_state["x"]["amax_history"])
+    assert_bitwise(doubled["grad"]["amax_history"][0], next_state["grad"]["amax_history"][0] * 2.0)

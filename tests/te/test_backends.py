@@ -1,0 +1,162 @@
+"""The ``te`` backend against ``xla``: forward, gradients and quantizer state of every op but fused attention.
+
+In fp32 both compute the same formula in another order: 1e-7 or exactly 0. In bf16 without a recipe, intermediate
+tensors are rounded in other places. In bf16 under FP8 these differences, one step of bf16 (2^-8), turn the FP8
+rounding of an element where a boundary lies between: of E4M3's 16 bf16 steps to a boundary that is 1 element in 16 at
+most, which then moves by up to 2^-3, on average 2^-4; of E5M2's 32, 1 in 32, by 2^-2, on average 2^-3. The relative
+L2 error of an operand is therefore up to sqrt(2^-4) 2^-3 = 0.031 or sqrt(2^-5) 2^-2 = 0.044, of a product of two
+sqrt(2) times that: 0.044, or 0.062 where E5M2 takes part. Those are the tolerances; fp32 is where the formulas are
+checked.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.errors import BackendUnavailableError
+from jax_te.ops import NormSpec, dot_product_attention, explain_backend, layernorm_dense, use_backend
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.cases import GEMM_CASES, OTHER_CASES, make_case
+from tests.numerics import (
+    TOLERANCE,
+    assert_bitwise,
+    assert_close,
+    assert_same_rounding,
+    draw,
+    quick_jit,
+    relative_l2,
+    with_vjp,
+)
+
+pytestmark = pytest.mark.te
+
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=3),
+    "delayed, margin, most recent": DelayedScaling(amax_history_len=3, margin=2, amax_compute_algo="most_recent"),
+    "current, E4M3": Float8CurrentScaling(fp8_format=Format.E4M3),
+}
+CALLS = [(name, recipe) for name in GEMM_CASES for recipe in ("none", "current", "delayed")]
+CALLS += [("layernorm_mlp gelu", recipe) for recipe in ("delayed, margin, most recent", "current, E4M3")]
+CALLS += [(name, "none") for name in OTHER_CASES if name != "softmax_cross_entropy"]
+
+
+def both(name, recipe, dtype):
+    case, recipe = make_case(name).astype(dtype), RECIPES[recipe]
+
+    def on(backend):
+        def run(args, states):
+            return case.run(args, states, recipe=recipe, backend=backend)
+
+        return quick_jit(lambda *a: with_vjp(run, *a))((case.args, case.states(recipe)), case.g)
+
+    return on("te"), on("xla")
+
+
+@pytest.mark.parametrize(("name", "recipe"), CALLS)
+def test_fp32(name, recipe):
+    (y, (gradients, states)), (expected_y, (expected, expected_states)) = both(name, recipe, "float32")
+    assert_close(y, expected_y, TOLERANCE["float32"], what="y")
+    for key, gradient in expected.items():
+        if gradient is None:
+            assert gradients[key] is None
+        else:
+            assert gradients[key].dtype == gradient.dtype
+            assert_close(gradients[key], gradient, TOLERANCE["float32"], what=f"d{key}")
+    assert jax.tree.structure(states) == jax.tree.structure(expected_states)
+    for state, wanted in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):
+        np.testing.assert_allclose(state, wanted, rtol=1e-6)
+        if name.startswith("dense"):
+            assert_bitwise(state, wanted)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [call for call in CALLS if "," not in call[1]])
+def test_bf16(name, recipe):
+    (y, (gradients, _)), (expected_y, (expected, _)) = both(name, recipe, "bfloat16")
+    quantized = recipe != "none" and name.startswith("layernorm")  # `dense` has no operand that is computed before
+    assert y.dtype == expected_y.dtype
+    assert relative_l2(y, expected_y) < (0.044 if quantized else 2 * TOLERANCE["bfloat16"])
+    for key, gradient in expected.items():
+        if gradient is not None:
+            assert gradients[key].dtype == gradient.dtype, key
+            assert relative_l2(gradients[key], gradient) < (0.062 if quantized else 2 * TOLERANCE["bfloat16"]), key
+
+
+def test_states_over_steps():
+    """Three steps of a delayed recipe, each backend with its own states."""
+    case, recipe = make_case("layernorm_mlp gelu"), RECIPES["delayed"]
+
+    def on(backend):
+        def run(args, states):
+            return case.run(args, states, recipe=recipe, backend=backend)
+
+        return quick_jit(lambda *a: with_vjp(run, *a))
+
+    step = {backend: on(backend) for backend in ("te", "xla")}
+    states = dict.fromkeys(step, case.states(recipe))
+    for i in range(3):
+        args = {**case.args, "x": case.args["x"] * (1.0 + i)}
+        outputs = {}
+        for backend, run in step.items():
+            outputs[backend], (_, states[backend]) = run((args, states[backend]), case.g * 3.0**-i)
+        assert_close(outputs["te"], outputs["xla"], TOLERANCE["float32"], what=f"step {i}")
+        for state, wanted in zip(jax.tree.leaves(states["te"]), jax.tree.leaves(states["xla"]), strict=True):
+            np.testing.assert_allclose(state, wanted, rtol=1e-6, err_msg=f"step {i}")
+
+
+def test_wgrad_of_fp32_parameters_is_not_rounded_to_bf16():
+    for recipe in (None, RECIPES["current"]):
+        case = make_case("dense row").astype(jnp.bfloat16)
+        call = functools.partial(case.run, recipe=recipe, backend="te")
+        _, (gradients,) = with_vjp(call, (case.args,), case.g)
+        kernel = gradients["kernel"]
+        assert float(jnp.mean(kernel == kernel.astype(jnp.bfloat16).astype(jnp.float32))) < 0.1
+
+
+def test_zero_centred_rms_norm_which_te_refuses():
+    x, scale, kernel = draw("x", (32, 16)), draw("scale", (16,), scale=0.2), draw("kernel", (16, 16))
+    norm, g = NormSpec(kind="rmsnorm", zero_centered_gamma=True), draw("g", (32, 16))
+
+    def run(backend, x, scale):
+        return layernorm_dense(x, scale, None, kernel, norm=norm, recipe=RECIPES["current"], backend=backend)
+
+    ours = with_vjp(lambda *a: run("te", *a), (x, scale), g)
+    expected = with_vjp(lambda *a: run("xla", *a), (x, scale), g)
+    for actual, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert_close(actual, wanted, TOLERANCE["float32"])
+
+
+def test_eager_and_remat():
+    case, recipe = make_case("layernorm_mlp gelu"), RECIPES["delayed"]
+
+    def run(args, states):
+        return case.run(args, states, recipe=recipe, backend="te")
+
+    eager = with_vjp(run, (case.args, case.states(recipe)), case.g)
+    remat = quick_jit(lambda *a: with_vjp(jax.checkpoint(run), *a))((case.args, case.states(recipe)), case.g)
+    for actual, wanted in zip(jax.tree.leaves(remat), jax.tree.leaves(eager), strict=True):
+        assert_same_rounding(actual, wanted, 1e-4)
+
+
+def test_auto_prefers_xla_without_a_gpu_and_says_so():
+    choice = explain_backend("dense", recipe=RECIPES["delayed"])
+    assert (choice.backend, choice.reason) == ("xla", "no GPU; TE's kernels would run as plain JAX")
+    with use_backend("te"):
+        assert str(explain_backend("dense", recipe=RECIPES["delayed"])) == "dense: te (asked for)"
+
+
+def test_fused_attention_asked_for_on_cpu_raises_with_the_reason():
+    q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    with pytest.raises(BackendUnavailableError, match="TE's fused attention needs a GPU"):
+        dot_product_attention((q, q, q), backend="te")
+
+
+def test_a_mesh_of_several_devices_is_refused_with_the_reason():
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        with pytest.raises(BackendUnavailableError, match="a mesh of 2 devices is set"):
+            explain_backend("dense", backend="te")
+        assert explain_backend("dense").backend == "xla"

@@ -1,0 +1,117 @@
+"""How a training state is created: dtypes, masters, shardings, and the same values on every mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.config import ParallelConfig
+from jax_te.parallel import make_mesh
+from jax_te.training import ConstantLossScale, abstract_train_state, create_train_state, make_train_step
+from tests.meshes import use_mesh
+from tests.training.toy import Toy, assert_same, loss_fn, make_batch, values
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def half_toy(rngs):
+    return Toy(rngs, jnp.bfloat16, dropout=0.1)
+
+
+def test_fields_at_step_0():
+    key = jax.random.key(5)
+    state = create_train_state(half_toy, TX, key=key)
+    assert (int(state.step), int(state.skipped_steps)) == (0, 0)
+    assert state.step.dtype == state.skipped_steps.dtype == jnp.int32
+    assert isinstance(state.scaler, ConstantLossScale)
+    assert jnp.issubdtype(state.rng.dtype, jax.dtypes.prng_key)
+    assert sorted(state.params) == ["bias", "w_in", "w_out"]
+    assert sorted(state.masters) == ["w_in", "w_out"]
+    assert list(state.quantizers) == ["quantizers"]
+    assert list(state.rest) == ["dropout"]
+    for name in state.masters:
+        np.testing.assert_array_equal(
+            np.asarray(state.masters[name][...]), np.asarray(state.params[name][...]).astype(np.float32)
+        )
+
+
+def test_fp32_parameters_need_no_masters():
+    state = create_train_state(Toy, TX, key=jax.random.key(0))
+    assert not jax.tree.leaves(state.masters)
+    assert jax.tree.structure(jax.tree.map(lambda x: x, state)) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_a_mesh_shards_everything_and_changes_no_value(mode):
+    plain = create_train_state(half_toy, TX, key=jax.random.key(0))
+    with use_mesh(mode):
+        state = create_train_state(half_toy, TX, key=jax.random.key(0))
+    for one, other in zip(values(plain), values(state), strict=True):
+        np.testing.assert_array_equal(one, other)
+    expected = {"w_in": ("fsdp", "tensor"), "bias": (None, "tensor"), "w_out": ("tensor", "fsdp")}
+    adam = state.opt_state[1][0]
+    for tree in (state.params, state.masters, adam.mu, adam.nu):
+        for name in tree:
+            array = tree[name].get_value()
+            assert tuple(array.sharding.spec) == expected[name]
+            parts = np.prod([2 for axis in expected[name] if axis])
+            assert array.addressable_shards[0].data.size == array.size // parts
+    for leaf in jax.tree.leaves((state.quantizers, state.step, state.rng, adam.count)):
+        assert leaf.sharding.is_fully_replicated
+
+
+def test_a_mesh_may_be_given_instead_of_set():
+    mesh = make_mesh(ParallelConfig(tensor=2))
+    state = create_train_state(Toy, TX, key=jax.random.key(0), mesh=mesh)
+    assert state.params["w_in"].get_value().sharding.mesh == mesh
+    assert jax.sharding.get_mesh().empty
+
+
+def test_abstract_state_describes_the_real_one(mesh_mode):
+    state = create_train_state(half_toy, TX, key=jax.random.key(0))
+    abstract = abstract_train_state(half_toy, TX)
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    for leaf, described in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
+        assert leaf.sharding.is_equivalent_to(described.sharding, leaf.ndim)
+
+
+def test_a_model_is_copied(mesh_mode):
+    model = Toy(nnx.Rngs(0), jnp.bfloat16)
+    before = np.asarray(model.w_in[...])
+    state = create_train_state(model, optax.sgd(0.1), key=jax.random.key(0))
+    np.testing.assert_array_equal(np.asarray(state.params["w_in"][...]), before)
+    make_train_step(loss_fn, optax.sgd(0.1))(state, make_batch(0))
+    np.testing.assert_array_equal(np.asarray(model.w_in[...]), before)
+
+
+def test_model_gives_the_current_values():
+    state = create_train_state(Toy, TX, key=jax.random.key(0))
+    state, _ = make_train_step(loss_fn, TX)(state, make_batch(0))
+    assert_same(nnx.state(state.model, nnx.Param), state.params)
+    model = state.model
+    model.w_in[...] = jnp.zeros_like(model.w_in[...])
+    assert float(jnp.sum(jnp.abs(state.params["w_in"][...]))) > 0.0
+
+
+def test_another_kind_of_optimizer():
+    """Adafactor's factored moments have other shapes than their parameters: they are replicated, and it trains."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    with use_mesh("auto"):
+        state = create_train_state(half_toy, tx, key=jax.random.key(0))
+        step, losses = make_train_step(loss_fn, tx), []
+        for _ in range(4):
+            state, metrics = step(state, make_batch(0))
+            losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"one typed key such as jax.random.key\(0\)"):
+        create_train_state(Toy, TX, key=jax.random.PRNGKey(0))
+    with pytest.raises(ValueError, match=r"params/w_in of shape \(16, 32\): dimension 0 .* fsdp = 3"):
+        create_train_state(Toy, TX, key=jax.random.key(0), mesh=make_mesh(ParallelConfig(fsdp=3)))

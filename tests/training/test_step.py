@@ -1,0 +1,297 @@
+"""The train step: microbatches, masters, skipped steps, keys, recipes, meshes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.parallel import current_mesh
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, current_recipe
+from jax_te.training import (
+    DynamicLossScale,
+    TrainState,
+    abstract_train_state,
+    create_train_state,
+    make_eval_step,
+    make_train_step,
+)
+from tests.meshes import use_mesh
+from tests.training.toy import Toy, assert_same, loss_fn, make_batch, values
+
+
+def new_state(tx=None, *, build=Toy, scaler=None) -> TrainState:
+    return create_train_state(build, tx or optax.adam(1e-2), key=jax.random.key(0), scaler=scaler)
+
+
+def copy(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def half_toy(rngs):
+    return Toy(rngs, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("build", [Toy, half_toy])
+def test_microbatches_equal_one_batch(build):
+    results = []
+    for microbatches in (1, 4):
+        state, metrics = make_train_step(loss_fn, optax.sgd(0.1), microbatches=microbatches)(
+            new_state(optax.sgd(0.1), build=build), make_batch(0)
+        )
+        results.append((state.params | state.masters, metrics))
+    # A bf16 parameter's gradient is rounded to bf16 once for each microbatch; an fp32 one's is not.
+    tolerance = 1e-6 if build is Toy else 2e-3
+    for one, other in zip(*(values(result) for result in results), strict=True):
+        np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_are_summed_in_fp32():
+    """512 gradients of 2^-8 in bf16: a bf16 sum stops growing at 1, half of what it should come to."""
+
+    def loss(model, batch, key):
+        return jnp.sum(model.bias[...].astype(jnp.float32)) * 2.0**-8 + 0.0 * jnp.sum(batch)
+
+    def build(rngs):
+        model = Toy(rngs, watched=False)
+        model.bias = nnx.Param(jnp.zeros((1, 4), jnp.bfloat16))
+        return model
+
+    state = new_state(optax.sgd(1.0), build=build)
+    step = make_train_step(loss, optax.sgd(1.0), microbatches=512)
+    state, _ = step(state, np.zeros((512, 1), np.float32))
+    np.testing.assert_array_equal(state.masters["bias"][...], np.full((1, 4), -(2.0**-8), np.float32))
+
+
+def test_masters_keep_what_half_precision_would_lose():
+    state = new_state(optax.sgd(1e-5), build=half_toy)
+    assert sorted(state.masters) == ["w_in", "w_out"]
+    assert state.params["w_in"].dtype == jnp.bfloat16
+    assert state.params["bias"].dtype == jnp.float32
+    before = copy(state)
+    step = make_train_step(loss_fn, optax.sgd(1e-5))
+    for seed in range(3):
+        state, _ = step(state, make_batch(seed))
+    moved = np.abs(np.asarray(state.masters["w_in"][...] - before.masters["w_in"][...]))
+    assert moved.max() > 0.0
+    assert moved.max() < 1e-4  # below half a unit of most bf16 values: they stay
+    assert np.mean(np.asarray(state.params["w_in"][...] == before.params["w_in"][...])) > 0.9
+    for name in state.masters:
+        rounded = state.masters[name][...].astype(jnp.bfloat16)
+        np.testing.assert_array_equal(np.asarray(state.params[name][...]), np.asarray(rounded))
+
+
+def test_optimizer_state_is_of_the_masters():
+    state = new_state(optax.adam(1e-3), build=half_toy)
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert len(moments) == 6
+    assert {leaf.dtype.name for leaf in moments} == {"float32"}
+
+
+@pytest.mark.parametrize("where", ["input", "loss", "gradient"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_that_is_not_finite_changes_only_step_counter_and_scaler(where, microbatches):
+    def loss(model, batch, key):
+        extra = jnp.inf if where == "loss" else 0.0
+        if where == "gradient":  # sqrt at 0: the loss is finite, its gradient is not
+            extra = jnp.sum(jnp.sqrt(jnp.abs(0.0 * model.bias[...])))
+        return loss_fn(model, batch, key) + extra
+
+    def build(rngs):
+        return Toy(rngs, jnp.bfloat16, dropout=0.1)
+
+    tx = optax.adam(1e-2)
+    scaler = DynamicLossScale(initial_scale=8.0, hysteresis=1)
+    step = make_train_step(loss, tx, microbatches=microbatches)
+    state = new_state(tx, build=build, scaler=scaler)
+    before = copy(state)
+    batch = make_batch(0)
+    if where == "input":
+        batch["x"][3, 5] = np.inf
+    state, metrics = step(state, batch)
+    for name in ("params", "masters", "quantizers", "rest", "opt_state", "rng"):
+        assert_same(getattr(state, name), getattr(before, name))
+    assert int(state.step) == 1
+    assert int(state.skipped_steps) == 1
+    assert float(state.scaler.scale) == 4.0
+    assert float(metrics["skipped"]) == 1.0
+    assert float(metrics["loss_scale"]) == 8.0
+
+
+def test_a_run_goes_on_after_a_skipped_step():
+    step = make_train_step(loss_fn, optax.adam(1e-2))
+    bad = make_batch(0)
+    bad["x"][0, 0] = np.nan
+    skipping, straight = new_state(), new_state()
+    for batch in (make_batch(1), bad, make_batch(2)):
+        skipping, _ = step(skipping, batch)
+    for batch in (make_batch(1), make_batch(2)):
+        straight, metrics = step(straight, batch)
+    assert float(metrics["skipped"]) == 0.0
+    for name in ("params", "quantizers", "opt_state"):
+        assert_same(getattr(skipping, name), getattr(straight, name))
+    assert (int(skipping.step), int(skipping.skipped_steps)) == (3, 1)
+
+
+def test_gradients_are_unscaled():
+    """Norm and update are those of the loss itself, whatever the scale."""
+    results = []
+    for scaler in (None, DynamicLossScale(initial_scale=2.0**16)):
+        state, metrics = make_train_step(loss_fn, optax.sgd(0.1))(
+            new_state(optax.sgd(0.1), scaler=scaler), make_batch(0)
+        )
+        results.append(values((state.params, metrics["loss"], metrics["grad_norm"])))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_fp16_gradients_below_its_range_are_kept_by_the_scale():
+    def build(rngs):
+        return Toy(rngs, jnp.float16, watched=False)
+
+    def tiny_loss(model, batch, key):
+        return 1e-8 * loss_fn(model, batch, key)
+
+    norms = []
+    for scaler in (None, DynamicLossScale(initial_scale=2.0**24)):
+        _, metrics = make_train_step(tiny_loss, optax.sgd(0.1))(
+            new_state(optax.sgd(0.1), build=build, scaler=scaler), make_batch(0)
+        )
+        norms.append(float(metrics["grad_norm"]))
+    _, metrics = make_train_step(loss_fn, optax.sgd(0.1))(new_state(optax.sgd(0.1), build=build), make_batch(0))
+    np.testing.assert_allclose(norms[1], 1e-8 * float(metrics["grad_norm"]), rtol=1e-3)
+    assert abs(norms[0] / norms[1] - 1.0) > 0.1
+
+
+def test_each_microbatch_of_each_step_has_its_own_key():
+    def loss(model, batch, key):
+        return jax.random.normal(key) + 0.0 * jnp.sum(model.bias[...])
+
+    for microbatches in (1, 2):
+        state = new_state()
+        rng = jnp.copy(state.rng)
+        step = make_train_step(loss, optax.adam(1e-2), microbatches=microbatches)
+        for number in range(2):
+            state, metrics = step(state, make_batch(0))
+            key = jax.random.fold_in(rng, number)
+            drawn = [float(jax.random.normal(jax.random.fold_in(key, i))) for i in range(microbatches)]
+            np.testing.assert_allclose(float(metrics["loss"]), np.mean(drawn), rtol=1e-6)
+
+
+def test_other_state_of_the_model_is_carried_on():
+    step = make_train_step(loss_fn, optax.sgd(0.0), microbatches=2)
+    state = new_state(optax.sgd(0.0), build=lambda rngs: Toy(rngs, dropout=0.5))
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, make_batch(0))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] != losses[1]
+    assert int(state.rest["dropout"]["rngs"]["count"][...]) == 4
+
+
+def test_another_recipe_is_another_trace():
+    traced = []
+
+    def loss(model, batch, key):
+        traced.append(current_recipe())
+        return loss_fn(model, batch, key)
+
+    recipes = [DelayedScaling(), Float8CurrentScaling(), None]
+    step = make_train_step(loss, optax.sgd(0.1))
+    state = new_state(optax.sgd(0.1))
+    for _ in range(2):
+        for recipe in recipes:
+            with autocast(recipe):
+                state, _ = step(state, make_batch(0))
+    assert traced == recipes
+
+
+def test_microbatches_are_one_scan():
+    state = new_state()
+    for microbatches, scans in ((1, 0), (4, 1)):
+        step = make_train_step(loss_fn, optax.adam(1e-2), microbatches=microbatches)
+        text = str(jax.make_jaxpr(step)(state, make_batch(0)))
+        assert text.count(" scan[") == scans
+
+
+def test_the_state_is_donated():
+    state = new_state()
+    make_train_step(loss_fn, optax.adam(1e-2))(state, make_batch(0))
+    assert state.params["w_in"].get_value().is_deleted()
+
+
+def test_metrics_are_fp32_scalars():
+    _, metrics = make_train_step(loss_fn, optax.adam(1e-2))(new_state(), make_batch(0))
+    assert sorted(metrics) == ["grad_norm", "loss", "loss_scale", "skipped"]
+    assert all(value.dtype == jnp.float32 and value.shape == () for value in metrics.values())
+
+
+@pytest.fixture(scope="module")
+def without_mesh():
+    return {microbatches: three_steps(microbatches)[1] for microbatches in (1, 2)}
+
+
+def three_steps(microbatches):
+    traces = []
+
+    def loss(model, batch, key):
+        traces.append(current_mesh())
+        return loss_fn(model, batch, key)
+
+    tx = optax.adam(1e-2)
+    state = create_train_state(half_toy, tx, key=jax.random.key(0), scaler=DynamicLossScale())
+    step, losses = make_train_step(loss, tx, microbatches=microbatches), []
+    for seed in range(3):
+        state, metrics = step(state, make_batch(seed))
+        losses.append(float(metrics["loss"]))
+    assert len(traces) == 1
+    return state, losses
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_mesh_gives_the_same_losses_and_keeps_shardings(mode, microbatches, without_mesh):
+    with use_mesh(mode):
+        state, losses = three_steps(microbatches)
+        abstract = abstract_train_state(half_toy, optax.adam(1e-2), scaler=DynamicLossScale())
+        for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+            assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+    np.testing.assert_allclose(losses, without_mesh[microbatches], rtol=1e-4)
+
+
+def test_evaluation_uses_no_key_no_dropout_and_leaves_the_state():
+    keys = []
+
+    def loss(model, batch, key):
+        keys.append(key)
+        return loss_fn(model, batch, key)
+
+    state = new_state(build=lambda rngs: Toy(rngs, dropout=0.5))
+    before = copy(state)
+    evaluate = make_eval_step(loss)
+    first, second = evaluate(state, make_batch(0)), evaluate(state, make_batch(0))
+    assert keys == [None]
+    assert float(first) == float(second)
+    assert_same(state, before)
+    np.testing.assert_allclose(float(first), float(loss_fn(new_state().model, make_batch(0), None)), rtol=1e-6)
+
+
+def test_bad_batches_are_refused():
+    state = new_state(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="batch size 10 does not divide into microbatches=4"):
+        make_train_step(loss_fn, optax.sgd(0.1), microbatches=4)(state, make_batch(0, 10))
+    with pytest.raises(ValueError, match="same leading axis"):
+        make_train_step(loss_fn, optax.sgd(0.1))(state, {"x": np.zeros((4, 16)), "y": np.zeros((2, 16))})
+    with pytest.raises(ValueError, match="same leading axis"):
+        make_train_step(loss_fn, optax.sgd(0.1))(state, {"x": np.float32(1.0)})
+    with pytest.raises(ValueError, match="scalar"):
+        make_train_step(lambda m, b, k: jnp.ones(2), optax.sgd(0.1))(state, make_batch(0))
+    with pytest.raises(ValueError, match="microbatches"):
+        make_train_step(loss_fn, optax.sgd(0.1), microbatches=0)
+    with use_mesh("auto"):
+        state = new_state(optax.sgd(0.1))
+        with pytest.raises(ValueError, match=r"data\*fsdp = 4; make the batch a multiple of 8"):
+            make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
