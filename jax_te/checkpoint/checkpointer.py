@@ -175,7 +175,7 @@ class TrainCheckpointer:
         found: dict[Name, Any] = {}
         for part, target in stored_parts({name: _describe(leaf) for name, leaf in wanted.items()}).items():
             with _reading():  # one by one: Orbax leaves the others hanging when one fails
-                found |= named_leaves(ocp.load_checkpointables(path, {part: target})[part])
+                found |= named_leaves(ocp.load_checkpointables(str(path), {part: target})[part])
         found = {name: found[name] for name in wanted}
         wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
         if wrong:
@@ -200,8 +200,9 @@ class TrainCheckpointer:
         return self._writer
 
     def _new_writer(self) -> ocp.training.Checkpointer:
-        newest = ocp.training.preservation_policies.LatestN(self._keep)
-        return ocp.training.Checkpointer(self._directory, preservation_policy=newest, cleanup_tmp_directories=True)
+        newest: Any = ocp.training.preservation_policies.LatestN(self._keep)
+        directory = str(self._directory)
+        return ocp.training.Checkpointer(directory, preservation_policy=newest, cleanup_tmp_directories=True)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -278,7 +279,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _read_metadata(path: Path) -> dict[str, Any]:
     """``data``, ``arrays`` and ``checksums`` of a checkpoint, proved by their own checksum."""
     with _reading():
-        stored = dict(ocp.checkpointables_metadata(path).custom_metadata or {})
+        found: Any = ocp.checkpointables_metadata(str(path)).custom_metadata
+        stored: dict[str, Any] = dict(found or {})
     if stored.pop("crc32", None) != crc32(stored):
         raise _DamagedError("its metadata cannot be read")
     return stored

@@ -21,7 +21,7 @@ from jax_te.training.progress import Progress
 from jax_te.typing import PyTree
 
 PATIENCE = 50
-"""Steps in a row without a finite gradient after which a run is given up."""
+"""Steps in a row without a finite loss after which a run is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def run_loop(
         skipped: steps before ``first`` that made no update.
 
     Raises:
-        ValueError: after `PATIENCE` steps in a row whose gradients were not finite.
+        ValueError: after `PATIENCE` steps in a row whose loss was not finite.
     """
     recorder = _Recorder(plan, log, progress, learning_rates, skipped)
     pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
@@ -142,22 +142,23 @@ def run_loop(
         while len(pending) > keep:
             recorder.record(*pending.popleft())
 
-    heldout, step, begin = None, first, time.perf_counter()
+    heldout, stopped_by, step, begin = None, None, first, time.perf_counter()
     progress.start(first, plan.steps, plan.tokens_per_step)
     try:
         with StopRequest() as stop:
-            while step < plan.steps and stop.signal is None:
+            while step < plan.steps and stopped_by is None:
                 state, metrics = step_fn(state, next(batches))
                 step += 1
                 pending.append((step, metrics))
                 drain(1)
                 last = step == plan.steps
+                stopped_by = stop.signal  # looked at once a step: what stops the loop has also saved it
                 heldout = None
                 if last or step % plan.eval_every == 0:
                     drain(0)
                     heldout = recorder.pause(evaluate, state)
                     log.write(step, {"heldout_loss": heldout})
-                if last or step % plan.save_every == 0 or stop.signal is not None:
+                if last or step % plan.save_every == 0 or stopped_by is not None:
                     drain(0)
                     log.sync()
                     recorder.pause(save, step, state)
@@ -166,7 +167,7 @@ def run_loop(
     return LoopResult(
         state=state,
         step=step,
-        stopped_by=stop.signal,
+        stopped_by=stopped_by,
         heldout_loss=heldout,
         seconds=time.perf_counter() - begin,
         tokens_per_second=recorder.tokens_per_second,
@@ -218,6 +219,6 @@ class _Recorder:
         self._bad = 0 if math.isfinite(values["loss"]) else self._bad + 1
         if self._bad >= PATIENCE:
             raise ValueError(
-                f"the loss has not been finite since step {step - PATIENCE + 1}; lower --learning-rate, or "
-                "use --params-dtype float32, in another --output or from an earlier checkpoint"
+                f"the loss has not been finite since step {step - PATIENCE + 1}; start again in another --output with "
+                "a lower --learning-rate or a longer --warmup-steps, or with --params-dtype float32"
             )

@@ -198,7 +198,8 @@ def _builder(
         if is_model:
             definition, (params, quantizers, rest) = graphdef, jax.tree.map(jnp.copy, variables)
         else:
-            definition, params, quantizers, rest = split_model(model_or_fn(nnx.Rngs(init_key)))
+            model: Any = model_or_fn(nnx.Rngs(init_key))
+            definition, params, quantizers, rest = split_model(model)
         masters = masters_of(params)
         with jax.numpy_dtype_promotion(
             "standard"

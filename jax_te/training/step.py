@@ -154,7 +154,7 @@ def _accumulate(
 
 def _apply(tx: optax.GradientTransformationExtraArgs, state: TrainState, grads: PyTree, loss: Array) -> dict[str, Any]:
     """Parameters, masters and optimizer state after an update."""
-    full = full_precision(state.params, state.masters)
+    full: Any = full_precision(state.params, state.masters)
     with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion; a caller may have set "strict"
         updates, opt_state = tx.update(grads, state.opt_state, full, value=loss)
         full = optax.apply_updates(full, updates)

@@ -13,6 +13,9 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests import oracles
 from tests.numerics import TOLERANCE, assert_bitwise, assert_close, draw, value_and_vjp, wide
 
+ONE_ROUNDING = TOLERANCE | {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""An fp32 sum rounded once errs by 2^-9 / √3 of itself in the mean; rounded before it is scaled, too, by over 2^-9."""
+
 SHAPES = {  # x, kernel
     "two axes": ((32, 48), (48, 64)),
     "batch and sequence": ((2, 16, 32), (32, 48)),
@@ -43,7 +46,7 @@ def test_without_a_recipe(shapes, dtype, jit):
     expected = oracles.dense_layer(oracles.Unquantized(), x, rounded, bias.astype(dtype), g)
     assert [a.dtype for a in (y, dx, dkernel, dbias)] == [x.dtype, x.dtype, jnp.float32, jnp.float32]
     assert_close(y, expected["y"], TOLERANCE[dtype], what="y")
-    assert_close(dx, expected["x"], TOLERANCE[dtype], what="dx")
+    assert_close(dx, expected["x"], ONE_ROUNDING[dtype], what="dx")
     # fp32 parameters get unrounded fp32 gradients whatever the compute dtype is.
     assert_close(dkernel, expected["kernel"], TOLERANCE["float32"], what="dkernel")
     assert_close(dbias, expected["bias"], TOLERANCE["float32"], what="dbias")
@@ -124,7 +127,7 @@ def test_fp8_multiplies_what_numpy_quantized(recipe, fmt, dtype, shapes):
     y, (dx, dkernel, dbias, next_state), expected, oracle = quantized_call(recipe, fmt, x, kernel, bias, g)
     # As tight as an unquantized GEMM: the quantized operands are the same bits, and XLA left them in FP8.
     assert_close(y, expected["y"], TOLERANCE[dtype], what="y")
-    assert_close(dx, expected["x"], TOLERANCE[dtype], what="dx")
+    assert_close(dx, expected["x"], ONE_ROUNDING[dtype], what="dx")
     assert_close(dkernel, expected["kernel"], TOLERANCE["float32"], what="dkernel")
     assert_close(dbias, expected["bias"], TOLERANCE["float32"], what="dbias")
     if recipe == "current":

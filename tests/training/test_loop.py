@@ -104,6 +104,21 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number
     assert losses(tmp_path / "stopped") == losses(tmp_path / "unbroken")
 
 
+def test_a_signal_after_a_steps_checkpoint_ends_the_run_after_the_next_step(tmp_path):
+    run = Run(tmp_path)
+    save = run.save
+
+    def save_and_signal(step, state):
+        save(step, state)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.save = save_and_signal
+    result = run()
+    assert (result.step, result.stopped_by) == (5, signal.SIGTERM)
+    assert sorted(run.saved) == [4, 5]
+
+
 def test_a_second_signal_acts_as_usual():
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -117,7 +132,7 @@ def test_a_run_that_has_lost_its_loss_is_given_up(tmp_path):
     def step(state, batch):
         return state + 1, {"loss": math.nan if state >= 2 else 1.0}
 
-    with pytest.raises(ValueError, match="not been finite since step 3; lower --learning-rate"):
+    with pytest.raises(ValueError, match="not been finite since step 3; start again"):
         Run(tmp_path)(step=step, steps=1000, save_every=1000, eval_every=1000)
     assert len(read_metrics(tmp_path)) == PATIENCE + 2
 

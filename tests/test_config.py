@@ -1,0 +1,85 @@
+import jax.numpy as jnp
+import pytest
+
+from jax_te.config import ACTIVATIONS, ParallelConfig, TransformerConfig, check_positive, check_rate, float_dtype
+from tests.numerics import without_type_checker
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def test_defaults_follow_from_the_sizes():
+    config = TransformerConfig(**SIZES)
+    assert (config.num_query_groups, config.ffn_hidden_size, config.kv_channels) == (4, 256, 16)
+    assert config.params_dtype == config.compute_dtype == jnp.dtype("float32")
+    assert TransformerConfig(**SIZES, params_dtype="bfloat16").compute_dtype == jnp.dtype("bfloat16")
+    mixed = TransformerConfig(**SIZES, compute_dtype=jnp.bfloat16)
+    assert (mixed.params_dtype, mixed.compute_dtype) == (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+    assert TransformerConfig(**{**SIZES, "hidden_size": 62}, kv_channels=16).kv_channels == 16
+    assert hash(config) == hash(TransformerConfig(**SIZES))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be an integer >= 1, got 0"),
+        ({"hidden_size": 64.0}, "hidden_size must be an integer >= 1, got 64.0"),
+        ({"num_attention_heads": True}, "num_attention_heads must be an integer >= 1, got True"),
+        ({"hidden_size": 62}, "hidden_size 62 is not divisible by num_attention_heads 4; .* or give kv_channels"),
+        ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
+        ({"ffn_hidden_size": -1}, "ffn_hidden_size must be an integer >= 1, got -1"),
+        ({"normalization": "BatchNorm"}, "normalization must be 'LayerNorm' or 'RMSNorm', got 'BatchNorm'"),
+        ({"activation": "tanh"}, "unknown activation 'tanh'; allowed: gelu, relu, silu, geglu, reglu, swiglu"),
+        ({"layernorm_epsilon": 0.0}, "layernorm_epsilon must be > 0, got 0.0"),
+        ({"attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0"),
+        ({"hidden_dropout": -0.1}, r"hidden_dropout must be in \[0, 1\), got -0.1"),
+        ({"params_dtype": "float64"}, "params_dtype must be one of float32, bfloat16, float16, got float64"),
+        ({"compute_dtype": "fp8"}, "compute_dtype must be one of float32, bfloat16, float16, got 'fp8'"),
+    ],
+)
+def test_a_wrong_value_is_named(changes, message):
+    with without_type_checker(), pytest.raises(ValueError, match=message):
+        TransformerConfig(**{**SIZES, **changes})
+
+
+def test_unknown_fields_are_refused():
+    with pytest.raises(TypeError, match="fp8"):
+        TransformerConfig(**SIZES, fp8="hybrid")
+    with pytest.raises(TypeError):
+        TransformerConfig(2, 64, 4)  # keyword-only
+
+
+def test_parallel_config():
+    config = ParallelConfig(data=2, fsdp=3, tensor=4)
+    assert (config.shape, config.num_devices, config.axis_names) == ((2, 3, 4), 24, ("data", "fsdp", "tensor"))
+    assert ParallelConfig.parse("data=2, fsdp=3,tensor=4") == config
+    assert ParallelConfig.parse("") == ParallelConfig()
+    with without_type_checker(), pytest.raises(ValueError, match="tensor must be an integer >= 1, got 0"):
+        ParallelConfig(tensor=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model=2", "unknown mesh axis 'model' in 'model=2'; allowed: data, fsdp, tensor"),
+        ("data=2,data=4", "mesh axis 'data' is given twice"),
+        ("data", "mesh axis 'data' needs an integer size >= 1, got ''"),
+        ("data=two", "mesh axis 'data' needs an integer size >= 1, got 'two'"),
+        ("data=-2", "mesh axis 'data' needs an integer size >= 1, got '-2'"),
+        ("data=0", "data must be an integer >= 1, got 0"),
+    ],
+)
+def test_mesh_text_that_cannot_be_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig.parse(text)
+
+
+def test_helpers():
+    assert float_dtype("x", jnp.float16) == jnp.dtype("float16")
+    with pytest.raises(ValueError, match="x must be one of float32, bfloat16, float16, got int32"):
+        float_dtype("x", jnp.int32)
+    check_positive(a=1, b=2)
+    check_rate(a=0.0, b=0.999)
+    for rate in (1.0, -1e-9, float("nan")):
+        with pytest.raises(ValueError, match=r"p must be in \[0, 1\)"):
+            check_rate(p=rate)
+    assert {len(parts) for parts in ACTIVATIONS.values()} == {1, 2}
