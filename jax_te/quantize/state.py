@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.quantize.quantizer import ROLES, GemmState
+from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.typing import PyTree
 
@@ -77,10 +78,25 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 
 
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
-    """The states to carry on with: their gradients, or the old ones where ``keep_old`` (a skipped step) is true."""
-    if keep_old is None:
-        return gradient
-    return jax.tree.map(lambda before, after: jnp.where(keep_old, before, after), old, gradient)
+    """The states to carry on with: their gradients, or the old ones where ``keep_old`` (a skipped step) is true.
+
+    A layer that did not run has the gradient zero. A scale never is, so that such a state is recognized and kept, too.
+    """
+
+    def carry_on(before: AmaxState, after: AmaxState) -> AmaxState:
+        keep = after["scale"] == 0.0
+        if keep_old is not None:
+            keep = jnp.logical_or(keep, keep_old)
+        return {
+            "scale": jnp.where(keep, before["scale"], after["scale"]),
+            "amax_history": jnp.where(keep[..., None], before["amax_history"], after["amax_history"]),
+        }
+
+    return jax.tree.map(carry_on, old, gradient, is_leaf=_is_amax_state)
+
+
+def _is_amax_state(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}
 
 
 def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module:

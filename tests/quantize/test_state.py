@@ -177,3 +177,20 @@ def test_states_are_not_shared():
     model = prepare_quantization(Model(), RECIPE)
     model.first.quantizers.set_value(jax.tree.map(lambda leaf: leaf + 1.0, model.first.quantizers.get_value()))
     assert float(model.second.quantizers.get_value()["x"]["scale"]) == 1.0
+
+
+def test_the_state_of_a_layer_that_did_not_run_is_kept():
+    old = {"used": init_gemm_state(RECIPE), "unused": jax.tree.map(lambda leaf: leaf + 2.0, init_gemm_state(RECIPE))}
+
+    def loss(state):
+        return jnp.sum(dense(draw("x", (16, 16)), draw("kernel", (16, 16)), recipe=RECIPE, state=state["used"]))
+
+    gradient = jax.grad(loss)(old)
+    carried = jax.jit(write_back)(old, gradient)
+    jax.tree.map(assert_bitwise, carried["unused"], old["unused"])
+    jax.tree.map(assert_bitwise, carried["used"], gradient["used"])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), old["used"], old["unused"])  # as of scanned layers
+    mixed = jax.tree.map(lambda *leaves: jnp.stack(leaves), gradient["used"], gradient["unused"])
+    both = write_back(stacked, mixed)
+    jax.tree.map(lambda leaf, first: assert_bitwise(leaf[0], first), both, gradient["used"])
+    jax.tree.map(lambda leaf, second: assert_bitwise(leaf[1], second), both, old["unused"])
