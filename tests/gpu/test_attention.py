@@ -6,6 +6,7 @@ bf16 in and out: the probabilities and the result are rounded to bf16 (2^-9 each
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_te.errors import BackendUnavailableError
