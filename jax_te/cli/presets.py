@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
         summary="trains in two minutes on two CPU cores",
         values=_LLAMA
         | {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 384}
-        | {"tie_embeddings": True, "seq_len": 128, "batch_size": 16, "learning_rate": 3e-3}
+        | {"tie_embeddings": True, "seq_len": 128, "batch_size": 16, "learning_rate": 2e-3}
         | {"steps": 600, "warmup_steps": 50, "save_every": 200, "eval_every": 200, "log_every": 10},
     ),
     "gpt-125m": Preset(

@@ -18,7 +18,7 @@ from jax_te.training.run_config import (
 
 
 def config(**changes):
-    values = PRESETS["tiny"].values | {"preset": "tiny", "decay_steps": 400, "min_learning_rate": 0.0}
+    values = PRESETS["tiny"].values | {"preset": "tiny", "batch_size": 8, "decay_steps": 400, "min_learning_rate": 0.0}
     return RunConfig(**(values | changes))
 
 
