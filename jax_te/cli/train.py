@@ -31,8 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; the status is 0, or 128 + the signal that ended the run."""
     for package in ("grain", "tensorboardX", "matplotlib", "rich"):
         require_extra(package)
-    if jax.default_backend() == "cpu":
-        _keep_freed_memory()
+    _keep_freed_memory()
     output = output_folder(options)
     config, resumes = resolve(options, output)
     data = load_text(config.data, seq_len=config.seq_len)

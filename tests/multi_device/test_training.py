@@ -52,8 +52,8 @@ def losses(mode, recipe, dtype):
 
 
 # fp32: sums over devices in another order, 2^-24 each; the mean of 128 losses is off by about one such rounding, and
-# 2e-6 leaves room for ten. bf16: a last bit that differs is 2^-8, in a few of the terms that are averaged. FP8: an input
-# that differs in its last bit can round to the neighbouring E4M3 value, 2^-4 away, but does so once in 2^19.
+# 2e-6 leaves room for ten. bf16: a last bit that differs is 2^-8, in a few of the terms that are averaged. FP8: an
+# input that differs in its last bit can round to the neighbouring E4M3 value, 2^-4 away, but does so once in 2^19.
 CASES = {
     "fp32": (None, jnp.float32, 2e-6, ("auto", "explicit")),
     "bf16": (None, jnp.bfloat16, 1e-3, ("auto",)),
