@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; the status is 0, or 128 + the signal that ended the run."""
     for package in ("grain", "tensorboardX", "matplotlib", "rich"):
         require_extra(package)
-    _keep_freed_memory()
     output = output_folder(options)
     config, resumes = resolve(options, output)
     data = load_text(config.data, seq_len=config.seq_len)
@@ -84,18 +82,6 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
     text = continue_text(result.state.model, PROMPT, SAMPLE_BYTES, seed=config.seed, copies=copies)
     progress.text("sample", PROMPT + text)
     return 0
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep up to 1 GiB that XLA frees, for the next step, in place of unmapping it.
-
-    Else every step maps its temporaries anew and the kernel zeroes them: 4.3 million page faults in 100 steps of the
-    tiny preset, against 0.2 million, and a quarter of its CPU time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, value in ((-8, 1), (-4, 0), (-1, 2**30)):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
-            mallopt(parameter, value)
 
 
 @contextmanager
