@@ -22,3 +22,14 @@ def shared_compilations(tmp_path_factory):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="package")
+def trained(tmp_path_factory, shared_compilations):
+    """The folder of a finished micro run; tests may not change it."""
+    from jax_te.cli.main import main  # not above: pytest's options add checks to jax_te when it is imported
+    from tests.cli.runs import MICRO
+
+    output = tmp_path_factory.mktemp("runs") / "trained"
+    assert main(["train", "--output", str(output), *MICRO]) == 0
+    return output

@@ -74,13 +74,6 @@ def test_a_missing_package(tmp_path, capsys, monkeypatch):
     assert_refused(*refuse(capsys, tmp_path / "run"), "grain", EXTRA_HINT)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    output = tmp_path_factory.mktemp("runs") / "trained"
-    assert main(["train", "--output", str(output), *MICRO]) == 0
-    return output
-
-
 @pytest.fixture
 def run(trained, tmp_path, capsys):
     """A copy of a finished run, to be damaged."""

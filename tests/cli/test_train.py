@@ -15,14 +15,6 @@ def train(output, *argv):
     return main(["train", "--output", str(output), *MICRO, *argv])
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A finished run; tests may not change it."""
-    output = tmp_path_factory.mktemp("runs") / "trained"
-    assert train(output) == 0
-    return output
-
-
 def test_a_run_leaves_everything_in_its_folder(trained):
     names = {path.name for path in trained.iterdir()}
     assert {"config.json", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints"} <= names
