@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from jax_te.config import check_positive
 from jax_te.typing import Array, PyTree
 
 
-class LossScale:
+class LossScale(abc.ABC):
     """Base of the loss scalers: pytrees that a train step carries along.
 
     ``scale`` multiplies the loss before the gradient is taken; `unscale` divides the gradients; `update` takes whether
@@ -32,9 +33,9 @@ class LossScale:
         inverse = 1.0 / self.scale
         return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
 
+    @abc.abstractmethod
     def update(self, finite: Array) -> LossScale:
         """The scaler of the next step, given whether all gradients were finite (bool ``[]``)."""
-        raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass

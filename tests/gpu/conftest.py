@@ -9,7 +9,7 @@ def needs_te_on_a_gpu():
     from jax_te.ops.te import available  # not above: pytest's options add checks to jax_te when it is imported
 
     if jax.default_backend() != "gpu":
-        pytest.skip("no GPU")
+        pytest.fail(f"these tests need a GPU, and JAX runs on {jax.default_backend()}")
     ok, reason = available()
     if not ok:
         pytest.fail(f"a GPU is here, but Transformer Engine is not: {reason}")
