@@ -1,9 +1,8 @@
 """Megatron-Core's Transformer Engine layers and precision system for JAX and Flax.
 
-The names below are the ones most programs need; layers are in `jax_te.layers`, models in `jax_te.models`, training
-in `jax_te.training`. They are
-imported when first used, except on machines with Transformer Engine, which must be loaded before XLA loads its own
-cuDNN.
+The names below are the ones most programs need; layers are in `jax_te.layers`, models in `jax_te.models`, training in
+`jax_te.training`. They are imported when first used, except on machines with Transformer Engine, which must be loaded
+before XLA loads its own cuDNN.
 
 >>> import jax_te
 >>> jax_te.DelayedScaling(margin=1).margin
