@@ -11,6 +11,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.parameters import parameter_axes
+from jax_te.layers.quantizable import QuantizableModule, name_modules, quantizable_modules
 from jax_te.layers.rotary import Rotary, apply_rotary, rotary_embedding
 from jax_te.layers.transformer import TransformerLayer
 
@@ -23,6 +24,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "QuantizableModule",
     "RMSNorm",
     "Rotary",
     "TransformerLayer",
@@ -30,8 +32,10 @@ __all__ = [
     "dropout",
     "init_kv_cache",
     "make_norm",
+    "name_modules",
     "normal_init",
     "parameter_axes",
+    "quantizable_modules",
     "rotary_embedding",
     "scaled_normal_init",
 ]

@@ -8,9 +8,8 @@ from flax import nnx
 
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.parameters import leading_axes, state_or_none, value_or_none
+from jax_te.layers.parameters import leading_axes, value_or_none
 from jax_te.ops import layernorm, layernorm_dense
-from jax_te.recipe import current_recipe
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 
@@ -71,11 +70,15 @@ class LayerNormLinear(Linear):
         self.scale, self.ln_bias = norm_parameters(self.norm, in_features, params_dtype)
         self.return_layernorm_output = return_layernorm_output
 
-    def __call__(self, x: Array) -> Array | tuple[Array | None, ...]:
+    def _init_save_original_input(self) -> None:
+        pass  # the input of the GEMM is the norm's output, which nobody else keeps
+
+    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
+            is_first_microbatch: as in `Linear`.
 
         Returns:
             ``y [..., *n]``, or a tuple of it and what was asked for, in this order: the bias, the norm's output
@@ -85,17 +88,17 @@ class LayerNormLinear(Linear):
             scale, ln_bias = self.scale[...], value_or_none(self.ln_bias)
             if self.return_layernorm_output:
                 normed = layernorm(x, scale, ln_bias, norm=self.norm, out_axes=(*leading_axes(x), "hidden"))
-                return self._result(self._dense(normed), x, normed)
+                return self._result(self._dense(normed, is_first_microbatch), x, normed)
             y = layernorm_dense(
                 x,
                 scale,
                 ln_bias,
-                self.kernel[...],
-                None if self.return_bias else value_or_none(self.bias),
+                bias=None if self.return_bias else value_or_none(self.bias),
                 norm=self.norm,
-                recipe=current_recipe(),
-                state=state_or_none(self.quantizers),
+                recipe=self.recipe,
                 out_axes=(*leading_axes(x), *self.feature_axes),
                 kernel_axes=self.kernel_axes,
+                name=self.module_name,
+                **self.linear_arguments("kernel", self.kernel_axes, is_first_microbatch),
             )
             return self._result(y, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,17 @@ from flax import nnx
 from jax_te.config import ACTIVATIONS, check_positive
 from jax_te.layers.initializers import normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.parameters import constant, leading_axes, parameter, state_or_none, value_or_none
+from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none
+from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import activation as apply_activation
 from jax_te.ops import dense, layernorm, layernorm_mlp
-from jax_te.quantize import quantizer_variable
-from jax_te.recipe import current_recipe
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 _WI_AXES: LogicalAxes = ("fsdp", "joined", "ffn")
 _WO_AXES: LogicalAxes = ("ffn", "fsdp")
 
 
-class LayerNormMLP(nnx.Module):
+class LayerNormMLP(QuantizableModule):
     """``y = act(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias`` as one operation.
 
     The first projection is column-parallel and the second row-parallel: ``f`` is split over the mesh's tensor axis. A
@@ -56,7 +55,7 @@ class LayerNormMLP(nnx.Module):
     (2, 4, 16)
     """
 
-    quantizer_names = ("quantizers_1", "quantizers_2")
+    kernels: ClassVar[dict[str, str]] = {"wi_kernel": "quantizers_1", "wo_kernel": "quantizers_2"}
 
     def __init__(
         self,
@@ -87,70 +86,77 @@ class LayerNormMLP(nnx.Module):
         self.wi_bias = constant(0.0, (n_act, f), params_dtype, ("joined", "ffn")) if bias else None
         self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, _WO_AXES)
         self.wo_bias = constant(0.0, (h,), params_dtype, ("norm",)) if bias else None
-        self.quantizers_1 = nnx.data(quantizer_variable(current_recipe()))
-        self.quantizers_2 = nnx.data(quantizer_variable(current_recipe()))
+        self._init_quantization()
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
         self.return_bias = return_bias
 
-    def __call__(self, x: Array) -> Array | tuple[Array | None, ...]:
+    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
+            is_first_microbatch: as in `Linear`.
 
         Returns:
             ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
             the norm's output.
         """
+        wi = self.linear_arguments("wi_kernel", _WI_AXES, is_first_microbatch)
+        wo = self.linear_arguments("wo_kernel", _WO_AXES, is_first_microbatch)
         with jax.named_scope("LayerNormMLP"):
-            y, *normed = self._unfused(x) if self.return_layernorm_output else (self._fused(x),)
+            y, *normed = self._unfused(x, wi, wo) if self.return_layernorm_output else (self._fused(x, wi, wo),)
             bias = value_or_none(self.wo_bias)
             extra = (None if bias is None else bias.astype(x.dtype),) if self.return_bias else ()
             return (y, *extra, *normed) if extra or normed else y
 
-    def _fused(self, x: Array) -> Array:
+    def _names(self) -> tuple[str | None, str | None]:
+        name = self.module_name
+        return (None, None) if name is None else (f"{name}.wi_kernel", f"{name}.wo_kernel")
+
+    def _fused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> Array:
         lead = leading_axes(x)
-        states: Any = state_or_none(self.quantizers_1), state_or_none(self.quantizers_2)
         return layernorm_mlp(
             x,
             self.scale[...],
             value_or_none(self.ln_bias),
-            self.wi_kernel[...],
+            wi["kernel"],
             value_or_none(self.wi_bias),
-            self.wo_kernel[...],
+            wo["kernel"],
             None if self.return_bias else value_or_none(self.wo_bias),
             norm=self.norm,
             activation=self.activation,
-            recipe=current_recipe(),
-            states=states,
+            recipe=self.recipe,
+            states=(wi["state"], wo["state"]),
+            gradients=(wi["gradient"], wo["gradient"]),
+            names=self._names(),
             ffn_axes=(*lead, "ffn"),
             out_axes=(*lead, "hidden"),
             wi_axes=_WI_AXES,
             wo_axes=_WO_AXES,
         )
 
-    def _unfused(self, x: Array) -> tuple[Array, Array]:
+    def _unfused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> tuple[Array, Array]:
         """The same in four operations, so that the norm's output is there to return."""
-        lead, recipe = leading_axes(x), current_recipe()
+        lead, recipe, names = leading_axes(x), self.recipe, self._names()
         normed = layernorm(x, self.scale[...], value_or_none(self.ln_bias), norm=self.norm, out_axes=(*lead, "hidden"))
         a = dense(
             normed,
-            self.wi_kernel[...],
-            value_or_none(self.wi_bias),
+            bias=value_or_none(self.wi_bias),
             recipe=recipe,
-            state=state_or_none(self.quantizers_1),
             out_axes=(*lead, "joined", "ffn"),
             kernel_axes=_WI_AXES,
+            name=names[0],
+            **wi,
         )
         z = apply_activation(a, self.activation, out_axes=(*lead, "ffn"))
         y = dense(
             z,
-            self.wo_kernel[...],
-            None if self.return_bias else value_or_none(self.wo_bias),
+            bias=None if self.return_bias else value_or_none(self.wo_bias),
             recipe=recipe,
-            state=state_or_none(self.quantizers_2),
             out_axes=(*lead, "hidden"),
             kernel_axes=_WO_AXES,
+            name=names[1],
+            **wo,
         )
         return y, normed

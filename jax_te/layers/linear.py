@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import check_positive
 from jax_te.layers.initializers import normal_init
-from jax_te.layers.parameters import constant, leading_axes, parameter, state_or_none, value_or_none
+from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none
+from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import dense
-from jax_te.quantize import quantizer_variable
-from jax_te.recipe import current_recipe
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 _KERNEL_AXES: dict[str | None, LogicalAxes] = {
@@ -37,7 +38,7 @@ def kernel_logical_axes(parallel_mode: str | None, ndim: int) -> LogicalAxes:
     return (inner, *("joined",) * (ndim - 2), outer)
 
 
-class Linear(nnx.Module):
+class Linear(QuantizableModule):
     """``y = x @ kernel + bias``, its three GEMMs quantized by the ambient recipe.
 
     Args:
@@ -54,6 +55,10 @@ class Linear(nnx.Module):
             as ``"hidden"``.
         rngs: the ``params`` stream draws the kernel.
 
+    Attributes:
+        save_original_input: keep the input itself for backward and quantize it there again, see `dense`. False.
+        module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
+
     Raises:
         ValueError: for a size that is not positive, an unknown mode or dtype; when called, for sizes that do not fit
             (FP8 needs multiples of 16).
@@ -65,7 +70,7 @@ class Linear(nnx.Module):
     (2, 4, 32)
     """
 
-    quantizer_names = ("quantizers",)
+    kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
 
     def __init__(
         self,
@@ -88,35 +93,42 @@ class Linear(nnx.Module):
         self.kernel = parameter(init, rngs, (in_features, *features), params_dtype, axes)
         bias_axes = tuple("norm" if name == "fsdp" else name for name in axes[1:])
         self.bias = constant(0.0, features, params_dtype, bias_axes) if bias else None
-        self.quantizers = nnx.data(quantizer_variable(current_recipe()))
+        self._init_quantization()
+        self._init_save_original_input()
         self.return_bias = return_bias
         self.kernel_axes = axes
         self.feature_axes = (
             tuple("hidden" if name == "fsdp" else name for name in axes[1:]) if out_axes is None else out_axes
         )
 
-    def __call__(self, x: Array) -> Array | tuple[Array | None, ...]:
+    def _init_save_original_input(self) -> None:
+        self.save_original_input = False
+
+    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[..., k]``; its dtype is the dtype of computation and of the output.
+            is_first_microbatch: True: quantize the kernel and keep it for later calls; False: use what was kept; None:
+                what the attribute of that name says, by default neither.
 
         Returns:
             ``y [..., *n]``; with ``return_bias`` ``(y, bias)``, the bias in the dtype of ``x`` (None if the layer has
             none).
         """
         with jax.named_scope("Linear"):
-            return self._result(self._dense(x), x)
+            return self._result(self._dense(x, is_first_microbatch), x)
 
-    def _dense(self, x: Array) -> Array:
+    def _dense(self, x: Array, is_first_microbatch: bool | None) -> Array:
         return dense(
             x,
-            self.kernel[...],
-            None if self.return_bias else value_or_none(self.bias),
-            recipe=current_recipe(),
-            state=state_or_none(self.quantizers),
+            bias=None if self.return_bias else value_or_none(self.bias),
+            recipe=self.recipe,
             out_axes=(*leading_axes(x), *self.feature_axes),
             kernel_axes=self.kernel_axes,
+            save_original_input=getattr(self, "save_original_input", False),
+            name=self.module_name,
+            **self.linear_arguments("kernel", self.kernel_axes, is_first_microbatch),
         )
 
     def _result(self, y: Array, x: Array, *more: Array) -> Array | tuple[Array | None, ...]:

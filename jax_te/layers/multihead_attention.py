@@ -160,6 +160,7 @@ class MultiheadAttention(nnx.Module):
         dropout_key: Array | None = None,
         cache: KVCache | None = None,
         checkpoint_core_attention: bool = False,
+        is_first_microbatch: bool | None = None,
     ) -> Array | tuple[Array | KVCache, ...]:
         """Self-attention over ``x``.
 
@@ -171,6 +172,7 @@ class MultiheadAttention(nnx.Module):
             dropout_key: turns dropout on.
             cache: keys and values of the tokens before ``x``; causal attention only.
             checkpoint_core_attention: recompute the attention core in backward.
+            is_first_microbatch: as in `Linear`, for both projections.
 
         Returns:
             ``y [b, s, h]``, or a tuple of it and what there is of, in this order: the norm's output ``[b, s, h]``,
@@ -178,7 +180,7 @@ class MultiheadAttention(nnx.Module):
         """
         core, g, d = self.core_attention, self.core_attention.num_gqa_groups, self.core_attention.kv_channels
         with jax.named_scope("MultiheadAttention"):
-            projected: Any = self.qkv(x)
+            projected: Any = self.qkv(x, is_first_microbatch=is_first_microbatch)
             qkv, *normed = projected if isinstance(projected, tuple) else (projected,)
             packed = g == core.num_attention_heads and rotary_pos_emb is None and cache is None
             axes = (("batch", "sequence", "joined", "heads", None),) if packed else (HEAD_AXES,) * 3
@@ -203,7 +205,7 @@ class MultiheadAttention(nnx.Module):
                 checkpoint_core_attention=checkpoint_core_attention,
             )
             merge = auto_region(lambda c: c.reshape(*c.shape[:2], -1), ("batch", "sequence", "heads"))
-            y: Any = self.proj(merge(context))
+            y: Any = self.proj(merge(context), is_first_microbatch=is_first_microbatch)
             extra = (*normed, *(() if cache is None else (cache,)))
             return (y, *extra) if extra else y
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import float_dtype
-from jax_te.quantize import GemmState, QuantizerState
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
@@ -52,11 +51,6 @@ def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: Logic
 
 def value_or_none(variable: nnx.Variable | None) -> Array | None:
     """The array of a parameter that a layer may lack."""
-    return None if variable is None else variable.get_value()
-
-
-def state_or_none(variable: QuantizerState | None) -> GemmState | None:
-    """The quantizer state of a layer that may have none."""
     return None if variable is None else variable.get_value()
 
 

@@ -145,6 +145,7 @@ class TransformerLayer(nnx.Module):
         dropout_key: Array | None = None,
         cache: KVCache | None = None,
         checkpoint_core_attention: bool = False,
+        is_first_microbatch: bool | None = None,
     ) -> Array | tuple[Array, KVCache]:
         """Apply the layer.
 
@@ -156,6 +157,7 @@ class TransformerLayer(nnx.Module):
             dropout_key: turns dropout on; None is evaluation.
             cache: keys and values of the tokens before ``x``.
             checkpoint_core_attention: recompute the attention core in backward, in place of keeping its results.
+            is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
             ``y [b, s, h]``, split like activations over batch; with a cache ``(y, cache with x appended)``.
@@ -173,11 +175,12 @@ class TransformerLayer(nnx.Module):
                 dropout_key=attention_key,
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
+                is_first_microbatch=is_first_microbatch,
             )
             y, *extra = attended if isinstance(attended, tuple) else (attended,)
             cache = None if cache is None else extra.pop()
             x = self._add(extra[0] if extra else x, y, hidden_keys[0])
-            transformed: Any = self.layernorm_mlp(x)
+            transformed: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
             y, *extra = transformed if isinstance(transformed, tuple) else (transformed,)
             x = self._add(extra[0] if extra else x, y, hidden_keys[1])
             if self.layernorm is not None:

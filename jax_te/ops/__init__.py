@@ -9,6 +9,7 @@ from jax_te.ops.dense import dense
 from jax_te.ops.layernorm import layernorm
 from jax_te.ops.layernorm_dense import layernorm_dense
 from jax_te.ops.layernorm_mlp import layernorm_mlp
+from jax_te.ops.quantize_kernel import quantize_kernel
 from jax_te.ops.spec import NormSpec
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
+    "quantize_kernel",
     "softmax_cross_entropy",
     "use_backend",
 ]

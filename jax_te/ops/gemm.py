@@ -4,46 +4,74 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
+import jax
+
+from jax_te.ops.backend import primitives
 from jax_te.parallel import constrain
-from jax_te.quantize import GemmQuantizers
-from jax_te.recipe import Recipe
+from jax_te.quantize import GemmQuantizers, GemmState, KernelGradient, QuantizedKernel, Quantizer, TensorRole
+from jax_te.quantize.observe import Observer, current_observer
+from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
-FP8_MULTIPLE = 16
-"""FP8 GEMM units take matrices whose sizes are multiples of this."""
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+_GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+_READERS: dict[TensorRole, tuple[Gemm, Gemm]] = {
+    "x": ("fprop", "wgrad"),
+    "kernel": ("fprop", "dgrad"),
+    "grad": ("dgrad", "wgrad"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """Static facts about one linear layer inside an op: hashable, so that it can be a non-differentiated argument."""
+    """Static facts about one linear layer inside an op: hashable, so that it can be a non-differentiated argument.
+
+    ``gradient_dtype`` is the kernel gradient's, ``kernel_rank`` the kernel's number of axes. ``name`` and ``observer``
+    say under which name the layer's quantized tensors are observed, and by whom.
+    """
 
     recipe: Recipe | None
     backend: str
     out_axes: LogicalAxes | None
     kernel_axes: LogicalAxes | None
-    kernel_dtype: DTypeLike
+    gradient_dtype: DTypeLike
     kernel_rank: int
+    kernel_quantized: bool
     bias_dtype: DTypeLike | None
+    save_original_input: bool = False
+    name: str | None = None
+    observer: Observer | None = None
+
+    def overridden(self, gemm: Gemm) -> bool:
+        """Whether the recipe leaves this GEMM in high precision."""
+        return self.recipe is not None and self.recipe.override_linear_precision[_GEMMS.index(gemm)]
+
+    def precise(self, gemm: Gemm) -> bool:
+        """Whether this GEMM must promote its partial sums to fp32 on the way."""
+        return self.recipe is not None and getattr(self.recipe, f"fp8_gemm_{gemm}").use_split_accumulator
 
 
 def gemm_spec(
     op: str,
     x_shape: tuple[int, ...],
-    kernel: Array,
+    kernel: Array | QuantizedKernel,
     bias: Array | None,
     *,
     recipe: Recipe | None,
     backend: str,
     out_axes: LogicalAxes | None,
     kernel_axes: LogicalAxes | None,
+    gradient: KernelGradient | None = None,
+    save_original_input: bool = False,
+    name: str | None = None,
 ) -> GemmSpec:
     """The spec of ``x [..., k] @ kernel [k, *n] + bias [*n]``.
 
     Raises:
-        ValueError: for shapes that do not go together, or sizes that FP8 GEMMs cannot take.
+        ValueError: for shapes that do not go together, sizes that the recipe's GEMMs cannot take, or
+            ``save_original_input`` under delayed scaling.
     """
     if kernel.ndim < 2 or x_shape[-1:] != kernel.shape[:1]:
         raise ValueError(
@@ -52,48 +80,148 @@ def gemm_spec(
     if bias is not None and bias.shape != kernel.shape[1:]:
         raise ValueError(f"{op}: bias {bias.shape} must have the kernel's output shape {kernel.shape[1:]}")
     if recipe is not None:
-        sizes = {
-            "token count": prod(x_shape[:-1]),
-            "input size": kernel.shape[0],
-            "output size": prod(kernel.shape[1:]),
-        }
-        for name, size in sizes.items():
-            if size % FP8_MULTIPLE:
-                raise ValueError(
-                    f"{op} under recipe {recipe.name!r}: {name} {size} must be a multiple of {FP8_MULTIPLE} for FP8 "
-                    f"(the next is {size + -size % FP8_MULTIPLE}); input {x_shape}, kernel {kernel.shape}. Change the "
-                    "size, or run this layer inside `with autocast(None):`"
-                )
+        _check_alignment(op, recipe, x_shape, kernel.shape)
+    if save_original_input and isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"{op}: save_original_input quantizes the input again in backward, which would see another scale under "
+            "DelayedScaling; use Float8CurrentScaling or a block recipe, or leave it off"
+        )
     return GemmSpec(
         recipe=recipe,
         backend=backend,
         out_axes=out_axes,
         kernel_axes=kernel_axes,
-        kernel_dtype=kernel.dtype,
+        gradient_dtype=kernel.dtype if gradient is None else gradient.like.dtype,
         kernel_rank=kernel.ndim,
+        kernel_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
+        save_original_input=save_original_input and recipe is not None,
+        name=name,
+        observer=current_observer(),
     )
 
 
-def fprop(
-    run: ModuleType, spec: GemmSpec, quantizers: GemmQuantizers, x_q: Any, kernel: Array, bias: Array | None
-) -> tuple[Array, Any, Array | None]:
-    """The output, the quantized kernel, its amax. ``run`` holds the backend's primitives, ``x_q`` is an operand."""
-    kernel_q, kernel_amax = run.quantize_operand(kernel, *quantizers["kernel"], axis=1)
-    return constrain(run.gemm_fprop(x_q, kernel_q, bias), spec.out_axes), kernel_q, kernel_amax
+def _check_alignment(op: str, recipe: Recipe, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -> None:
+    sizes = {
+        "token count": prod(x_shape[:-1]),
+        "input size": kernel_shape[0],
+        "output size": prod(kernel_shape[1:]),
+    }
+    for name, size in sizes.items():
+        if size % recipe.alignment:
+            raise ValueError(
+                f"{op} under recipe {recipe.name!r}: {name} {size} must be a multiple of {recipe.alignment} "
+                f"(the next is {size + -size % recipe.alignment}); input {x_shape}, kernel {kernel_shape}. Change the "
+                "size, or run this layer inside `with autocast(None):`"
+            )
 
 
-def quantize_gradient(
-    run: ModuleType, spec: GemmSpec, quantizers: GemmQuantizers, g: Array
-) -> tuple[Any, Array | None, Array | None]:
-    """The output gradient as an operand, the bias gradient, the amax."""
-    g = constrain(g, spec.out_axes)
-    rows = g.ndim - spec.kernel_rank + 1
-    return run.quantize_dbias(g, *quantizers["grad"], axis=rows, bias_dtype=spec.bias_dtype)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """One tensor as the GEMMs that read it want it: as it is, quantized, or both."""
+
+    plain: Any = None
+    quantized: Any = None
 
 
-def dgrad_wgrad(run: ModuleType, spec: GemmSpec, x_q: Any, kernel_q: Any, g_q: Any) -> tuple[Array, Array]:
-    """Gradients of input and kernel; the kernel's in its own dtype and sharding."""
-    dx = run.gemm_dgrad(g_q, kernel_q)
-    dkernel = run.gemm_wgrad(x_q, g_q, spec.kernel_dtype)
-    return dx, constrain(dkernel, spec.kernel_axes)
+class LinearGemms:
+    """A linear layer's GEMMs and the quantization of their operands, on the backend of its spec.
+
+    Args:
+        spec: what is known beforehand.
+        state: the recipe's state, if it has any.
+    """
+
+    def __init__(self, spec: GemmSpec, state: GemmState | None):
+        self.spec = spec
+        self.run: Any = primitives(spec.backend)
+        self.quantizers = GemmQuantizers(spec.recipe, state)
+
+    def fuses(self, role: TensorRole) -> bool:
+        """Whether whatever computes this tensor may write it as an operand at once: nobody else wants to see it."""
+        quantizer, _ = self.quantizers[role]
+        if quantizer is None:
+            return True
+        return self.spec.observer is None and self._wants(role, plain=False) and not self._wants(role, plain=True)
+
+    def adopt(self, operand: Any, role: TensorRole) -> Forms:
+        """The forms of a tensor that was written as an operand at once."""
+        return Forms(plain=operand) if self.quantizers[role][0] is None else Forms(quantized=operand)
+
+    def operand(self, x: Array, role: TensorRole, *, axis: int) -> tuple[Forms, Array | None]:
+        """A tensor's forms and its amax. Rows of its matrix view end at ``axis``."""
+        quantizer, scale = self.quantizers[role]
+        plain = quantized = x_amax = None
+        if quantizer is None or self._wants(role, plain=True):
+            plain, _ = self.run.quantize_operand(x, None, None, axis=axis)
+        if quantizer is not None and self._wants(role, plain=False):
+            self.observe(x, role, quantizer, scale, axis=axis)
+            quantized, x_amax = self.run.quantize_operand(x, quantizer, scale, axis=axis)
+        return Forms(plain=plain, quantized=quantized), x_amax
+
+    def kernel(self, kernel: Array | QuantizedKernel) -> tuple[Forms, Array | None]:
+        """The kernel's forms and its amax; a quantized kernel is taken as it is."""
+        if not isinstance(kernel, QuantizedKernel):
+            return self.operand(kernel, "kernel", axis=1)
+        if not self._wants("kernel", plain=True):
+            return Forms(quantized=kernel.operand), kernel.amax
+        plain, _ = self.run.quantize_operand(kernel.dequantize(), None, None, axis=1)
+        return Forms(plain=plain, quantized=kernel.operand), kernel.amax
+
+    def gradient(self, g: Array) -> tuple[Forms, Array | None, Array | None]:
+        """The output gradient's forms, the bias gradient, the amax."""
+        spec, run = self.spec, self.run
+        g = constrain(g, spec.out_axes)
+        axis = g.ndim - spec.kernel_rank + 1
+        if self.fuses("grad"):
+            operand, dbias, g_amax = run.quantize_dbias(
+                g, *self.quantizers["grad"], axis=axis, bias_dtype=spec.bias_dtype
+            )
+            return self.adopt(operand, "grad"), dbias, g_amax
+        _, dbias, _ = run.quantize_dbias(g, None, None, axis=axis, bias_dtype=spec.bias_dtype)
+        forms, g_amax = self.operand(g, "grad", axis=axis)
+        return forms, dbias, g_amax
+
+    def fprop(self, x: Forms, kernel: Forms, bias: Array | None) -> Array:
+        """``x @ kernel + bias``."""
+        y = self.run.gemm_fprop(self._pick(x, "fprop"), self._pick(kernel, "fprop"), bias, self.spec.precise("fprop"))
+        return constrain(y, self.spec.out_axes)
+
+    def keep(self, x: Forms, kernel: Forms, original: Array | None = None) -> tuple[Any, Any]:
+        """What backward needs of input and kernel. ``original`` is the input itself, for ``save_original_input``."""
+        if self.spec.save_original_input and not self.spec.overridden("wgrad"):
+            kept_x = original
+        else:
+            kept_x = self.run.keep_x(self._pick(x, "wgrad"))
+        return kept_x, self.run.keep_kernel(self._pick(kernel, "dgrad"))
+
+    def backward(self, kept_x: Any, kept_kernel: Any, g: Forms, gradient: KernelGradient | None) -> tuple[Array, Array]:
+        """Gradients of input and kernel; the kernel's added to the accumulator, and in its own sharding."""
+        spec = self.spec
+        dx = self.run.gemm_dgrad(self._pick(g, "dgrad"), kept_kernel, spec.precise("dgrad"))
+        if spec.save_original_input and not spec.overridden("wgrad"):
+            again, _ = self.run.quantize_operand(kept_x, *self.quantizers["x"], axis=-1)
+            kept_x = self.run.keep_x(again)
+        dkernel = self.run.gemm_wgrad(kept_x, self._pick(g, "wgrad"), spec.gradient_dtype, spec.precise("wgrad"))
+        if gradient is not None and gradient.accumulator is not None:
+            dkernel = gradient.accumulator + dkernel
+        return dx, constrain(dkernel, spec.kernel_axes)
+
+    def observe(self, x: Array, role: TensorRole, quantizer: Quantizer, scale: Array | None, *, axis: int) -> None:
+        """Report the tensor to the spec's observer, if it has one."""
+        if self.spec.observer is not None:
+            self.spec.observer.record(self.spec.name, role, x, quantizer, scale, axis=axis)
+
+    def _wants(self, role: TensorRole, *, plain: bool) -> bool:
+        """Whether a GEMM reads this tensor as it is, or quantized."""
+        return any(self.spec.overridden(gemm) is plain for gemm in _READERS[role])
+
+    def _pick(self, forms: Forms, gemm: Gemm) -> Any:
+        return forms.plain if forms.quantized is None or self.spec.overridden(gemm) else forms.quantized
+
+    def cotangents(self, dkernel: Array, gradient: KernelGradient | None) -> tuple[Array | None, KernelGradient | None]:
+        """The kernel's gradient as cotangents of the kernel and of the place it goes to; None is zero."""
+        if gradient is not None:
+            return None, KernelGradient(like=dkernel, accumulator=None)
+        return (None if self.spec.kernel_quantized else dkernel), None

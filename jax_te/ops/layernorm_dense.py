@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 
-from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.ops.gemm import GemmSpec, dgrad_wgrad, fprop, gemm_spec, quantize_gradient
+from jax_te.ops.backend import BackendName, select
+from jax_te.ops.gemm import Forms, GemmSpec, LinearGemms, gemm_spec
 from jax_te.ops.layernorm import check_norm
+from jax_te.ops.quantize_kernel import ready_kernel
 from jax_te.ops.spec import NormSpec
 from jax_te.parallel import auto_region
-from jax_te.quantize import GemmQuantizers, GemmState
+from jax_te.quantize import GemmState, KernelGradient, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
 
@@ -21,7 +22,7 @@ def layernorm_dense(
     x: Array,
     scale: Array,
     ln_bias: Array | None,
-    kernel: Array,
+    kernel: Array | QuantizedKernel,
     bias: Array | None = None,
     *,
     norm: NormSpec = NormSpec(),
@@ -29,6 +30,8 @@ def layernorm_dense(
     state: GemmState | None = None,
     out_axes: LogicalAxes | None = None,
     kernel_axes: LogicalAxes | None = None,
+    gradient: KernelGradient | None = None,
+    name: str | None = None,
     backend: BackendName | None = None,
 ) -> Array:
     """``norm(x) @ kernel + bias``, see `layernorm` and `dense`.
@@ -36,9 +39,9 @@ def layernorm_dense(
     Args:
         x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
-        kernel, bias: ``[h, *n]`` and ``[*n]`` or None.
-        norm, recipe, state, out_axes, kernel_axes, backend: as in `layernorm` and `dense`; the quantized input is
-            the norm's output.
+        kernel, bias: ``[h, *n]`` (or quantized beforehand) and ``[*n]`` or None.
+        norm, recipe, state, out_axes, kernel_axes, gradient, name, backend: as in `layernorm` and `dense`; the
+            quantized input is the norm's output.
 
     Returns:
         ``[..., *n]`` in the dtype of ``x``.
@@ -53,20 +56,35 @@ def layernorm_dense(
     (4, 8)
     """
     check_norm("layernorm_dense", x.shape[-1], scale, ln_bias, norm)
-    name = select("layernorm_dense", recipe=recipe, backend=backend)
+    kernel = ready_kernel(kernel, gradient, recipe)
+    chosen = select("layernorm_dense", recipe=recipe, backend=backend)
     spec = gemm_spec(
         "layernorm_dense",
         x.shape,
         kernel,
         bias,
         recipe=recipe,
-        backend=name,
+        backend=chosen,
         out_axes=out_axes,
         kernel_axes=kernel_axes,
+        gradient=gradient,
+        name=name,
     )
-    GemmQuantizers(recipe, state)  # raises for a missing state
+    LinearGemms(spec, state)  # raises for a missing state
     fn = functools.partial(_layernorm_dense, spec, norm)
-    return auto_region(fn, out_axes)(x, scale, ln_bias, kernel, bias, state)
+    return auto_region(fn, out_axes)(x, scale, ln_bias, kernel, bias, state, gradient)
+
+
+def normed_operand(
+    gemms: LinearGemms, x: Array, scale: Array, ln_bias: Array | None, norm: NormSpec
+) -> tuple[Forms, Any, Array | None]:
+    """The norm's output as the GEMMs want it, the statistics that backward needs, the amax."""
+    if gemms.fuses("x"):
+        operand, stats, y_amax = gemms.run.norm_quantize(x, scale, ln_bias, norm, *gemms.quantizers["x"])
+        return gemms.adopt(operand, "x"), stats, y_amax
+    y, stats = gemms.run.norm(x, scale, ln_bias, norm)
+    forms, y_amax = gemms.operand(y, "x", axis=-1)
+    return forms, stats, y_amax
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -76,11 +94,12 @@ def _layernorm_dense(
     x: Array,
     scale: Array,
     ln_bias: Array | None,
-    kernel: Array,
+    kernel: Array | QuantizedKernel,
     bias: Array | None,
     state: GemmState | None,
+    gradient: KernelGradient | None,
 ) -> Array:
-    return _forward(spec, norm, x, scale, ln_bias, kernel, bias, state)[0]
+    return _forward(spec, norm, x, scale, ln_bias, kernel, bias, state, gradient)[0]
 
 
 def _forward(
@@ -89,25 +108,28 @@ def _forward(
     x: Array,
     scale: Array,
     ln_bias: Array | None,
-    kernel: Array,
+    kernel: Array | QuantizedKernel,
     bias: Array | None,
     state: GemmState | None,
+    gradient: KernelGradient | None,
 ) -> tuple[Array, tuple[Any, ...]]:
-    run, quantizers = primitives(spec.backend), GemmQuantizers(spec.recipe, state)
-    y_q, stats, y_amax = run.norm_quantize(x, scale, ln_bias, norm, *quantizers["x"])
-    out, kernel_q, kernel_amax = fprop(run, spec, quantizers, y_q, kernel, bias)
-    saved = (x, stats, scale, ln_bias, run.keep_x(y_q), run.keep_kernel(kernel_q), y_amax, kernel_amax, state)
-    return out, saved
+    gemms = LinearGemms(spec, state)
+    y_forms, stats, y_amax = normed_operand(gemms, x, scale, ln_bias, norm)
+    kernel_forms, kernel_amax = gemms.kernel(kernel)
+    out = gemms.fprop(y_forms, kernel_forms, bias)
+    kept = gemms.keep(y_forms, kernel_forms)
+    return out, (x, stats, scale, ln_bias, kept, y_amax, kernel_amax, state, gradient)
 
 
 def _backward(spec: GemmSpec, norm: NormSpec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
-    x, stats, scale, ln_bias, y_q, kernel_q, y_amax, kernel_amax, state = saved
-    run, quantizers = primitives(spec.backend), GemmQuantizers(spec.recipe, state)
-    g_q, dbias, g_amax = quantize_gradient(run, spec, quantizers, g)
-    dy, dkernel = dgrad_wgrad(run, spec, y_q, kernel_q, g_q)
-    dx, dscale, dln_bias = run.norm_backward(dy, x, stats, scale, ln_bias, norm)
-    next_state = quantizers.next_state({"x": y_amax, "kernel": kernel_amax, "grad": g_amax})
-    return dx, dscale, dln_bias, dkernel, dbias, next_state
+    x, stats, scale, ln_bias, kept, y_amax, kernel_amax, state, gradient = saved
+    gemms = LinearGemms(spec, state)
+    g_forms, dbias, g_amax = gemms.gradient(g)
+    dy, dkernel = gemms.backward(*kept, g_forms, gradient)
+    dx, dscale, dln_bias = gemms.run.norm_backward(dy, x, stats, scale, ln_bias, norm)
+    next_state = gemms.quantizers.next_state({"x": y_amax, "kernel": kernel_amax, "grad": g_amax})
+    dkernel, dgradient = gemms.cotangents(dkernel, gradient)
+    return dx, dscale, dln_bias, dkernel, dbias, next_state, dgradient
 
 
 _layernorm_dense.defvjp(_forward, _backward)

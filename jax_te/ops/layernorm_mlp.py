@@ -9,25 +9,29 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.ops.gemm import GemmSpec, dgrad_wgrad, fprop, gemm_spec, quantize_gradient
+from jax_te.ops.backend import BackendName, select
+from jax_te.ops.gemm import GemmSpec, LinearGemms, gemm_spec
 from jax_te.ops.layernorm import check_norm
+from jax_te.ops.layernorm_dense import normed_operand
+from jax_te.ops.quantize_kernel import ready_kernel
 from jax_te.ops.spec import NormSpec, activation_parts
 from jax_te.parallel import auto_region, constrain
-from jax_te.quantize import GemmQuantizers, GemmState
+from jax_te.quantize import GemmState, KernelGradient, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
 
-States = tuple[GemmState, GemmState] | tuple[None, None]
+States = tuple[GemmState | None, GemmState | None]
+Gradients = tuple[KernelGradient | None, KernelGradient | None]
+Kernel = Array | QuantizedKernel
 
 
 def layernorm_mlp(
     x: Array,
     scale: Array,
     ln_bias: Array | None,
-    wi_kernel: Array,
+    wi_kernel: Kernel,
     wi_bias: Array | None,
-    wo_kernel: Array,
+    wo_kernel: Kernel,
     wo_bias: Array | None,
     *,
     norm: NormSpec = NormSpec(),
@@ -38,6 +42,8 @@ def layernorm_mlp(
     out_axes: LogicalAxes | None = None,
     wi_axes: LogicalAxes | None = None,
     wo_axes: LogicalAxes | None = None,
+    gradients: Gradients = (None, None),
+    names: tuple[str | None, str | None] = (None, None),
     backend: BackendName | None = None,
 ) -> Array:
     """``act(norm(x) @ wi + wi_bias) @ wo + wo_bias``; every GEMM operand is quantized where it is produced.
@@ -46,13 +52,15 @@ def layernorm_mlp(
         x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
         wi_kernel, wi_bias: ``[h, n_act, f]`` and ``[n_act, f]`` or None; ``n_act`` is the activation's number of
-            components.
+            components. Either kernel may be quantized beforehand.
         wo_kernel, wo_bias: ``[f, h]`` and ``[h]`` or None.
         activation: a key of `jax_te.config.ACTIVATIONS`.
         states: the recipe's states of the two linear layers, if it has any; their gradients are their next values.
         ffn_axes: logical axes of the activated tensor ``[..., f]``.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
         wi_axes, wo_axes: logical axes of the kernels, which their gradients are constrained to.
+        gradients: where the kernels' gradients go, see `dense`.
+        names: under which the two layers' tensors are observed.
         norm, recipe, backend: as in `layernorm_dense`.
 
     Returns:
@@ -75,25 +83,26 @@ def layernorm_mlp(
     if wi_kernel.ndim != 3 or wi_kernel.shape[1] != parts:
         raise ValueError(f"layernorm_mlp: wi_kernel must be [h, {parts}, f] for {activation!r}, got {wi_kernel.shape}")
     states = (None, None) if states is None else states
-    name = select("layernorm_mlp", recipe=recipe, backend=backend)
+    wi_kernel = ready_kernel(wi_kernel, gradients[0], recipe)
+    wo_kernel = ready_kernel(wo_kernel, gradients[1], recipe)
+    chosen = select("layernorm_mlp", recipe=recipe, backend=backend)
     wide_axes = None if ffn_axes is None else (*ffn_axes[:-1], "joined", ffn_axes[-1])
     spec = _Spec(
         norm=norm,
         activation=activation,
         ffn_axes=ffn_axes,
         wi=gemm_spec(
-            "layernorm_mlp (wi)", x.shape, wi_kernel, wi_bias,
-            recipe=recipe, backend=name, out_axes=wide_axes, kernel_axes=wi_axes,
+            "layernorm_mlp (wi)", x.shape, wi_kernel, wi_bias, recipe=recipe, backend=chosen, out_axes=wide_axes,
+            kernel_axes=wi_axes, gradient=gradients[0], name=names[0],
         ),
         wo=gemm_spec(
-            "layernorm_mlp (wo)", (*x.shape[:-1], wi_kernel.shape[2]), wo_kernel, wo_bias,
-            recipe=recipe, backend=name, out_axes=out_axes, kernel_axes=wo_axes,
+            "layernorm_mlp (wo)", (*x.shape[:-1], wi_kernel.shape[2]), wo_kernel, wo_bias, recipe=recipe,
+            backend=chosen, out_axes=out_axes, kernel_axes=wo_axes, gradient=gradients[1], name=names[1],
         ),
     )  # fmt: skip
-    for state in states:
-        GemmQuantizers(recipe, state)  # raises for a missing state
+    spec.gemms(states)  # raises for a missing state
     fn = functools.partial(_layernorm_mlp, spec)
-    return auto_region(fn, out_axes)(x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states)
+    return auto_region(fn, out_axes)(x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states, gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,9 @@ class _Spec:
     wi: GemmSpec
     wo: GemmSpec
 
+    def gemms(self, states: States) -> tuple[LinearGemms, LinearGemms]:
+        return LinearGemms(self.wi, states[0]), LinearGemms(self.wo, states[1])
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layernorm_mlp(
@@ -111,13 +123,14 @@ def _layernorm_mlp(
     x: Array,
     scale: Array,
     ln_bias: Array | None,
-    wi_kernel: Array,
+    wi_kernel: Kernel,
     wi_bias: Array | None,
-    wo_kernel: Array,
+    wo_kernel: Kernel,
     wo_bias: Array | None,
     states: States,
+    gradients: Gradients,
 ) -> Array:
-    return _forward(spec, x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states)[0]
+    return _forward(spec, x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states, gradients)[0]
 
 
 def _forward(
@@ -125,48 +138,62 @@ def _forward(
     x: Array,
     scale: Array,
     ln_bias: Array | None,
-    wi_kernel: Array,
+    wi_kernel: Kernel,
     wi_bias: Array | None,
-    wo_kernel: Array,
+    wo_kernel: Kernel,
     wo_bias: Array | None,
     states: States,
+    gradients: Gradients,
 ) -> tuple[Array, tuple[Any, ...]]:
-    run = primitives(spec.wi.backend)
-    wi_quantizers = GemmQuantizers(spec.wi.recipe, states[0])
-    wo_quantizers = GemmQuantizers(spec.wo.recipe, states[1])
+    wi, wo = spec.gemms(states)
+    y_forms, stats, y_amax = normed_operand(wi, x, scale, ln_bias, spec.norm)
+    wi_forms, wi_amax = wi.kernel(wi_kernel)
+    pre = checkpoint_name(wi.fprop(y_forms, wi_forms, wi_bias), "ffn1")
 
-    y_q, stats, y_amax = run.norm_quantize(x, scale, ln_bias, spec.norm, *wi_quantizers["x"])
-    pre, wi_q, wi_amax = fprop(run, spec.wi, wi_quantizers, y_q, wi_kernel, wi_bias)
-    pre = checkpoint_name(pre, "ffn1")
-    act_q, act_amax = run.act_quantize(pre, spec.activation, *wo_quantizers["x"])
-    out, wo_q, wo_amax = fprop(run, spec.wo, wo_quantizers, act_q, wo_kernel, wo_bias)
-    out = checkpoint_name(out, "ffn2")
+    if wo.fuses("x"):
+        operand, act_amax = wo.run.act_quantize(pre, spec.activation, *wo.quantizers["x"])
+        act_forms = wo.adopt(operand, "x")
+    else:
+        act_forms, act_amax = wo.operand(wo.run.act(pre, spec.activation), "x", axis=-1)
+    wo_forms, wo_amax = wo.kernel(wo_kernel)
+    out = checkpoint_name(wo.fprop(act_forms, wo_forms, wo_bias), "ffn2")
 
-    wi_saved = (run.keep_x(y_q), run.keep_kernel(wi_q), y_amax, wi_amax)
-    wo_saved = (run.keep_x(act_q), run.keep_kernel(wo_q), act_amax, wo_amax)
-    return out, (x, stats, scale, ln_bias, pre, wi_saved, wo_saved, states)
+    wi_saved = (wi.keep(y_forms, wi_forms), y_amax, wi_amax)
+    wo_saved = (wo.keep(act_forms, wo_forms), act_amax, wo_amax)
+    return out, (x, stats, scale, ln_bias, pre, wi_saved, wo_saved, states, gradients)
 
 
 def _backward(spec: _Spec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
-    x, stats, scale, ln_bias, pre, (y_q, wi_q, y_amax, wi_amax), (act_q, wo_q, act_amax, wo_amax), states = saved
-    run = primitives(spec.wi.backend)
-    wi_quantizers = GemmQuantizers(spec.wi.recipe, states[0])
-    wo_quantizers = GemmQuantizers(spec.wo.recipe, states[1])
+    x, stats, scale, ln_bias, pre, wi_saved, wo_saved, states, gradients = saved
+    wi, wo = spec.gemms(states)
+    wi_kept, y_amax, wi_amax = wi_saved
+    wo_kept, act_amax, wo_amax = wo_saved
 
-    g_q, dwo_bias, g_amax = quantize_gradient(run, spec.wo, wo_quantizers, g)
-    dact, dwo_kernel = dgrad_wgrad(run, spec.wo, act_q, wo_q, g_q)
+    g_forms, dwo_bias, g_amax = wo.gradient(g)
+    dact, dwo_kernel = wo.backward(*wo_kept, g_forms, gradients[1])
     dact = constrain(dact, spec.ffn_axes)
-    dpre_q, dwi_bias, dpre_amax = run.act_backward_quantize(
-        dact, pre, spec.activation, *wi_quantizers["grad"], bias_dtype=spec.wi.bias_dtype
-    )
-    dy, dwi_kernel = dgrad_wgrad(run, spec.wi, y_q, wi_q, dpre_q)
-    dx, dscale, dln_bias = run.norm_backward(dy, x, stats, scale, ln_bias, spec.norm)
+    if wi.fuses("grad"):
+        operand, dwi_bias, dpre_amax = wi.run.act_backward_quantize(
+            dact, pre, spec.activation, *wi.quantizers["grad"], bias_dtype=spec.wi.bias_dtype
+        )
+        dpre_forms = wi.adopt(operand, "grad")
+    else:
+        dpre = wi.run.act_backward(dact, pre, spec.activation)
+        dpre_forms, dwi_bias, dpre_amax = wi.gradient(dpre)
+    dy, dwi_kernel = wi.backward(*wi_kept, dpre_forms, gradients[0])
+    dx, dscale, dln_bias = wi.run.norm_backward(dy, x, stats, scale, ln_bias, spec.norm)
 
     next_states = (
-        wi_quantizers.next_state({"x": y_amax, "kernel": wi_amax, "grad": dpre_amax}),
-        wo_quantizers.next_state({"x": act_amax, "kernel": wo_amax, "grad": g_amax}),
+        wi.quantizers.next_state({"x": y_amax, "kernel": wi_amax, "grad": dpre_amax}),
+        wo.quantizers.next_state({"x": act_amax, "kernel": wo_amax, "grad": g_amax}),
     )
-    return dx, dscale, dln_bias, dwi_kernel, dwi_bias, dwo_kernel, dwo_bias, next_states
+    (dwi_kernel, wi_gradient), (dwo_kernel, wo_gradient) = (
+        wi.cotangents(dwi_kernel, gradients[0]),
+        wo.cotangents(dwo_kernel, gradients[1]),
+    )
+    return (
+        dx, dscale, dln_bias, dwi_kernel, dwi_bias, dwo_kernel, dwo_bias, next_states, (wi_gradient, wo_gradient)
+    )  # fmt: skip
 
 
 _layernorm_mlp.defvjp(_forward, _backward)

@@ -1,7 +1,19 @@
 """Scale arithmetic, quantized arrays, quantizers and the state of delayed scaling."""
 
-from jax_te.quantize.quantizer import ROLES, GemmQuantizers, GemmState, Quantizer, TensorRole, quantize
-from jax_te.quantize.scaling import AmaxState, amax, compute_scale, next_amax_state, scale_in_use
+from jax_te.quantize.block import BlockQuantizer, MXQuantizer
+from jax_te.quantize.gemm_quantizers import ROLES, GemmQuantizers, GemmState, TensorRole, quantizer_for
+from jax_te.quantize.hadamard import hadamard_matrix, hadamard_rows
+from jax_te.quantize.kernel import KernelGradient, QuantizedKernel
+from jax_te.quantize.nvfp4 import NVFP4Quantizer
+from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand
+from jax_te.quantize.scaling import (
+    AmaxState,
+    amax,
+    compute_scale,
+    next_amax_state,
+    round_down_to_power_of_two,
+    scale_in_use,
+)
 from jax_te.quantize.state import (
     QuantizerState,
     init_gemm_state,
@@ -11,26 +23,38 @@ from jax_te.quantize.state import (
     split_model,
     write_back,
 )
-from jax_te.quantize.tensor import Operand, QuantizedTensor
+from jax_te.quantize.tensor import Operand, QuantizedOperand, QuantizedTensor
 
 __all__ = [
     "ROLES",
     "AmaxState",
+    "BlockQuantizer",
     "GemmQuantizers",
     "GemmState",
+    "KernelGradient",
+    "MXQuantizer",
+    "NVFP4Quantizer",
     "Operand",
+    "QuantizedKernel",
+    "QuantizedOperand",
     "QuantizedTensor",
     "Quantizer",
     "QuantizerState",
+    "TensorQuantizer",
     "TensorRole",
     "amax",
     "compute_scale",
+    "hadamard_matrix",
+    "hadamard_rows",
     "init_gemm_state",
     "merge_quantizers",
     "next_amax_state",
     "prepare_quantization",
     "quantize",
+    "quantize_operand",
+    "quantizer_for",
     "quantizer_variable",
+    "round_down_to_power_of_two",
     "scale_in_use",
     "split_model",
     "write_back",

@@ -1,108 +1,117 @@
-"""Quantizers: what a recipe does to each operand of a linear layer's GEMMs."""
+"""Quantizers: static descriptions of how one tensor becomes low-precision values and scales."""
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
 import jax.numpy as jnp
 
-from jax_te.errors import QuantizerStateError
-from jax_te.quantize.scaling import AmaxState, amax, compute_scale, next_amax_state, scale_in_use
-from jax_te.quantize.tensor import QuantizedTensor
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, fp8_max
+from jax_te.quantize.scaling import amax, compute_scale, round_down_to_power_of_two
+from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
+from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
-
-TensorRole = Literal["x", "kernel", "grad"]
-ROLES: tuple[TensorRole, ...] = ("x", "kernel", "grad")
-"""The operands of a linear layer's three GEMMs: its input, its kernel, the gradient of its output."""
-
-
-class GemmState(TypedDict):
-    """Delayed-scaling state of one linear layer, an `AmaxState` for each operand."""
-
-    x: AmaxState
-    kernel: AmaxState
-    grad: AmaxState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantizer:
-    """Static description of how one tensor is quantized. Hashable.
+class Quantizer(abc.ABC):
+    """Base of all quantizers: hashable data.
 
     Args:
-        dtype: FP8 dtype of the result.
-        scaling: ``"delayed"`` (the scale is given) or ``"current"`` (the scale is taken from the tensor).
+        dtype: of the values.
     """
 
     dtype: DTypeLike
-    scaling: Literal["delayed", "current"]
+
+    @property
+    @abc.abstractmethod
+    def directional(self) -> bool:
+        """Whether the two GEMMs that read a tensor need it quantized differently."""
+
+    @abc.abstractmethod
+    def quantize(
+        self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        """Quantize ``x``, see the function `quantize`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorQuantizer(Quantizer):
+    """One scale for the whole tensor: ``clip(x * scale)`` in fp32, rounded to nearest even.
+
+    Args:
+        dtype: float8_e4m3fn or float8_e5m2.
+        scaling: ``"delayed"``: the scale is given; ``"current"``: it is ``max(dtype) / amax(x)``.
+        power_of_two: current scales are rounded down to powers of two.
+
+    Source: ``transformer_engine.jax.quantize.DelayedScaleQuantizer``, ``CurrentScaleQuantizer``.
+
+    >>> q, seen = quantize(jnp.array([[1.0, -2.0]]), TensorQuantizer(dtype=jnp.float8_e4m3fn))
+    >>> float(q.data[0, 1]), float(seen)
+    (-448.0, 2.0)
+    """
+
+    scaling: Literal["delayed", "current"] = "current"
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        fp8_max(self.dtype)  # raises for another dtype
+        if self.scaling not in ("delayed", "current"):
+            raise ValueError(f"scaling must be 'delayed' or 'current', got {self.scaling!r}")
+
+    @property
+    def directional(self) -> bool:
+        return False
 
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if delayed, from the tensor's amax if current."""
         if self.scaling == "delayed":
             assert scale is not None
             return scale
-        return compute_scale(x_amax, self.dtype)
+        scale = compute_scale(x_amax, self.dtype)
+        return round_down_to_power_of_two(scale) if self.power_of_two else scale
+
+    def quantize(
+        self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        x_amax = amax(x)
+        scale = self.scale_for(x_amax, scale)
+        limit = fp8_max(self.dtype)
+        data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(self.dtype)
+        return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
 
 
-def quantize(x: Array, quantizer: Quantizer, scale: Array | None = None) -> tuple[QuantizedTensor, Array]:
-    """Quantize an array: ``clip(x * scale)`` in fp32, rounded to nearest even.
+def quantize(
+    x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1, columnwise: bool = False
+) -> tuple[QuantizedTensor, Array | None]:
+    """Quantize an array for one GEMM.
 
     Args:
-        x: fp32, bf16 or fp16 ``[...]``.
+        x: fp32, bf16 or fp16 ``[...]``, seen as the matrix ``[R, C]`` whose columns are the axes from ``axis`` on.
         quantizer: how.
-        scale: fp32 ``[]``; needed for delayed scaling, unused otherwise.
+        scale: fp32 ``[]``, for delayed scaling only.
+        axis: where the columns begin.
+        columnwise: for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie along the axis
+            that is summed over.
 
     Returns:
-        The quantized tensor, and the amax of ``x`` (fp32 ``[]``).
+        The quantized tensor, and the amax of ``x`` (fp32 ``[]``) where the quantizer takes one of the whole tensor,
+        else None.
 
-    >>> q, _ = quantize(jnp.array([[1.0, -2.0]]), Quantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
-    >>> float(q.data[0, 1]), float(q.scale_inv)
-    (-448.0, 0.004464285913854837)
+    >>> from jax_te.quantize import BlockQuantizer
+    >>> quantize(jnp.ones((4, 256)), BlockQuantizer(dtype=jnp.float8_e4m3fn))[0].scale_inv.shape
+    (4, 2)
     """
-    x_amax = amax(x)
-    scale = quantizer.scale_for(x_amax, scale)
-    limit = fp8_max(quantizer.dtype)
-    data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(quantizer.dtype)
-    return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
+    return quantizer.quantize(x, scale, axis=axis % x.ndim, columnwise=columnwise)
 
 
-class GemmQuantizers:
-    """The three quantizers of one linear layer under a recipe, with the scales its state holds.
-
-    Args:
-        recipe: None for no quantization; then ``self[role]`` is ``(None, None)``.
-        state: the layer's state if ``recipe.has_state``.
-
-    Raises:
-        QuantizerStateError: if the recipe has state and none is given.
-    """
-
-    def __init__(self, recipe: Recipe | None, state: GemmState | None):
-        self.recipe, self.state = recipe, state
-        if recipe is not None and recipe.has_state and state is None:
-            raise QuantizerStateError(
-                f"{recipe} needs quantizer state and this layer has none. Build the model inside "
-                "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
-            )
-
-    def __getitem__(self, role: TensorRole) -> tuple[Quantizer | None, Array | None]:
-        """The quantizer of an operand and the scale to pass with it (None under current scaling)."""
-        recipe = self.recipe
-        if recipe is None:
-            return None, None
-        dtype = recipe.fp8_format.bwd_dtype if role == "grad" else recipe.fp8_format.fwd_dtype
-        if isinstance(recipe, DelayedScaling):
-            assert self.state is not None
-            scale = scale_in_use(self.state[role], dtype, recipe)
-            return Quantizer(dtype=dtype, scaling="delayed"), scale
-        if isinstance(recipe, Float8CurrentScaling):
-            return Quantizer(dtype=dtype, scaling="current"), None
-        raise TypeError(f"no quantizers for recipe {recipe!r}")
-
-    def next_state(self, amaxes: dict[TensorRole, Array | None]) -> GemmState | None:
-        """The state's next value, which is what its gradient must be; None for a recipe without state."""
-        if self.state is None or not isinstance(self.recipe, DelayedScaling):
-            return self.state
-        return GemmState(**{role: next_amax_state(self.state[role], self[role][1], amaxes[role]) for role in ROLES})  # type: ignore
+def quantize_operand(
+    x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1
+) -> tuple[QuantizedOperand, Array | None]:
+    """Quantize an array for both GEMMs that read it, and its amax; see `quantize`."""
+    rowwise, x_amax = quantize(x, quantizer, scale, axis=axis)
+    if not quantizer.directional:
+        return QuantizedOperand(rowwise=rowwise, columnwise=rowwise), x_amax
+    columnwise, _ = quantize(x, quantizer, scale, axis=axis, columnwise=True)
+    return QuantizedOperand(rowwise=rowwise, columnwise=columnwise), x_amax

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jax_te.recipe import DelayedScaling, fp8_max
@@ -42,6 +43,16 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     scale = fp8_max(dtype) / amax / (2.0**margin)
     scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
     return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, old)
+
+
+def round_down_to_power_of_two(scale: Array) -> Array:
+    """``scale`` (fp32, > 0, any shape) with its mantissa cleared; below the least normal number it becomes 0.
+
+    >>> float(round_down_to_power_of_two(jnp.float32(3.9)))
+    2.0
+    """
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits >> 23) << 23, jnp.float32)
 
 
 def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.quantize.quantizer import ROLES, GemmState
+from jax_te.quantize.gemm_quantizers import ROLES, GemmState
 from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.typing import PyTree
@@ -121,9 +121,12 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     """
     found = False
     for _, module in nnx.iter_modules(model):
-        for name in getattr(module, "quantizer_names", ()):
+        own = getattr(module, "module_recipe", None)
+        effective = recipe if own is None else own.resolve(recipe, training=True)
+        for kernel, name in getattr(module, "kernels", {}).items():
             found = True
-            setattr(module, name, nnx.data(quantizer_variable(recipe)))
+            setattr(module, name, nnx.data(quantizer_variable(effective)))
+            setattr(module, f"{kernel}_cache", nnx.data(None))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "

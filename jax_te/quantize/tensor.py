@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 import jax
 import jax.numpy as jnp
 
+from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor:
-    """A low-precision array with its scale: ``value = data * scale_inv``.
+    """A low-precision array with its scales: ``value = data * scale_inv * tensor_scale_inv``.
+
+    Blocks lie in the matrix view of the array, ``[R, C]``: the axes before ``axis`` are its rows, the others its
+    columns.
 
     Args:
-        data: FP8 values in the shape of the array they stand for.
-        scale_inv: fp32 ``[]``, the reciprocal of the scale.
+        data: FP8 or FP4 values in the shape of the array they stand for.
+        scale_inv: reciprocal scales: fp32 ``[]`` for the whole tensor, or ``[ceil(R / r), ceil(C / c)]`` for blocks of
+            ``r`` rows and ``c`` columns, in fp32, E8M0 or E4M3.
+        tensor_scale_inv: fp32 ``[]``, the second level of NVFP4's scales, else None.
         dtype: dtype of the array before quantization, and of what `dequantize` gives.
+        block: ``(r, c)``, or None for one scale.
+        axis: the first axis that belongs to the columns.
+        rotated: the values are those of the array after a Hadamard transform along its rows' axis (`hadamard_rows`).
 
     >>> q = QuantizedTensor(data=jnp.ones((2, 2), jnp.float8_e4m3fn), scale_inv=jnp.float32(0.5), dtype=jnp.float32)
     >>> float(q.dequantize()[0, 0])
@@ -27,7 +37,11 @@ class QuantizedTensor:
 
     data: Array
     scale_inv: Array
+    tensor_scale_inv: Array | None = None
     dtype: DTypeLike = field(metadata={"static": True})
+    block: tuple[int, int] | None = field(default=None, metadata={"static": True})
+    axis: int = field(default=1, metadata={"static": True})
+    rotated: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,10 +53,69 @@ class QuantizedTensor:
         """Number of axes of the array it stands for."""
         return self.data.ndim
 
+    def values(self) -> Array:
+        """``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
+        wide = self.data.astype(jnp.float32)
+        if self.block is None:
+            return wide * self.scale_inv
+        matrix = as_matrix(wide, self.axis)
+        scales = expand_blocks(self.scale_inv.astype(jnp.float32), self.block, matrix.shape)
+        if self.tensor_scale_inv is not None:
+            scales = scales * self.tensor_scale_inv
+        return (matrix * scales).reshape(self.shape)
+
     def dequantize(self) -> Array:
-        """The values in ``dtype``: multiplied in fp32, rounded once."""
-        return (self.data.astype(jnp.float32) * self.scale_inv).astype(self.dtype)
+        """The values in ``dtype``: multiplied in fp32, rotated back if need be, rounded once."""
+        values = self.values()
+        if self.rotated:
+            values = hadamard_rows(as_matrix(values, self.axis), inverse=True).reshape(self.shape)
+        return values.astype(self.dtype)
 
 
-Operand = Array | QuantizedTensor
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class QuantizedOperand:
+    """A tensor quantized for the GEMMs that read it.
+
+    Args:
+        rowwise: for GEMMs that sum over its columns: blocks lie along the rows.
+        columnwise: for GEMMs that sum over its rows. Where one quantization serves both, the same object.
+
+    Either is None where no GEMM needs it.
+    """
+
+    rowwise: QuantizedTensor | None
+    columnwise: QuantizedTensor | None
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the array it stands for."""
+        form = self.rowwise if self.rowwise is not None else self.columnwise
+        assert form is not None
+        return form.ndim
+
+
+Operand = Array | QuantizedOperand
 """What a GEMM takes: an array, or its quantized form."""
+
+
+def as_matrix(x: Array, axis: int) -> Array:
+    """``x`` as ``[R, C]``, ``R`` the product of the axes before ``axis``.
+
+    >>> as_matrix(jnp.ones((2, 3, 4)), -1).shape
+    (6, 4)
+    """
+    axis = axis % x.ndim
+    return x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
+
+
+def expand_blocks(scales: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """Each block's scale at each of its elements: ``[ceil(R / r), ceil(C / c)]`` -> ``[R, C]``.
+
+    >>> expand_blocks(jnp.array([[1.0, 2.0]]), (1, 2), (1, 3)).tolist()
+    [[1.0, 1.0, 2.0]]
+    """
+    for axis, (size, whole) in enumerate(zip(block, shape, strict=True)):
+        if size > 1:
+            scales = jax.lax.slice_in_dim(jnp.repeat(scales, size, axis=axis), 0, whole, axis=axis)
+    return scales

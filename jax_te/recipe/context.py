@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_te.recipe.recipes import Recipe
+from jax_te.recipe.base import Recipe
 
 # A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.
 _recipe = jax.make_user_context(None)

@@ -1,4 +1,4 @@
-"""FP8 number formats and which tensors use which."""
+"""Low-precision number formats and which tensors use which."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from jax.typing import DTypeLike
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
+E2M1_MAX = 6.0
 
 
 class Format(enum.Enum):
-    """FP8 formats of the forward tensors (input, kernel) and of the gradients.
+    """Formats of the forward tensors (input, kernel) and of the gradients.
 
     - ``E4M3``: float8_e4m3fn everywhere, largest value 448.
     - ``E5M2``: float8_e5m2 everywhere, largest value 57344. FP8 GEMM units do not multiply two E5M2 operands,
       so no recipe accepts it for training; it names the gradients' half of ``HYBRID``.
     - ``HYBRID``: E4M3 forward, E5M2 for gradients.
+    - ``E2M1``: float4_e2m1fn everywhere, largest value 6; for FP4 recipes only.
 
     Source: ``transformer_engine.common.recipe.Format``.
 
@@ -28,16 +30,25 @@ class Format(enum.Enum):
     E4M3 = "e4m3"
     E5M2 = "e5m2"
     HYBRID = "hybrid"
+    E2M1 = "e2m1"
 
     @property
     def fwd_dtype(self) -> DTypeLike:
         """dtype of quantized inputs and kernels."""
-        return jnp.float8_e5m2 if self is Format.E5M2 else jnp.float8_e4m3fn
+        return _FORWARD[self]
 
     @property
     def bwd_dtype(self) -> DTypeLike:
         """dtype of quantized output gradients."""
-        return jnp.float8_e4m3fn if self is Format.E4M3 else jnp.float8_e5m2
+        return jnp.float8_e5m2 if self is Format.HYBRID else _FORWARD[self]
+
+
+_FORWARD = {
+    Format.E4M3: jnp.float8_e4m3fn,
+    Format.E5M2: jnp.float8_e5m2,
+    Format.HYBRID: jnp.float8_e4m3fn,
+    Format.E2M1: jnp.float4_e2m1fn,
+}
 
 
 def fp8_max(dtype: DTypeLike) -> float:

@@ -198,9 +198,9 @@ def test_bad_shapes():
 @pytest.mark.parametrize(
     ("x_shape", "kernel_shape", "message"),
     [
-        ((3, 16), (16, 16), r"token count 3 must be a multiple of 16 for FP8 \(the next is 16\)"),
-        ((2, 8, 24), (24, 16), r"input size 24 must be a multiple of 16 for FP8 \(the next is 32\)"),
-        ((16, 16), (16, 3, 7), r"output size 21 must be a multiple of 16 for FP8 \(the next is 32\)"),
+        ((3, 16), (16, 16), r"token count 3 must be a multiple of 16 \(the next is 16\)"),
+        ((2, 8, 24), (24, 16), r"input size 24 must be a multiple of 16 \(the next is 32\)"),
+        ((16, 16), (16, 3, 7), r"output size 21 must be a multiple of 16 \(the next is 32\)"),
     ],
 )
 def test_sizes_that_fp8_gemms_do_not_take(x_shape, kernel_shape, message):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from jax_te.quantize import QuantizedTensor, Quantizer, quantize
+from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantize
 from tests import oracles
 from tests.numerics import assert_bitwise, draw
 from tests.oracles import E4M3, E5M2, F32
@@ -19,7 +19,7 @@ HIGH = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.flo
 
 
 def _quantize(dtype, scaling, jit):
-    quantizer = Quantizer(dtype=DTYPES[dtype], scaling=scaling)
+    quantizer = TensorQuantizer(dtype=DTYPES[dtype], scaling=scaling)
 
     def fn(x, scale):
         return quantize(x, quantizer, scale)
@@ -88,12 +88,12 @@ def test_special_values(dtype, high, values, jit):
 
 
 def test_what_special_values_become():
-    q, seen = quantize(jnp.array([[jnp.inf, -500.0, 1.0]]), Quantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
+    q, seen = quantize(jnp.array([[jnp.inf, -500.0, 1.0]]), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
     assert q.data.astype(jnp.float32).tolist() == [[448.0, -448.0, 1.0]], (
         "inf has no scale of its own: 1 is kept, and it saturates"
     )
     assert jnp.isinf(seen)
-    q, seen = quantize(jnp.zeros((2, 2)), Quantizer(dtype=jnp.float8_e5m2, scaling="current"))
+    q, seen = quantize(jnp.zeros((2, 2)), TensorQuantizer(dtype=jnp.float8_e5m2, scaling="current"))
     assert (float(q.scale_inv), float(seen)) == (1.0, 0.0)
 
 
@@ -112,7 +112,7 @@ def test_any_values(x, high, dtype, scale):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("high", list(HIGH))
 def test_dequantize_multiplies_in_fp32_and_rounds_once(dtype, high):
-    q, _ = quantize(draw("x", (16, 24), high), Quantizer(dtype=DTYPES[dtype], scaling="current"))
+    q, _ = quantize(draw("x", (16, 24), high), TensorQuantizer(dtype=DTYPES[dtype], scaling="current"))
     expected = (np.asarray(q.data).astype(F32) * np.asarray(q.scale_inv)).astype(HIGH[high])
     assert_bitwise(q.dequantize(), expected)
     assert (q.shape, q.ndim) == ((16, 24), 2)
@@ -132,11 +132,11 @@ def test_quantized_tensor_is_a_pytree_and_keeps_its_dtype_static():
 
 
 def test_quantizers_are_hashable():
-    one, two = (Quantizer(dtype=jnp.float8_e4m3fn, scaling="current") for _ in range(2))
+    one, two = (TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current") for _ in range(2))
     assert one == two
     assert hash(one) == hash(two)
 
 
 def test_delayed_scaling_without_a_scale_is_refused():
     with pytest.raises((AssertionError, ValueError)):
-        quantize(jnp.ones((2, 2)), Quantizer(dtype=jnp.float8_e4m3fn, scaling="delayed"))
+        quantize(jnp.ones((2, 2)), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="delayed"))

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ RECIPE = DelayedScaling(amax_history_len=4)
 class Quantizable(nnx.Module):
     """A layer as `prepare_quantization` finds one: it names the attributes that hold state."""
 
-    quantizer_names = ("quantizers",)
+    kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
 
     def __init__(self, recipe=None):
         self.kernel = nnx.Param(draw("kernel", (16, 16)))

@@ -8,7 +8,7 @@ from transformer_engine.jax.quantize.helper import AmaxComputeAlgo
 
 from jax_te.ops.te import kernels
 from jax_te.ops.te.quantizer import inside_te
-from jax_te.quantize import Quantizer, next_amax_state, quantize, scale_in_use
+from jax_te.quantize import TensorQuantizer, next_amax_state, quantize, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests.numerics import assert_bitwise, draw
 
@@ -44,7 +44,7 @@ def test_values_and_scales(values, high, dtype, jit):
                 return theirs(scaling, dtype, **state).quantize(x)
 
         def our_quantize(x, scaling=scaling, scale=scale):
-            return quantize(x, Quantizer(dtype=dtype, scaling=scaling), None if scale is None else jnp.float32(scale))
+            return quantize(x, TensorQuantizer(dtype=dtype, scaling=scaling), None if scale is None else jnp.float32(scale))
 
         expected = (jax.jit(their_quantize) if jit else their_quantize)(x)
         q, _ = (jax.jit(our_quantize) if jit else our_quantize)(x)
@@ -71,7 +71,7 @@ def test_delayed_scaling_over_steps(algorithm, length, dtype):
         with inside_te():
             expected = quantizer.quantize(x)
         scale = scale_in_use(our_state, dtype, recipe)
-        q, seen = quantize(x, Quantizer(dtype=dtype, scaling="delayed"), scale)
+        q, seen = quantize(x, TensorQuantizer(dtype=dtype, scaling="delayed"), scale)
         our_state = next_amax_state(our_state, scale, seen)
         their_state = {"scale": quantizer.scale, "amax_history": quantizer.amax_history}
         assert_bitwise(q.scale_inv.reshape(1), expected.rowwise_tensor.scale_inv, what=f"x * {factor}")
@@ -86,9 +86,9 @@ def test_the_amax_that_the_backend_reads_out_of_te(dtype):
     """`seen_amax` knows in which slot TE leaves it."""
     for name, make in INPUTS.items():
         x = make()
-        _, seen = kernels.quantize_operand(x, Quantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0), axis=-1)
+        _, seen = kernels.quantize_operand(x, TensorQuantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0), axis=-1)
         assert_bitwise(seen, jnp.max(jnp.abs(x)), what=name)
-        operand, none = kernels.quantize_operand(x, Quantizer(dtype=dtype, scaling="current"), None, axis=-1)
+        operand, none = kernels.quantize_operand(x, TensorQuantizer(dtype=dtype, scaling="current"), None, axis=-1)
         assert none is None
         assert operand.rowwise_tensor.data.dtype == dtype
 
@@ -96,8 +96,8 @@ def test_the_amax_that_the_backend_reads_out_of_te(dtype):
 def test_the_backends_operands_are_ours():
     x = draw("x", (2, 16, 32))
     for quantizer, scale in (
-        (Quantizer(dtype=jnp.float8_e4m3fn, scaling="current"), None),
-        (Quantizer(dtype=jnp.float8_e5m2, scaling="delayed"), jnp.float32(50.0)),
+        (TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current"), None),
+        (TensorQuantizer(dtype=jnp.float8_e5m2, scaling="delayed"), jnp.float32(50.0)),
     ):
         theirs, _ = kernels.quantize_operand(x, quantizer, scale, axis=-1)
         ours, _ = quantize(x, quantizer, scale)

@@ -12,7 +12,7 @@ from types import ModuleType
 from jax_te.ops.attention_spec import AttentionSpec
 from jax_te.ops.te.load import available
 from jax_te.parallel import current_mesh
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 __all__ = ["available", "primitives", "supports"]
 
@@ -31,11 +31,17 @@ def supports(op: str, *, recipe: Recipe | None = None, attention: AttentionSpec 
     if mesh is not None and mesh.size > 1:
         return False, f"a mesh of {mesh.size} devices is set and TE's kernels run on one device here"
     if recipe is not None:
-        if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
-            return False, f"TE has no quantizer for recipe {recipe.name!r}"
-        ok, reason = primitives().recipe_supports(recipe)
+        ok, reason = _recipe_supports(recipe)
         if not ok:
             return False, reason
     if op == "dot_product_attention" and attention is not None:
         return primitives().attention_supports(attention)
     return True, "TE loads and has this op"
+
+
+def _recipe_supports(recipe: Recipe) -> tuple[bool, str]:
+    if isinstance(recipe, DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling):
+        return primitives().recipe_supports(recipe)
+    if isinstance(recipe, Float8BlockScaling):
+        return True, "norms, activations and attention by TE, quantization and GEMMs by jax_te's own kernels"
+    return False, f"recipe {recipe.name!r} runs in XLA only"

@@ -15,13 +15,16 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
 from jax_te.ops import xla
 from jax_te.ops.spec import activation_parts
-from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
-from jax_te.quantize import Quantizer
+from jax_te.ops.te.gemm import quantize_operand
+from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
+from jax_te.quantize import Quantizer, TensorQuantizer
 from jax_te.typing import Array, DTypeLike
 
 
 def act_quantize(x: Array, name: str, quantizer: Quantizer | None, scale: Array | None) -> tuple[Any, Array | None]:
     """``x [..., n_act, f]`` -> ``[..., f]`` as a GEMM operand, and its amax where reported."""
+    if not is_te_quantizer(quantizer):
+        return xla.quantize_operand(act(x, name), quantizer, scale, axis=-1)
     with inside_te():
         te_q = te_quantizer(quantizer, scale)
         operand = tex.act_lu(x, activation_parts(name), quantizer=te_q, amax_scope=AmaxScope.LOCAL)
@@ -44,7 +47,7 @@ def act_backward_quantize(
     """
     parts = activation_parts(name)
     if (
-        quantizer is not None
+        isinstance(quantizer, TensorQuantizer)
         and quantizer.scaling == "delayed"
         and len(parts) == 1
         and bias_dtype is not None
@@ -52,14 +55,12 @@ def act_backward_quantize(
     ):
         return _fused(dz, x, parts, quantizer, scale, bias_dtype)
     dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype)
-    with inside_te():
-        te_q = te_quantizer(quantizer, scale)
-        operand = tex.quantize(dx, quantizer=te_q, flatten_axis=-2, amax_scope=AmaxScope.LOCAL)
-    return operand, dbias, seen_amax(te_q)
+    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2)
+    return operand, dbias, dx_amax
 
 
 def _fused(
-    dz: Array, x: Array, parts: tuple[str, ...], quantizer: Quantizer, scale: Array | None, bias_dtype: DTypeLike
+    dz: Array, x: Array, parts: tuple[str, ...], quantizer: TensorQuantizer, scale: Array | None, bias_dtype: DTypeLike
 ) -> tuple[Any, Array, Array]:
     with inside_te():
         te_q = te_quantizer(quantizer, scale)

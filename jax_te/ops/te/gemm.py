@@ -1,6 +1,7 @@
 """GEMMs of a linear layer and the quantization of their operands, by Transformer Engine.
 
-An operand is TE's own tensor object: rowwise and transposed copies with one scale, or a plain array in a wrapper.
+An operand is TE's own tensor object: rowwise and transposed copies with one scale, or a plain array in a wrapper. What
+TE does not quantize is jax_te's own `QuantizedOperand`, and its GEMMs are those of the ``xla`` backend.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
+from transformer_engine.jax.cpp_extensions.gemm import GemmPrimitive, _te_gemm
 from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive
 from transformer_engine.jax.quantize import ScaledTensor, TensorUsage
 
 from jax_te.ops import xla
-from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
-from jax_te.quantize import Quantizer, amax
+from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
+from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax
 from jax_te.typing import Array, DTypeLike
 
 
@@ -25,6 +27,8 @@ def quantize_operand(
     x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int
 ) -> tuple[Any, Array | None]:
     """``x`` as an operand, rows ending at ``axis``, and its amax where the quantizer reports one."""
+    if not is_te_quantizer(quantizer):
+        return xla.quantize_operand(x, quantizer, scale, axis=axis)
     with inside_te():
         te_q = te_quantizer(quantizer, scale)
         axis = axis if axis < 0 else axis - x.ndim
@@ -41,14 +45,14 @@ def quantize_dbias(
     if bias_dtype is None:
         operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
         return operand, None, g_amax
-    if quantizer is not None and DBiasQuantizePrimitive.enabled():
+    if isinstance(quantizer, TensorQuantizer) and is_te_quantizer(quantizer) and DBiasQuantizePrimitive.enabled():
         return _quantize_dbias_fused(g, quantizer, scale, axis - g.ndim, bias_dtype)
     operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
     return operand, xla.sum_rows(g, axis, bias_dtype), g_amax
 
 
 def _quantize_dbias_fused(
-    g: Array, quantizer: Quantizer, scale: Array | None, axis: int, bias_dtype: DTypeLike
+    g: Array, quantizer: TensorQuantizer, scale: Array | None, axis: int, bias_dtype: DTypeLike
 ) -> tuple[Any, Array, Array | None]:
     current = quantizer.scaling == "current"
     g_amax = amax(g) if current else jnp.zeros((), jnp.float32)
@@ -77,49 +81,76 @@ def _quantize_dbias_fused(
 
 def keep_x(x: Any) -> Any:
     """The copy of the input that the weight gradient reads."""
-    return x.get_tensor(usage=TensorUsage.LHS_TRANS)
+    return xla.keep_x(x) if isinstance(x, QuantizedOperand) else x.get_tensor(usage=TensorUsage.LHS_TRANS)
 
 
 def keep_kernel(kernel: Any) -> Any:
     """The copy of the kernel that the input gradient reads."""
+    if isinstance(kernel, QuantizedOperand):
+        return xla.keep_kernel(kernel)
     return kernel.get_tensor(usage=TensorUsage.RHS_TRANS)
 
 
-def gemm_fprop(x: Any, kernel: Any, bias: Array | None) -> Array:
+def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
     """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``; the bias is added by the GEMM."""
-    lhs, rhs = x.get_tensor(usage=TensorUsage.LHS), kernel.get_tensor(usage=TensorUsage.RHS)
+    if isinstance(x, QuantizedOperand):
+        return xla.gemm_fprop(x, kernel, bias, precise)
+    lhs = x.get_tensor(usage=TensorUsage.LHS)
+    if isinstance(kernel, QuantizedOperand):
+        kernel = _adopted(kernel)
+    rhs = kernel.get_tensor(usage=TensorUsage.RHS)
     if not isinstance(lhs, ScaledTensor):
         rhs = rhs.data.astype(lhs.data.dtype)
     dtype = lhs.dq_dtype if isinstance(lhs, ScaledTensor) else lhs.data.dtype
     bias = None if bias is None else bias.astype(dtype)
     # cuBLAS has no FP8 GEMM with fp32 output that also adds a bias.
     outside = bias is not None and isinstance(lhs, ScaledTensor) and dtype == jnp.float32
-    with inside_te():
-        y = tex.gemm(lhs, rhs, bias=None if outside else bias, contracting_dims=((x.ndim - 1,), (0,)))
-        return y + bias if outside else y
+    y = _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), precise, bias=None if outside else bias)
+    return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim))) if outside else y
 
 
-def gemm_dgrad(g: Any, kernel: Any) -> Array:
+def gemm_dgrad(g: Any, kernel: Any, precise: bool) -> Array:
     """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
+    if isinstance(g, QuantizedOperand):
+        return xla.gemm_dgrad(g, kernel, precise)
+    if isinstance(kernel, QuantizedOperand):
+        kernel = keep_kernel(_adopted(kernel))
     lhs = g.get_tensor(usage=TensorUsage.LHS)
     rank = kernel.ndim
     if not isinstance(lhs, ScaledTensor):
         kernel = kernel.data.astype(lhs.data.dtype)
     contract = (tuple(range(lhs.ndim - rank + 1, lhs.ndim)), tuple(range(1, rank)))
-    with inside_te():
-        return tex.gemm(lhs, kernel, contracting_dims=contract)
+    return _gemm(lhs, kernel, contract, precise)
 
 
-def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike) -> Array:
+def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, precise: bool) -> Array:
     """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    if isinstance(x, QuantizedOperand):
+        return xla.gemm_wgrad(x, g, dtype, precise)
     rows = tuple(range(x.ndim - 1))
     rhs = g.get_tensor(usage=TensorUsage.RHS)
     if isinstance(x, ScaledTensor):
         x = dataclasses.replace(x, dq_dtype=jnp.dtype(dtype))  # TE takes the output dtype from its left operand
-        with inside_te():
-            return tex.gemm(x, rhs, contracting_dims=(rows, rows))
+        return _gemm(x, rhs, (rows, rows), precise)
     if x.data.dtype == jnp.dtype(dtype):
-        with inside_te():
-            return tex.gemm(x.data, rhs.data, contracting_dims=(rows, rows))
+        return _gemm(x.data, rhs.data, (rows, rows), precise)
     # TE's GEMM gives the operands' dtype; a wider kernel gets its gradient unrounded.
     return jax.lax.dot_general(x.data, rhs.data, ((rows, rows), ((), ())), preferred_element_type=jnp.dtype(dtype))
+
+
+def _gemm(lhs: Any, rhs: Any, contract: Any, precise: bool, bias: Array | None = None) -> Array:
+    """TE's GEMM; ``tex.gemm`` reads the accumulation mode from the environment, so the function below it is called."""
+    with inside_te():
+        if not (precise and isinstance(lhs, ScaledTensor) and GemmPrimitive.enabled()):
+            return tex.gemm(lhs, rhs, bias=bias, contracting_dims=contract)
+        return _te_gemm(lhs, rhs, bias, contracting_dims=contract, use_split_accumulator=True)
+
+
+def _adopted(kernel: QuantizedOperand) -> Any:
+    """TE's tensor object of a kernel that is held quantized, with one scale for all of it."""
+    form = kernel.rowwise
+    assert form is not None
+    assert form.block is None
+    te_q = te_quantizer(TensorQuantizer(dtype=form.data.dtype), None)
+    columns = jnp.transpose(form.data, (*range(1, form.ndim), 0))
+    return two_sided(te_q, form.data, columns, form.scale_inv.reshape(1), dtype=form.dtype, axis=1 - form.ndim)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
+from jax_te.ops import xla
 from jax_te.ops.spec import NormSpec
-from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer
+from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
 from jax_te.quantize import Quantizer
 from jax_te.typing import Array
 
@@ -25,6 +26,10 @@ def norm_quantize(
     x: Array, scale: Array, bias: Array | None, spec: NormSpec, quantizer: Quantizer | None, q_scale: Array | None
 ) -> tuple[Any, Any, Array | None]:
     """The norm's output as a GEMM operand, the statistics backward needs, the output's amax where reported."""
+    if not is_te_quantizer(quantizer):
+        y, stats = norm(x, scale, bias, spec)
+        operand, y_amax = xla.quantize_operand(y, quantizer, q_scale, axis=-1)
+        return operand, stats, y_amax
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
         te_q = te_quantizer(quantizer, q_scale)

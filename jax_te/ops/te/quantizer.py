@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
-from jax_te.quantize import Quantizer
-from jax_te.recipe import DelayedScaling, Recipe
+from jax_te.quantize import MXQuantizer, Quantizer, TensorQuantizer
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from jax_te.typing import Array, DTypeLike
 
 
@@ -30,22 +30,36 @@ def inside_te() -> Iterator[None]:
 def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
     """Whether the device has the hardware for a recipe, and if not why."""
     mode = te_quantize.ScalingMode
-    scaling = mode.DELAYED_TENSOR_SCALING if isinstance(recipe, DelayedScaling) else mode.CURRENT_TENSOR_SCALING
-    ok, reason = te_quantize.helper.is_scaling_mode_supported(scaling, gpu_id=0)
+    modes = {
+        DelayedScaling: mode.DELAYED_TENSOR_SCALING,
+        Float8CurrentScaling: mode.CURRENT_TENSOR_SCALING,
+        MXFP8BlockScaling: mode.MXFP8_1D_SCALING,
+    }
+    ok, reason = te_quantize.helper.is_scaling_mode_supported(modes[type(recipe)], gpu_id=0)
     return bool(ok), reason or "TE supports it on this device"
+
+
+def is_te_quantizer(quantizer: Quantizer | None) -> bool:
+    """Whether TE's kernels quantize so; the others are jax_te's own (`jax_te.ops.xla`)."""
+    if isinstance(quantizer, TensorQuantizer):
+        return not quantizer.power_of_two
+    return quantizer is None or isinstance(quantizer, MXQuantizer)
 
 
 def te_quantizer(quantizer: Quantizer | None, scale: Array | None) -> Any:
     """TE's quantizer that does what ``quantizer`` says, or None.
 
     Hopper's FP8 GEMM contracts the last axis of both operands only, so each tensor is kept rowwise and transposed where
-    the hardware needs it.
+    the hardware needs it. MXFP8 is quantized once for each direction.
     """
     if quantizer is None:
         return None
+    mode, layouts = te_quantize.ScalingMode, te_quantize.QuantizeLayout
+    if isinstance(quantizer, MXQuantizer):
+        return te_quantize.QuantizerFactory.create(1, mode.MXFP8_1D_SCALING, quantizer.dtype, layouts.ROWWISE_COLWISE)
+    assert isinstance(quantizer, TensorQuantizer)
     both = not te_quantize.is_fp8_gemm_with_all_layouts_supported()
-    layout = te_quantize.QuantizeLayout.ROWWISE_COLWISE if both else te_quantize.QuantizeLayout.ROWWISE
-    mode = te_quantize.ScalingMode
+    layout = layouts.ROWWISE_COLWISE if both else layouts.ROWWISE
     if quantizer.scaling == "current":
         return te_quantize.QuantizerFactory.create(1, mode.CURRENT_TENSOR_SCALING, quantizer.dtype, layout)
     assert scale is not None

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from jax_te.quantize import Operand, QuantizedTensor, Quantizer, quantize
+from jax_te.quantize import Operand, QuantizedOperand, QuantizedTensor, Quantizer
+from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
 
 def quantize_operand(
     x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int
 ) -> tuple[Operand, Array | None]:
-    """``x`` quantized, and its amax; without a quantizer ``x`` and None. ``axis`` is for layouts this backend has no
-    use for.
-    """
-    del axis
-    return (x, None) if quantizer is None else quantize(x, quantizer, scale)
+    """``x`` quantized for its two GEMMs, rows ending at ``axis``, and its amax; without a quantizer ``x`` and None."""
+    return (x, None) if quantizer is None else quantize_both(x, quantizer, scale, axis=axis)
 
 
 def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:
@@ -34,45 +34,81 @@ def quantize_dbias(
 
 
 def keep_x(x: Operand) -> Operand:
-    """What backward needs of the input."""
-    return x
+    """What backward needs of the input: the form whose rows are summed over."""
+    return QuantizedOperand(rowwise=None, columnwise=x.columnwise) if isinstance(x, QuantizedOperand) else x
 
 
 def keep_kernel(kernel: Operand) -> Operand:
-    """What backward needs of the kernel."""
-    return kernel
+    """What backward needs of the kernel: the form whose columns are summed over."""
+    return QuantizedOperand(rowwise=kernel.rowwise, columnwise=None) if isinstance(kernel, QuantizedOperand) else kernel
 
 
-def _dot(lhs: Operand, rhs: Operand, contract: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike) -> Array:
-    if isinstance(lhs, QuantizedTensor):
-        assert isinstance(rhs, QuantizedTensor)
-        # The FP8 product is accumulated and scaled in fp32 and rounded once, as FP8 GEMM units do.
-        product = jax.lax.dot_general(lhs.data, rhs.data, (contract, ((), ())), preferred_element_type=jnp.float32)
-        return (product * (lhs.scale_inv * rhs.scale_inv)).astype(dtype)
-    assert not isinstance(rhs, QuantizedTensor)
-    return jax.lax.dot_general(lhs, rhs, (contract, ((), ())), preferred_element_type=jnp.dtype(dtype))
+def _form(operand: Operand, side: str) -> Array | QuantizedTensor:
+    if not isinstance(operand, QuantizedOperand):
+        return operand
+    form = operand.rowwise if side == "columns" else operand.columnwise
+    assert form is not None
+    return form
 
 
-def gemm_fprop(x: Operand, kernel: Operand, bias: Array | None) -> Array:
+def _dtype(operand: Operand) -> DTypeLike:
+    if not isinstance(operand, QuantizedOperand):
+        return operand.dtype
+    form = operand.rowwise if operand.rowwise is not None else operand.columnwise
+    assert form is not None
+    return form.dtype
+
+
+Contract = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _dot(
+    lhs: Array | QuantizedTensor, rhs: Array | QuantizedTensor, contract: Contract, dtype: DTypeLike, precise: bool
+) -> Array:
+    dims = (contract, ((), ()))
+    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+        if lhs.block is None and rhs.block is None:
+            # The FP8 product is accumulated and scaled in fp32 and rounded once, as FP8 GEMM units do.
+            precision = jax.lax.Precision.HIGHEST if precise else jax.lax.Precision.DEFAULT
+            product = jax.lax.dot_general(
+                lhs.data, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32
+            )
+            return (product * (lhs.scale_inv * rhs.scale_inv)).astype(dtype)
+        # Products of the values are exact in fp32: what remains is the order of the sum.
+        left, right = (lhs.values(), rhs.values()) if lhs.rotated == rhs.rotated else (_wide(lhs), _wide(rhs))
+        product = jax.lax.dot_general(left, right, dims, precision="highest", preferred_element_type=jnp.float32)
+        return product.astype(dtype)
+    left, right = (side.dequantize() if isinstance(side, QuantizedTensor) else side for side in (lhs, rhs))
+    compute = jnp.result_type(left.dtype) if isinstance(rhs, QuantizedTensor) else jnp.result_type(right.dtype)
+    return jax.lax.dot_general(
+        left.astype(compute), right.astype(compute), dims, preferred_element_type=jnp.dtype(dtype)
+    )
+
+
+def _wide(x: QuantizedTensor) -> Array:
+    return dataclasses.replace(x, dtype=jnp.float32).dequantize()
+
+
+def gemm_fprop(x: Operand, kernel: Operand, bias: Array | None, precise: bool) -> Array:
     """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
-    if not isinstance(kernel, QuantizedTensor):
-        kernel = kernel.astype(x.dtype)
-    y = _dot(x, kernel, ((x.ndim - 1,), (0,)), x.dtype)
+    if not isinstance(kernel, QuantizedOperand):
+        kernel = kernel.astype(_dtype(x))
+    y = _dot(_form(x, "columns"), _form(kernel, "rows"), ((x.ndim - 1,), (0,)), _dtype(x), precise)
     if bias is None:
         return y
     return y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
 
 
-def gemm_dgrad(g: Operand, kernel: Operand) -> Array:
+def gemm_dgrad(g: Operand, kernel: Operand, precise: bool) -> Array:
     """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
-    if not isinstance(kernel, QuantizedTensor):
-        kernel = kernel.astype(g.dtype)
+    if not isinstance(kernel, QuantizedOperand):
+        kernel = kernel.astype(_dtype(g))
     out_axes = kernel.ndim - 1
     contract = (tuple(range(g.ndim - out_axes, g.ndim)), tuple(range(1, kernel.ndim)))
-    return _dot(g, kernel, contract, g.dtype)
+    return _dot(_form(g, "columns"), _form(kernel, "columns"), contract, _dtype(g), precise)
 
 
-def gemm_wgrad(x: Operand, g: Operand, dtype: DTypeLike) -> Array:
+def gemm_wgrad(x: Operand, g: Operand, dtype: DTypeLike, precise: bool) -> Array:
     """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
     rows = tuple(range(x.ndim - 1))
-    return _dot(x, g, (rows, rows), dtype)
+    return _dot(_form(x, "rows"), _form(g, "rows"), (rows, rows), dtype, precise)

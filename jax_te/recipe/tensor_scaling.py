@@ -1,44 +1,11 @@
-"""The precision recipes: frozen, hashable data that says how a linear layer's operands are quantized."""
+"""Recipes with one scale for a whole tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.recipe.format import Format
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Base of all recipes. A recipe is data only; it can be a dictionary key and part of a jit cache key.
-
-    Args:
-        fp8_format: number formats, see `Format`.
-    """
-
-    fp8_format: Format = Format.HYBRID
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise TypeError(
-                f"fp8_format must be a jax_te.recipe.Format, got {self.fp8_format!r}; "
-                f"allowed: {', '.join(str(f) for f in (Format.E4M3, Format.HYBRID))}"
-            )
-        if self.fp8_format is Format.E5M2:
-            raise ValueError(
-                "fp8_format=Format.E5M2 cannot train: FP8 GEMMs do not multiply E5M2 by E5M2. "
-                "Use Format.HYBRID (E4M3 forward, E5M2 gradients) or Format.E4M3."
-            )
-
-    @property
-    def has_state(self) -> bool:
-        """Whether layers must carry a `QuantizerState` for this recipe."""
-        return False
-
-    @property
-    def name(self) -> str:
-        """Short name, as in ``jax-te train --recipe NAME``."""
-        raise TypeError(f"{type(self).__name__} has no name; use one of the concrete recipes")
+from jax_te.recipe.base import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +18,9 @@ class DelayedScaling(Recipe):
 
     Args:
         margin: powers of two of head-room below the format's largest value, an integer >= 0.
-        fp8_format: `Format.HYBRID` (default) or `Format.E4M3`.
         amax_history_len: steps kept, >= 1. TE's default is 1024, Megatron's is 1.
         amax_compute_algo: ``"max"`` of the history, or ``"most_recent"``.
+        fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Raises:
         TypeError, ValueError: for a field outside the above.
@@ -98,7 +65,8 @@ class Float8CurrentScaling(Recipe):
     No state, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan gives scale 1.
 
     Args:
-        fp8_format: `Format.HYBRID` (default) or `Format.E4M3`.
+        use_power_2_scales: round every scale down to a power of two.
+        fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Source: ``transformer_engine.common.recipe.Float8CurrentScaling``.
 
@@ -106,25 +74,8 @@ class Float8CurrentScaling(Recipe):
     False
     """
 
+    use_power_2_scales: bool = False
+
     @property
     def name(self) -> str:
         return "current"
-
-
-RECIPES: dict[str, type[Recipe] | None] = {
-    "none": None,
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-}
-
-
-def recipe_from_name(name: str) -> Recipe | None:
-    """The recipe with default fields for a command-line name; ``"none"`` gives None.
-
-    >>> recipe_from_name("current")
-    Float8CurrentScaling(fp8_format=<Format.HYBRID: 'hybrid'>)
-    """
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; allowed: {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
-    return None if recipe is None else recipe()

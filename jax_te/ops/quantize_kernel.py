@@ -1,0 +1,124 @@
+"""Quantizing a kernel ahead of the calls that use it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from jax_te.ops.backend import BackendName, primitives, select
+from jax_te.parallel import auto_region, current_mesh
+from jax_te.quantize import (
+    GemmQuantizers,
+    GemmState,
+    KernelGradient,
+    QuantizedKernel,
+    QuantizedOperand,
+    quantize_operand,
+    quantizer_for,
+)
+from jax_te.recipe import Recipe
+from jax_te.typing import Array, LogicalAxes
+
+
+def quantize_kernel(
+    kernel: Array,
+    *,
+    recipe: Recipe,
+    state: GemmState | None = None,
+    kernel_axes: LogicalAxes | None = None,
+    portable: bool = False,
+    backend: BackendName | None = None,
+) -> QuantizedKernel:
+    """A kernel in the form that the GEMMs read, for several calls with the same values.
+
+    A call with it gives the bits that a call with the kernel itself gives.
+
+    Args:
+        kernel: ``[k, *n]`` in any float dtype.
+        recipe: the recipe of the calls.
+        state: the recipe's state, if it has any.
+        kernel_axes: logical axes of the kernel; required on a mesh with Explicit axes.
+        portable: make it of plain arrays, which any backend reads and a checkpoint holds, instead of what this backend
+            reads fastest.
+        backend: of the calls; None for the ambient one.
+
+    Raises:
+        ValueError: if the recipe does not quantize kernels.
+        QuantizerStateError: if the recipe has state and none is given.
+
+    >>> import jax.numpy as jnp
+    >>> from jax_te.ops import dense
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> quantized = quantize_kernel(jnp.ones((32, 16)), recipe=Float8CurrentScaling())
+    >>> float(dense(jnp.ones((16, 32)), quantized, recipe=Float8CurrentScaling())[0, 0])
+    32.0
+    """
+    quantizer, scale = GemmQuantizers(recipe, state)["kernel"]
+    if quantizer is None:
+        raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
+    chosen = select("dense", recipe=recipe, backend=backend)
+
+    def run(kernel: Array, scale: Array | None) -> tuple[Any, Array | None]:
+        if portable:
+            return quantize_operand(kernel, quantizer, scale, axis=1)
+        return primitives(chosen).quantize_operand(kernel, quantizer, scale, axis=1)
+
+    operand, amax = _in_region(run, kernel, scale, kernel_axes)
+    return QuantizedKernel(operand=operand, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
+
+
+def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:
+    """``run``, with the results that have the kernel's shape sharded like it, and scales replicated."""
+    if current_mesh() is None:
+        return run(kernel, scale)
+    abstract = jax.eval_shape(run, kernel, scale)
+    out_axes = [axes if leaf.shape == kernel.shape else (None,) * leaf.ndim for leaf in jax.tree.leaves(abstract)]
+    leaves = auto_region(lambda *args: jax.tree.leaves(run(*args)), out_axes)(kernel, scale)
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def ready_kernel(
+    kernel: Array | QuantizedKernel, gradient: KernelGradient | None, recipe: Recipe | None
+) -> Array | QuantizedKernel:
+    """The kernel as a call under ``recipe`` can use it.
+
+    Raises:
+        ValueError: if it was quantized for another recipe.
+        TypeError: when differentiated, if its gradient has no place to go.
+    """
+    if not isinstance(kernel, QuantizedKernel):
+        return kernel
+    if gradient is None:
+        kernel = _without_gradient(kernel)
+    quantizer = quantizer_for(recipe, "kernel")
+    if quantizer is None:
+        return jax.lax.stop_gradient(kernel.dequantize())
+    if quantizer != kernel.quantizer:
+        raise ValueError(
+            f"the kernel was quantized with {kernel.quantizer}, and the recipe of this call needs {quantizer}. "
+            "Quantize it again under this recipe (is_first_microbatch=True, or quantize_parameters)"
+        )
+    return kernel
+
+
+@functools.partial(jax.custom_jvp)
+def _without_gradient(kernel: QuantizedKernel) -> QuantizedKernel:
+    return kernel
+
+
+@functools.partial(_without_gradient.defjvp, symbolic_zeros=True)
+def _refuse(primals: tuple[QuantizedKernel], tangents: tuple[Any]) -> Any:
+    (kernel,) = primals
+    if any(type(leaf).__name__ != "SymbolicZero" for leaf in jax.tree.leaves(tangents)):
+        raise TypeError(
+            "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, which "
+            "takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"
+        )
+    return kernel, tangents[0]
+
+
+def portable_operand(kernel: QuantizedKernel) -> bool:
+    """Whether the kernel is made of plain arrays."""
+    return isinstance(kernel.operand, QuantizedOperand)

@@ -1,0 +1,144 @@
+"""FP8 with a scale for each 1 x 128 or 128 x 128 block, and for each 32 values (MXFP8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.quantize.quantizer import Quantizer
+from jax_te.quantize.scaling import compute_scale, round_down_to_power_of_two
+from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
+from jax_te.recipe import fp8_max
+from jax_te.typing import Array
+
+BLOCK = 128
+MX_BLOCK = 32
+
+
+def block_amax(x: Array, block: tuple[int, int]) -> Array:
+    """Largest absolute value in each block of ``x [R, C]``: fp32 ``[ceil(R / r), ceil(C / c)]``, nan where one is.
+
+    The last block of a row or column may be smaller.
+
+    >>> block_amax(jnp.array([[1.0, -2.0, 3.0]]), (1, 2)).tolist()
+    [[2.0, 3.0]]
+    """
+    (rows, columns), (r, c) = x.shape, block
+    padded = jnp.pad(jnp.abs(x).astype(jnp.float32), ((0, -rows % r), (0, -columns % c)))
+    return jnp.max(padded.reshape(-(-rows // r), r, -(-columns // c), c), axis=(1, 3))
+
+
+def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
+    """The block turned so that it lies along the axis that is summed over.
+
+    >>> directed_block((1, 128), columnwise=True)
+    (128, 1)
+    """
+    return (block[1], block[0]) if columnwise else block
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockQuantizer(Quantizer):
+    """FP8 with one fp32 scale ``max(dtype) / amax`` for every block; a block whose amax is 0, inf or nan has scale 1.
+
+    Args:
+        dtype: float8_e4m3fn or float8_e5m2.
+        two_dimensional: blocks of 128 x 128 instead of 1 x 128.
+        power_of_two: scales are rounded down to powers of two.
+
+    Source: ``transformer_engine.pytorch.Float8BlockQuantizer``.
+
+    >>> from jax_te.quantize import quantize
+    >>> q, _ = quantize(jnp.full((1, 128), 3.0), BlockQuantizer(dtype=jnp.float8_e4m3fn))
+    >>> float(q.scale_inv[0, 0]), float(q.data[0, 0])
+    (0.0078125, 384.0)
+    """
+
+    two_dimensional: bool = False
+    power_of_two: bool = True
+
+    def __post_init__(self) -> None:
+        fp8_max(self.dtype)  # raises for another dtype
+
+    @property
+    def directional(self) -> bool:
+        return not self.two_dimensional
+
+    def quantize(
+        self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        block = directed_block((BLOCK if self.two_dimensional else 1, BLOCK), columnwise)
+        matrix = as_matrix(x, axis)
+        scales = compute_scale(block_amax(matrix, block), self.dtype)
+        if self.power_of_two:
+            scales = round_down_to_power_of_two(scales)
+        limit = fp8_max(self.dtype)
+        scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
+        data = jnp.clip(scaled, -limit, limit).astype(self.dtype)
+        return QuantizedTensor(
+            data=data.reshape(x.shape), scale_inv=1.0 / scales, dtype=x.dtype, block=block, axis=axis
+        ), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXQuantizer(Quantizer):
+    """FP8 with a power-of-two scale for every 32 values; its reciprocal, E8M0, is ``amax / max(dtype)`` rounded up.
+
+    An amax of inf gives the largest scale, 2^127, a nan gives nan.
+
+    Args:
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Source: ``transformer_engine.jax.quantize.BlockScaleQuantizer``; OCP Microscaling Formats (MX) 1.0.
+
+    >>> from jax_te.quantize import quantize
+    >>> q, _ = quantize(jnp.full((1, 32), 3.0), MXQuantizer(dtype=jnp.float8_e4m3fn))
+    >>> float(q.scale_inv[0, 0]), float(q.data[0, 0])
+    (0.0078125, 384.0)
+    """
+
+    def __post_init__(self) -> None:
+        fp8_max(self.dtype)  # raises for another dtype
+
+    @property
+    def directional(self) -> bool:
+        return True
+
+    def quantize(
+        self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        block = directed_block((1, MX_BLOCK), columnwise)
+        matrix = as_matrix(x, axis)
+        limit = fp8_max(self.dtype)
+        # Times the reciprocal, as TE's kernels do: XLA turns a division by a constant into that when it compiles.
+        exponents = _exponents_rounded_up(block_amax(matrix, block) * (1.0 / limit))
+        scales = _power_of_two(exponents)
+        scaled = matrix.astype(jnp.float32) / expand_blocks(scales, block, matrix.shape)
+        data = jnp.clip(scaled, -limit, limit).astype(self.dtype)
+        return QuantizedTensor(
+            data=data.reshape(x.shape),
+            scale_inv=jax.lax.bitcast_convert_type(exponents, jnp.float8_e8m0fnu),
+            dtype=x.dtype,
+            block=block,
+            axis=axis,
+        ), None
+
+
+def _exponents_rounded_up(x: Array) -> Array:
+    """Biased exponents of the least powers of two >= ``x`` (fp32, >= 0), uint8; E8M0 has no zero: 2^-127 stands in."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # Below the least normal number, 2^-126, only what exceeds 2^-127 goes up; inf and nan stay where they are.
+    up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    capped = jnp.where((exponent == 0xFF) & (mantissa == 0), 0xFE, exponent + up.astype(jnp.uint32))
+    return capped.astype(jnp.uint8)
+
+
+def _power_of_two(exponents: Array) -> Array:
+    """fp32 ``2^(e - 127)`` of biased exponents; 255 is nan."""
+    bits = exponents.astype(jnp.uint32) << 23
+    normal = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    wide = jnp.where(exponents == 0, jnp.float32(2.0**-127), normal)
+    return jnp.where(exponents == 0xFF, jnp.nan, wide)

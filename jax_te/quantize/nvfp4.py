@@ -1,0 +1,116 @@
+"""FP4 with an E4M3 scale for every 16 values and an fp32 scale for the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.quantize.block import block_amax, directed_block
+from jax_te.quantize.hadamard import hadamard_rows
+from jax_te.quantize.quantizer import Quantizer
+from jax_te.quantize.scaling import amax
+from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
+from jax_te.recipe.format import E2M1_MAX, E4M3_MAX
+from jax_te.typing import Array, DTypeLike
+
+NVFP4_BLOCK = 16
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Quantizer(Quantizer):
+    """E2M1 values, an E4M3 scale for every 16 of them, one fp32 scale for the tensor.
+
+    ``s = 6 * 448 / amax(x)``; a block's reciprocal scale is ``e4m3(amax(block) / 6 * s)``; its values are
+    ``x * s / e4m3(...)`` rounded to E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+
+    Args:
+        two_dimensional: blocks of 16 x 16 instead of 1 x 16, for kernels.
+        hadamard: rotate by `hadamard_rows` before the columnwise quantization, which the weight gradient reads.
+        stochastic_rounding: round up with the probability of the distance from below. The random bits are a function of
+            the tensor's own values, so the same tensor is always rounded the same way.
+
+    Source: ``transformer_engine.jax.quantize.NVFP4Quantizer``; NVIDIA 2025, "Pretraining Large Language Models with
+        NVFP4", appendix C.
+
+    >>> from jax_te.quantize import quantize
+    >>> q, _ = quantize(jnp.array([[6.0, 3.0, 1.6, 0.3] * 4]), NVFP4Quantizer())
+    >>> q.data[0, :4].tolist(), float(q.scale_inv[0, 0])
+    ([6, 3, 1.5, 0.5], 448.0)
+    """
+
+    dtype: DTypeLike = jnp.float4_e2m1fn
+    two_dimensional: bool = False
+    hadamard: bool = False
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        if jnp.dtype(self.dtype) != jnp.float4_e2m1fn:
+            raise TypeError(f"NVFP4Quantizer's dtype is float4_e2m1fn, got {jnp.dtype(self.dtype).name}")
+
+    @property
+    def directional(self) -> bool:
+        return not self.two_dimensional or self.hadamard
+
+    def quantize(
+        self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        block = directed_block((NVFP4_BLOCK if self.two_dimensional else 1, NVFP4_BLOCK), columnwise)
+        rotated = self.hadamard and columnwise
+        matrix = as_matrix(x, axis)
+        if rotated:
+            matrix = hadamard_rows(matrix)
+        tensor_scale = jnp.minimum(E2M1_MAX * E4M3_MAX / amax(matrix), _LARGEST)
+        tensor_scale = jnp.where(tensor_scale > 0.0, tensor_scale, 1.0)  # an amax of inf; nan stays nan
+        # The barrier keeps XLA from merging these constants with those below, which would round differently.
+        tensor_scale, block_inv = jax.lax.optimization_barrier(
+            (tensor_scale, block_amax(matrix, block) * (1.0 / E2M1_MAX))
+        )
+        tensor_scale_inv = 1.0 / tensor_scale
+        block_inv = jax.lax.optimization_barrier(_round_e4m3(jnp.minimum(block_inv * tensor_scale, E4M3_MAX)))
+        scales = jnp.minimum(1.0 / (block_inv * tensor_scale_inv), _LARGEST)
+        scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
+        scaled = jnp.clip(scaled, -E2M1_MAX, E2M1_MAX)
+        bits = _random_bits(as_matrix(x, axis), columnwise) if self.stochastic_rounding else None
+        rounded = _round_e2m1(scaled, bits)
+        return QuantizedTensor(
+            data=rounded.astype(self.dtype).reshape(x.shape),
+            scale_inv=block_inv.astype(jnp.float8_e4m3fn),
+            tensor_scale_inv=tensor_scale_inv,
+            dtype=x.dtype,
+            block=block,
+            axis=axis,
+            rotated=rotated,
+        ), None
+
+
+def _round_e4m3(x: Array) -> Array:
+    """``x`` in [0, 448] rounded to E4M3, as fp32.
+
+    Written out, because compilers may drop a cast to a narrow type and back.
+    """
+    subnormal = jnp.round(x * 2.0**9) * 2.0**-9
+    return jnp.where(x < 2.0**-6, subnormal, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3))
+
+
+def _round_e2m1(x: Array, bits: Array | None) -> Array:
+    """``x`` in [-6, 6] rounded to E2M1, as fp32: to nearest even, or stochastically with uint16 ``bits``."""
+    magnitude = jnp.abs(x)
+    step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
+    steps = magnitude / step
+    if bits is None:
+        return jnp.sign(x) * jnp.round(steps) * step
+    below = jnp.floor(steps)
+    up = (steps - below) * 2.0**16 > bits.astype(jnp.float32)
+    return jnp.sign(x) * (below + up.astype(jnp.float32)) * step
+
+
+def _random_bits(x: Array, columnwise: bool) -> Array:
+    """uint16 like ``x``; the key is a checksum of the values, which does not depend on their sharding."""
+    words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(0), jnp.sum(words, dtype=jnp.uint32))
+    key = jax.random.fold_in(key, jnp.sum(words * words, dtype=jnp.uint32))
+    key = jax.random.fold_in(key, columnwise)
+    return jax.random.bits(key, x.shape, jnp.uint16)

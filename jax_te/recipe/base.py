@@ -1,0 +1,130 @@
+"""What all precision recipes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from jax_te.recipe.format import Format
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How one FP8 GEMM accumulates.
+
+    Args:
+        use_split_accumulator: True: products are promoted to fp32 registers at short intervals ("precise"). False: they
+            stay in the tensor core's accumulator, which keeps fewer bits on Hopper ("fast"). Only GPUs of compute
+            capability 9.0 (and 8.9) differ; everything else always accumulates in fp32.
+
+    Source: ``transformer_engine.common.recipe.MMParams``.
+
+    >>> MMParams(use_split_accumulator=False)
+    MMParams(use_split_accumulator=False)
+    """
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device has GEMM units for a recipe, and why (not). True in a boolean context if it has."""
+
+    native: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.native
+
+
+FAST = MMParams(use_split_accumulator=False)
+PRECISE = MMParams(use_split_accumulator=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Base of all recipes. A recipe is data only; it can be a dictionary key and part of a jit cache key.
+
+    Args:
+        fp8_format: number formats, see `Format`.
+        override_linear_precision: whether the forward GEMM, the input gradient's and the weight gradient's stay in high
+            precision, i.e. multiply the operands as they are, in the compute dtype. Megatron's ``fp8_wgrad=False`` is
+            ``(False, False, True)``.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of each of the three GEMMs, see `MMParams`.
+    """
+
+    alignment: ClassVar[int] = 16
+    """Sizes of the matrices that the recipe quantizes must be multiples of this."""
+
+    fp8_format: Format = Format.HYBRID
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    fp8_gemm_fprop: MMParams = FAST
+    fp8_gemm_dgrad: MMParams = FAST
+    fp8_gemm_wgrad: MMParams = FAST
+
+    def __post_init__(self) -> None:
+        self._check_format()
+        flags = self.override_linear_precision
+        if not isinstance(flags, tuple) or len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
+            raise ValueError(
+                f"override_linear_precision must be three bools, for the forward, input-gradient and weight-gradient "
+                f"GEMMs, e.g. (False, False, True); got {flags!r}"
+            )
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, MMParams):
+                raise TypeError(f"{name} must be an MMParams, got {value!r}")
+
+    def _check_format(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise TypeError(
+                f"fp8_format must be a jax_te.recipe.Format, got {self.fp8_format!r}; "
+                f"allowed: {', '.join(str(f) for f in (Format.E4M3, Format.HYBRID))}"
+            )
+        if self.fp8_format is Format.E5M2:
+            raise ValueError(
+                "fp8_format=Format.E5M2 cannot train: FP8 GEMMs do not multiply E5M2 by E5M2. "
+                "Use Format.HYBRID (E4M3 forward, E5M2 gradients) or Format.E4M3."
+            )
+        if self.fp8_format is Format.E2M1:
+            raise ValueError(
+                "fp8_format=Format.E2M1 is an FP4 format; use NVFP4BlockScaling for it, or Format.HYBRID or Format.E4M3"
+            )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether layers must carry a `QuantizerState` for this recipe."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """Short name, as in ``jax-te train --recipe NAME``."""
+        raise TypeError(f"{type(self).__name__} has no name; use one of the concrete recipes")
+
+    def supports(self, device: Any = None) -> Support:
+        """Whether ``device`` multiplies this recipe's quantized operands natively.
+
+        Where it does not, the same numbers come out: operands are quantized as the recipe says and multiplied in high
+        precision, which is for tests and debugging, not for speed.
+
+        Args:
+            device: a JAX device. None: the default one.
+
+        >>> from jax_te.recipe import MXFP8BlockScaling
+        >>> bool(MXFP8BlockScaling().supports(jax.devices("cpu")[0]))
+        False
+        """
+        device = jax.devices()[0] if device is None else device
+        if device.platform not in ("gpu", "cuda"):
+            return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
+        return self._native(float(getattr(device, "compute_capability", 0) or 0))
+
+    def _native(self, capability: float) -> Support:
+        if capability >= 8.9:
+            return Support(True, f"FP8 tensor cores of compute capability {capability:g}")
+        return Support(False, f"FP8 needs compute capability 8.9 (Ada, Hopper), this is {capability:g}; {EMULATED}")
+
+
+EMULATED = "the same numbers are computed in high precision"

@@ -1,0 +1,54 @@
+"""Which recipe one module runs under, whatever the ambient one is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_te.recipe.base import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRecipe:
+    """A module's own recipe in training and evaluation, and when it takes effect.
+
+    Args:
+        training: recipe in training; None is high precision.
+        evaluation: recipe in evaluation; None is high precision, ``"training"`` (default) the one of training.
+        override_quantized_autocast: take effect where the ambient recipe quantizes.
+        override_nonquantized_autocast: take effect where nothing is quantized. False by default, so that a rule for all
+            modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and last layers.
+        fp8_param, fp4_param: hold the module's kernels in the quantized form, see ``create_train_state``.
+
+    Source: Megatron-Core's ``TEQuantizationParams`` and the autocast helpers beside it.
+
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> in_bf16 = ModuleRecipe(training=None)
+    >>> in_bf16.resolve(Float8CurrentScaling(), training=True) is None
+    True
+    """
+
+    training: Recipe | None
+    evaluation: Recipe | Literal["training"] | None = "training"
+    override_quantized_autocast: bool = True
+    override_nonquantized_autocast: bool = False
+    fp8_param: bool = False
+    fp4_param: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("training", "evaluation"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, Recipe) or (name == "evaluation" and value == "training")):
+                raise TypeError(f"{name} must be a recipe or None, got {value!r}")
+
+    def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
+        """The recipe to run under where ``ambient`` is the ambient one.
+
+        Only the flag for the ambient state counts: where it is False the ambient recipe holds, else the module's own.
+        """
+        acts = self.override_nonquantized_autocast if ambient is None else self.override_quantized_autocast
+        if not acts:
+            return ambient
+        if training or self.evaluation == "training":
+            return self.training
+        return self.evaluation  # type: ignore[return-value]  # "training" was dealt with
