@@ -71,6 +71,8 @@ class TransformerConfig:
             ``init_method_std / sqrt(2 num_layers)``.
         params_dtype: dtype parameters are stored in.
         compute_dtype: dtype of activations. None: ``params_dtype``.
+        first_last_layers_bf16: keep the first and last layers in high precision, whatever the ambient recipe is.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: how many, if so; each in [0, ``num_layers``].
 
     Raises:
         ValueError: for a size that is not positive or does not divide, or an unknown name.
@@ -97,6 +99,9 @@ class TransformerConfig:
     init_method_std: float = 0.02
     params_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike | None = None
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
 
     def __post_init__(self) -> None:
         check_positive(
@@ -130,9 +135,23 @@ class TransformerConfig:
         if not self.layernorm_epsilon > 0.0:
             raise ValueError(f"layernorm_epsilon must be > 0, got {self.layernorm_epsilon!r}")
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.num_layers:
+                raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
         fill(self, "params_dtype", float_dtype("params_dtype", self.params_dtype))
         compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
+
+    def in_high_precision(self, layer: int) -> bool:
+        """Whether layer number ``layer``, from 0, is one of the first and last that stay in high precision.
+
+        >>> config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=1, first_last_layers_bf16=True)
+        >>> [config.in_high_precision(layer) for layer in range(3)]
+        [True, False, True]
+        """
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
+        return self.first_last_layers_bf16 and (layer < first or layer >= last)
 
 
 @dataclass(frozen=True, kw_only=True)

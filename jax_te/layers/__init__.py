@@ -11,7 +11,13 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.parameters import parameter_axes
-from jax_te.layers.quantizable import QuantizableModule, name_modules, quantizable_modules
+from jax_te.layers.quantizable import (
+    QuantizableModule,
+    keep_in_high_precision,
+    name_modules,
+    quantizable_modules,
+    quantize_parameters,
+)
 from jax_te.layers.rotary import Rotary, apply_rotary, rotary_embedding
 from jax_te.layers.transformer import TransformerLayer
 
@@ -31,11 +37,13 @@ __all__ = [
     "apply_rotary",
     "dropout",
     "init_kv_cache",
+    "keep_in_high_precision",
     "make_norm",
     "name_modules",
     "normal_init",
     "parameter_axes",
     "quantizable_modules",
+    "quantize_parameters",
     "rotary_embedding",
     "scaled_normal_init",
 ]

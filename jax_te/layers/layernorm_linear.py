@@ -99,6 +99,6 @@ class LayerNormLinear(Linear):
                 out_axes=(*leading_axes(x), *self.feature_axes),
                 kernel_axes=self.kernel_axes,
                 name=self.module_name,
-                **self.linear_arguments("kernel", self.kernel_axes, is_first_microbatch),
+                **self.linear_arguments("kernel", is_first_microbatch),
             )
             return self._result(y, x)

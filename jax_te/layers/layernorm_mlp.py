@@ -102,8 +102,8 @@ class LayerNormMLP(QuantizableModule):
             ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
             the norm's output.
         """
-        wi = self.linear_arguments("wi_kernel", _WI_AXES, is_first_microbatch)
-        wo = self.linear_arguments("wo_kernel", _WO_AXES, is_first_microbatch)
+        wi = self.linear_arguments("wi_kernel", is_first_microbatch)
+        wo = self.linear_arguments("wo_kernel", is_first_microbatch)
         with jax.named_scope("LayerNormMLP"):
             y, *normed = self._unfused(x, wi, wo) if self.return_layernorm_output else (self._fused(x, wi, wo),)
             bias = value_or_none(self.wo_bias)

@@ -128,7 +128,7 @@ class Linear(QuantizableModule):
             kernel_axes=self.kernel_axes,
             save_original_input=getattr(self, "save_original_input", False),
             name=self.module_name,
-            **self.linear_arguments("kernel", self.kernel_axes, is_first_microbatch),
+            **self.linear_arguments("kernel", is_first_microbatch),
         )
 
     def _result(self, y: Array, x: Array, *more: Array) -> Array | tuple[Array | None, ...]:

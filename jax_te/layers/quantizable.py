@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jax_te.ops import quantize_kernel
-from jax_te.quantize import KernelGradient, QuantizedKernel, quantizer_for, quantizer_variable
+from jax_te.quantize import GemmState, QuantizedKernel, quantizer_for, quantizer_variable
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
-from jax_te.typing import Array
+from jax_te.typing import Array, LogicalAxes
 
 
 class CachedKernel(nnx.Variable):
@@ -23,6 +23,7 @@ class QuantizableModule(nnx.Module):
         kernels: name of each kernel -> name of its quantizer state.
 
     Attributes:
+        high_precision: take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last layers.
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
         deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
             recipes holds.
@@ -34,6 +35,7 @@ class QuantizableModule(nnx.Module):
     kernels: ClassVar[dict[str, str]] = {}
 
     def _init_quantization(self) -> None:
+        self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
         self.deterministic = False
         self.is_first_microbatch: bool | None = None
@@ -45,38 +47,57 @@ class QuantizableModule(nnx.Module):
     @property
     def recipe(self) -> Recipe | None:
         """The recipe that a call runs under here and now."""
-        ambient = current_recipe()
+        ambient = None if self.high_precision else current_recipe()
         if self.module_recipe is None:
             return ambient
         return self.module_recipe.resolve(ambient, training=not self.deterministic)
 
-    def linear_arguments(self, kernel: str, axes: Any, is_first_microbatch: bool | None) -> dict[str, Any]:
+    def gemm_state(self, kernel: str) -> GemmState | None:
+        """The quantizer state of a kernel's GEMMs, if there is any."""
+        variable = getattr(self, self.kernels[kernel])
+        return None if variable is None else variable.get_value()
+
+    def axes_of(self, kernel: str) -> LogicalAxes:
+        """Logical axes of a kernel."""
+        return getattr(self, kernel).get_metadata("logical_axes")
+
+    def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
+        """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
+        assert self.recipe is not None
+        return quantize_kernel(
+            value,
+            recipe=self.recipe,
+            state=self.gemm_state(kernel),
+            kernel_axes=self.axes_of(kernel),
+            portable=portable,
+        )
+
+    def linear_arguments(self, kernel: str, is_first_microbatch: bool | None) -> dict[str, Any]:
         """Arguments that an op takes for one kernel: the kernel or its kept form, the state, where the gradient goes.
 
+        A kept form that was made under another recipe than the call's is passed over.
+
         Raises:
-            ValueError: if the kept form is asked for and there is none.
+            ValueError: if a kept form is asked for and there is none.
         """
-        variable, recipe = getattr(self, kernel), self.recipe
-        state = getattr(self, self.kernels[kernel])
-        state = None if state is None else state.get_value()
-        first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
-        value, gradient = variable.get_value(), None
+        recipe, state = self.recipe, self.gemm_state(kernel)
+        value: Any = getattr(self, kernel).get_value()
         kept: Any = getattr(self, cache_name(kernel))
-        if first is True and quantizer_for(recipe, "kernel") is not None and not isinstance(value, QuantizedKernel):
-            assert recipe is not None
-            cached = quantize_kernel(value, recipe=recipe, state=state, kernel_axes=axes)
-            setattr(self, cache_name(kernel), CachedKernel((cached, None)))
-            value, gradient = cached, KernelGradient(like=value)
-        elif first is False and kept is not None:
-            cached, gradient = kept.get_value()
-            if gradient is None:
-                gradient = KernelGradient(like=value)
-            value = value if cached is None else cached
-        elif first is False and quantizer_for(recipe, "kernel") is not None and not isinstance(value, QuantizedKernel):
-            raise ValueError(
-                f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
-                "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
-            )
+        quantized, gradient = (None, None) if kept is None else kept.get_value()
+        quantizer = quantizer_for(recipe, "kernel")
+        first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
+        if first is not None and quantizer is not None and not isinstance(value, QuantizedKernel):
+            if first:
+                quantized = self.quantized(kernel, value)
+                setattr(self, cache_name(kernel), CachedKernel((quantized, None)))
+            if quantized is None:
+                raise ValueError(
+                    f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
+                    "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
+                )
+            if quantized.quantizer == quantizer:
+                gradient = value if gradient is None else gradient
+                value = quantized
         return {"kernel": value, "state": state, "gradient": gradient}
 
 
@@ -123,10 +144,77 @@ def name_modules(model: nnx.Module) -> nnx.Module:
     return model
 
 
-def kernel_values(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array | QuantizedKernel]]:
-    """Layer, kernel name and value of every kernel that a recipe can quantize."""
+def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
+    """Let no ambient recipe reach the layers of ``model``, as if it were inside ``autocast(None)``; returns ``model``.
+
+    A `ModuleRecipe` with ``override_nonquantized_autocast`` still does.
+
+    >>> from jax_te.layers import Linear
+    >>> keep_in_high_precision(Linear(16, 16, rngs=nnx.Rngs(0))).high_precision
+    True
+    """
+    for _, module in quantizable_modules(model):
+        module.high_precision = True
+    return model
+
+
+def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], QuantizableModule, str]]:
+    """Path in ``nnx.state(model)``, layer and attribute name of every kernel that a recipe can quantize."""
     return [
-        (module, kernel, getattr(module, kernel).get_value())
-        for _, module in quantizable_modules(model)
+        ((*path, kernel), module, kernel)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, QuantizableModule)
         for kernel in module.kernels
     ]
+
+
+def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
+    """Every kernel of `quantizable_kernels` in the form its layer's recipe gives it here; None where it gives none."""
+    kept: list[QuantizedKernel | None] = []
+    for _, module, kernel in quantizable_kernels(model):
+        value = getattr(module, kernel).get_value()
+        if isinstance(value, QuantizedKernel) or quantizer_for(module.recipe, "kernel") is None:
+            kept.append(None)
+            continue
+        kept.append(module.quantized(kernel, value))
+    return kept
+
+
+def quantize_parameters(model: nnx.Module) -> nnx.Module:
+    """Hold kernels in the form that their layers' recipes give them, in place of fp32 or bf16; returns ``model``.
+
+    A kernel then takes about one byte a value (half of one under NVFP4), and no call quantizes it again. Its exact
+    value is gone: `jax_te.training.create_train_state` with ``fp8_param=True`` keeps fp32 masters beside. Kernels of
+    layers that run in high precision stay as they are.
+
+    Call it under the recipe, ``with autocast(recipe):``.
+
+    Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> with autocast(Float8CurrentScaling()):
+    ...     layer = quantize_parameters(Linear(32, 16, rngs=nnx.Rngs(0)))
+    >>> layer.kernel.get_value().operand.rowwise.data.dtype
+    dtype(float8_e4m3fn)
+    """
+    for _, module, kernel in quantizable_kernels(model):
+        value = getattr(module, kernel).get_value()
+        if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe, "kernel") is not None:
+            getattr(module, kernel).set_value(module.quantized(kernel, value, portable=True))
+    return model
+
+
+def keep_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
+    """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them."""
+    for (_, module, kernel), quantized, gradient in zip(quantizable_kernels(model), kept, gradients, strict=True):
+        if quantized is not None or gradient is not None:
+            setattr(module, cache_name(kernel), CachedKernel((quantized, gradient)))
+        if quantized is not None:
+            module.is_first_microbatch = False
+
+
+def drop_kept_kernels(model: nnx.Module) -> None:
+    """Take away the quantized forms that layers keep between microbatches."""
+    for _, module, kernel in quantizable_kernels(model):
+        setattr(module, cache_name(kernel), nnx.data(None))

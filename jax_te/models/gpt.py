@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax_te.layers import (
     TransformerLayer,
     dropout,
     init_kv_cache,
+    keep_in_high_precision,
     make_norm,
     normal_init,
     rotary_embedding,
@@ -24,6 +26,7 @@ from jax_te.layers import (
 from jax_te.layers.parameters import parameter
 from jax_te.ops import dense, softmax_cross_entropy
 from jax_te.parallel import constrain
+from jax_te.recipe import autocast
 from jax_te.typing import Array, LogicalAxes
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
@@ -108,7 +111,7 @@ class GPTModel(nnx.Module):
             if position_embedding_type == "learned_absolute"
             else None
         )
-        self.layers = nnx.List([transformer_layer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
         self._rotary(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
         self.final_norm = make_norm(
             config.normalization,
@@ -247,14 +250,18 @@ class GPTModel(nnx.Module):
             return dense(x, kernel, out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))
 
 
-def transformer_layer(config: TransformerConfig, *, rngs: nnx.Rngs) -> TransformerLayer:
-    """A layer of ``config``'s sizes with causal attention; output projections start smaller, see `scaled_normal_init`.
+def transformer_layer(config: TransformerConfig, number: int = 0, *, rngs: nnx.Rngs) -> TransformerLayer:
+    """Layer ``number``, from 0, of ``config`` with causal attention.
+
+    Output projections start smaller, see `scaled_normal_init`. One of the first and last layers may be kept in high
+    precision, see ``first_last_layers_bf16``.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
-    return TransformerLayer(
+    build = functools.partial(
+        TransformerLayer,
         config.hidden_size,
         config.ffn_hidden_size,  # type: ignore[arg-type]  # the config has filled it in
         config.num_attention_heads,
@@ -272,6 +279,10 @@ def transformer_layer(config: TransformerConfig, *, rngs: nnx.Rngs) -> Transform
         params_dtype=config.params_dtype,
         rngs=rngs,
     )
+    if not config.in_high_precision(number):
+        return build()
+    with autocast(None):
+        return keep_in_high_precision(build())
 
 
 def _call_layer(layer: TransformerLayer, x: Array, rotary: Rotary | None, key: Array | None) -> Any:

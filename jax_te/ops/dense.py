@@ -11,7 +11,7 @@ from jax_te.ops.backend import BackendName, select
 from jax_te.ops.gemm import GemmSpec, LinearGemms, gemm_spec
 from jax_te.ops.quantize_kernel import ready_kernel
 from jax_te.parallel import auto_region
-from jax_te.quantize import GemmState, KernelGradient, QuantizedKernel
+from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
 
@@ -25,7 +25,7 @@ def dense(
     state: GemmState | None = None,
     out_axes: LogicalAxes | None = None,
     kernel_axes: LogicalAxes | None = None,
-    gradient: KernelGradient | None = None,
+    gradient: Array | None = None,
     save_original_input: bool = False,
     name: str | None = None,
     backend: BackendName | None = None,
@@ -42,7 +42,8 @@ def dense(
         state: the recipe's state, if it has any; its gradient is its next value.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
         kernel_axes: logical axes of the kernel, which its gradient is constrained to.
-        gradient: where the kernel's gradient goes instead of the kernel, e.g. added to an accumulator.
+        gradient: ``[k, *n]``, what is differentiated in place of the kernel: nothing reads its values, the kernel's
+            gradient comes out as its gradient, in its dtype.
         save_original_input: keep ``x`` itself for backward, and quantize it there, instead of its quantized copy:
             less memory where ``x`` is alive anyway. Not with delayed scaling.
         name: under which the quantized tensors are observed, see `observe_quantization`.
@@ -91,7 +92,7 @@ def _dense(
     kernel: Array | QuantizedKernel,
     bias: Array | None,
     state: GemmState | None,
-    gradient: KernelGradient | None,
+    gradient: Array | None,
 ) -> Array:
     return _forward(spec, x, kernel, bias, state, gradient)[0]
 
@@ -102,7 +103,7 @@ def _forward(
     kernel: Array | QuantizedKernel,
     bias: Array | None,
     state: GemmState | None,
-    gradient: KernelGradient | None,
+    gradient: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
     gemms = LinearGemms(spec, state)
     x_forms, x_amax = gemms.operand(x, "x", axis=-1)
@@ -115,7 +116,7 @@ def _backward(spec: GemmSpec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ..
     kept, x_amax, kernel_amax, state, gradient = saved
     gemms = LinearGemms(spec, state)
     g_forms, dbias, g_amax = gemms.gradient(g)
-    dx, dkernel = gemms.backward(*kept, g_forms, gradient)
+    dx, dkernel = gemms.backward(*kept, g_forms)
     next_state = gemms.quantizers.next_state({"x": x_amax, "kernel": kernel_amax, "grad": g_amax})
     dkernel, dgradient = gemms.cotangents(dkernel, gradient)
     return dx, dkernel, dbias, next_state, dgradient

@@ -10,7 +10,7 @@ import jax
 
 from jax_te.ops.backend import primitives
 from jax_te.parallel import constrain
-from jax_te.quantize import GemmQuantizers, GemmState, KernelGradient, QuantizedKernel, Quantizer, TensorRole
+from jax_te.quantize import GemmQuantizers, GemmState, QuantizedKernel, Quantizer, TensorRole
 from jax_te.quantize.observe import Observer, current_observer
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.typing import Array, DTypeLike, LogicalAxes
@@ -63,7 +63,7 @@ def gemm_spec(
     backend: str,
     out_axes: LogicalAxes | None,
     kernel_axes: LogicalAxes | None,
-    gradient: KernelGradient | None = None,
+    gradient: Array | None = None,
     save_original_input: bool = False,
     name: str | None = None,
 ) -> GemmSpec:
@@ -91,7 +91,7 @@ def gemm_spec(
         backend=backend,
         out_axes=out_axes,
         kernel_axes=kernel_axes,
-        gradient_dtype=kernel.dtype if gradient is None else gradient.like.dtype,
+        gradient_dtype=kernel.dtype if gradient is None else gradient.dtype,
         kernel_rank=kernel.ndim,
         kernel_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
@@ -196,17 +196,21 @@ class LinearGemms:
             kept_x = self.run.keep_x(self._pick(x, "wgrad"))
         return kept_x, self.run.keep_kernel(self._pick(kernel, "dgrad"))
 
-    def backward(self, kept_x: Any, kept_kernel: Any, g: Forms, gradient: KernelGradient | None) -> tuple[Array, Array]:
-        """Gradients of input and kernel; the kernel's added to the accumulator, and in its own sharding."""
+    def backward(self, kept_x: Any, kept_kernel: Any, g: Forms) -> tuple[Array, Array]:
+        """Gradients of input and kernel, the kernel's in its own sharding."""
         spec = self.spec
         dx = self.run.gemm_dgrad(self._pick(g, "dgrad"), kept_kernel, spec.precise("dgrad"))
         if spec.save_original_input and not spec.overridden("wgrad"):
             again, _ = self.run.quantize_operand(kept_x, *self.quantizers["x"], axis=-1)
             kept_x = self.run.keep_x(again)
         dkernel = self.run.gemm_wgrad(kept_x, self._pick(g, "wgrad"), spec.gradient_dtype, spec.precise("wgrad"))
-        if gradient is not None and gradient.accumulator is not None:
-            dkernel = gradient.accumulator + dkernel
         return dx, constrain(dkernel, spec.kernel_axes)
+
+    def cotangents(self, dkernel: Array, gradient: Array | None) -> tuple[Array | None, Array | None]:
+        """The kernel's gradient as cotangents of the kernel and of the place given for it; None is zero."""
+        if gradient is not None:
+            return None, dkernel
+        return (None if self.spec.kernel_quantized else dkernel), None
 
     def observe(self, x: Array, role: TensorRole, quantizer: Quantizer, scale: Array | None, *, axis: int) -> None:
         """Report the tensor to the spec's observer, if it has one."""
@@ -219,9 +223,3 @@ class LinearGemms:
 
     def _pick(self, forms: Forms, gemm: Gemm) -> Any:
         return forms.plain if forms.quantized is None or self.spec.overridden(gemm) else forms.quantized
-
-    def cotangents(self, dkernel: Array, gradient: KernelGradient | None) -> tuple[Array | None, KernelGradient | None]:
-        """The kernel's gradient as cotangents of the kernel and of the place it goes to; None is zero."""
-        if gradient is not None:
-            return None, KernelGradient(like=dkernel, accumulator=None)
-        return (None if self.spec.kernel_quantized else dkernel), None

@@ -13,7 +13,7 @@ from jax_te.ops.layernorm import check_norm
 from jax_te.ops.quantize_kernel import ready_kernel
 from jax_te.ops.spec import NormSpec
 from jax_te.parallel import auto_region
-from jax_te.quantize import GemmState, KernelGradient, QuantizedKernel
+from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
 
@@ -30,7 +30,7 @@ def layernorm_dense(
     state: GemmState | None = None,
     out_axes: LogicalAxes | None = None,
     kernel_axes: LogicalAxes | None = None,
-    gradient: KernelGradient | None = None,
+    gradient: Array | None = None,
     name: str | None = None,
     backend: BackendName | None = None,
 ) -> Array:
@@ -97,7 +97,7 @@ def _layernorm_dense(
     kernel: Array | QuantizedKernel,
     bias: Array | None,
     state: GemmState | None,
-    gradient: KernelGradient | None,
+    gradient: Array | None,
 ) -> Array:
     return _forward(spec, norm, x, scale, ln_bias, kernel, bias, state, gradient)[0]
 
@@ -111,7 +111,7 @@ def _forward(
     kernel: Array | QuantizedKernel,
     bias: Array | None,
     state: GemmState | None,
-    gradient: KernelGradient | None,
+    gradient: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
     gemms = LinearGemms(spec, state)
     y_forms, stats, y_amax = normed_operand(gemms, x, scale, ln_bias, norm)
@@ -125,7 +125,7 @@ def _backward(spec: GemmSpec, norm: NormSpec, saved: tuple[Any, ...], g: Array) 
     x, stats, scale, ln_bias, kept, y_amax, kernel_amax, state, gradient = saved
     gemms = LinearGemms(spec, state)
     g_forms, dbias, g_amax = gemms.gradient(g)
-    dy, dkernel = gemms.backward(*kept, g_forms, gradient)
+    dy, dkernel = gemms.backward(*kept, g_forms)
     dx, dscale, dln_bias = gemms.run.norm_backward(dy, x, stats, scale, ln_bias, norm)
     next_state = gemms.quantizers.next_state({"x": y_amax, "kernel": kernel_amax, "grad": g_amax})
     dkernel, dgradient = gemms.cotangents(dkernel, gradient)

@@ -12,7 +12,6 @@ from jax_te.parallel import auto_region, current_mesh
 from jax_te.quantize import (
     GemmQuantizers,
     GemmState,
-    KernelGradient,
     QuantizedKernel,
     QuantizedOperand,
     quantize_operand,
@@ -80,7 +79,7 @@ def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes |
 
 
 def ready_kernel(
-    kernel: Array | QuantizedKernel, gradient: KernelGradient | None, recipe: Recipe | None
+    kernel: Array | QuantizedKernel, gradient: Array | None, recipe: Recipe | None
 ) -> Array | QuantizedKernel:
     """The kernel as a call under ``recipe`` can use it.
 

@@ -3,7 +3,7 @@
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.gemm_quantizers import ROLES, GemmQuantizers, GemmState, TensorRole, quantizer_for
 from jax_te.quantize.hadamard import hadamard_matrix, hadamard_rows
-from jax_te.quantize.kernel import KernelGradient, QuantizedKernel
+from jax_te.quantize.kernel import QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand
 from jax_te.quantize.scaling import (
@@ -17,7 +17,9 @@ from jax_te.quantize.scaling import (
 from jax_te.quantize.state import (
     QuantizerState,
     init_gemm_state,
+    max_merging,
     merge_quantizers,
+    plain_states,
     prepare_quantization,
     quantizer_variable,
     split_model,
@@ -31,7 +33,6 @@ __all__ = [
     "BlockQuantizer",
     "GemmQuantizers",
     "GemmState",
-    "KernelGradient",
     "MXQuantizer",
     "NVFP4Quantizer",
     "Operand",
@@ -47,8 +48,10 @@ __all__ = [
     "hadamard_matrix",
     "hadamard_rows",
     "init_gemm_state",
+    "max_merging",
     "merge_quantizers",
     "next_amax_state",
+    "plain_states",
     "prepare_quantization",
     "quantize",
     "quantize_operand",

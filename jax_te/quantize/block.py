@@ -114,8 +114,9 @@ class MXQuantizer(Quantizer):
         limit = fp8_max(self.dtype)
         # Times the reciprocal, as TE's kernels do: XLA turns a division by a constant into that when it compiles.
         exponents = _exponents_rounded_up(block_amax(matrix, block) * (1.0 / limit))
-        scales = _power_of_two(exponents)
-        scaled = matrix.astype(jnp.float32) / expand_blocks(scales, block, matrix.shape)
+        scaled = matrix.astype(jnp.float32)
+        for factor in _reciprocal_factors(exponents):
+            scaled = scaled * expand_blocks(factor, block, matrix.shape)
         data = jnp.clip(scaled, -limit, limit).astype(self.dtype)
         return QuantizedTensor(
             data=data.reshape(x.shape),
@@ -136,9 +137,12 @@ def _exponents_rounded_up(x: Array) -> Array:
     return capped.astype(jnp.uint8)
 
 
-def _power_of_two(exponents: Array) -> Array:
-    """fp32 ``2^(e - 127)`` of biased exponents; 255 is nan."""
-    bits = exponents.astype(jnp.uint32) << 23
-    normal = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    wide = jnp.where(exponents == 0, jnp.float32(2.0**-127), normal)
-    return jnp.where(exponents == 0xFF, jnp.nan, wide)
+def _reciprocal_factors(exponents: Array) -> tuple[Array, Array]:
+    """Two fp32 powers of two whose product is ``2^(127 - e)``, of biased exponents; 255 gives nan.
+
+    One would not do: at both ends it is subnormal, and processors may take that for 0.
+    """
+    whole = 127 - exponents.astype(jnp.int32)
+    half = whole // 2
+    first, second = (jax.lax.bitcast_convert_type((part + 127) << 23, jnp.float32) for part in (half, whole - half))
+    return jnp.where(exponents == 0xFF, jnp.nan, first), second

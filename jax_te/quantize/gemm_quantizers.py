@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
+import jax
 import jax.numpy as jnp
 
 from jax_te.errors import QuantizerStateError
@@ -90,7 +91,10 @@ class GemmQuantizers:
     """
 
     def __init__(self, recipe: Recipe | None, state: GemmState | None):
-        self.recipe, self.state = recipe, state
+        self.recipe = recipe
+        self.dtype = None if state is None else state["x"]["scale"].dtype
+        # A state in the dtype of `max_merging` is an fp32 one to everybody but JAX's differentiation.
+        self.state = None if state is None else _converted(state, jnp.float32)
         if recipe is not None and recipe.has_state and state is None:
             raise QuantizerStateError(
                 f"{recipe} needs quantizer state and this layer has none. Build the model inside "
@@ -111,12 +115,18 @@ class GemmQuantizers:
 
         An operand that nothing read quantized has no amax (None); its history takes a 0, which no scale follows.
         """
-        if self.state is None or not isinstance(self.recipe, DelayedScaling):
-            return self.state
+        if self.state is None:
+            return None
+        if not isinstance(self.recipe, DelayedScaling):
+            return _converted(self.state, self.dtype)
         entries = {}
         for role in ROLES:
             seen = amaxes[role]
             entries[role] = next_amax_state(
                 self.state[role], self[role][1], jnp.zeros((), jnp.float32) if seen is None else seen
             )
-        return GemmState(**entries)  # type: ignore[typeddict-item]
+        return _converted(GemmState(**entries), self.dtype)  # type: ignore[typeddict-item]
+
+
+def _converted(state: GemmState, dtype: Any) -> GemmState:
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, dtype), state)

@@ -41,18 +41,3 @@ class QuantizedKernel:
         """The values in ``dtype``."""
         form = self.operand.rowwise if self.operand.rowwise is not None else self.operand.columnwise
         return form.dequantize()
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class KernelGradient:
-    """Where the gradient of a kernel goes, in place of the kernel itself.
-
-    Args:
-        like: array of the kernel's shape that is differentiated; nothing reads its values. Its dtype is the
-            gradient's.
-        accumulator: like ``like``: the sum of earlier gradients, to which this one is added. None: 0.
-    """
-
-    like: Array
-    accumulator: Array | None = None

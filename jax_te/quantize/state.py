@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te.quantize.gemm_quantizers import ROLES, GemmState
 from jax_te.quantize.scaling import AmaxState
@@ -64,6 +65,30 @@ def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State
     return graphdef, params, quantizers, rest
 
 
+def max_merging(quantizers: PyTree) -> PyTree:
+    """States whose gradients JAX merges by maximum where a state is used more than once, instead of adding them up.
+
+    The arrays get a dtype of their own for that, ``flax``'s ``fp32_max_grad``; differentiate with ``allow_int=True``,
+    and give the gradients to `plain_states`. Under plain fp32 states, a layer that is called twice in one forward pass
+    gets the sum of two next values as its next value.
+
+    >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
+    >>> max_merging(state)["x"]["scale"].dtype
+    fp8_meta32
+    """
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
+
+
+def plain_states(quantizers: PyTree) -> PyTree:
+    """The inverse of `max_merging`; fp32 arrays stay as they are.
+
+    >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
+    >>> plain_states(max_merging(state))["x"]["scale"].dtype
+    dtype('float32')
+    """
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.float32), quantizers)
+
+
 def merge_quantizers(stacked: PyTree) -> PyTree:
     """One next state out of several that started from the same state: elementwise maximum over the leading axis.
 
@@ -80,11 +105,12 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
     """The states to carry on with: their gradients, or the old ones where ``keep_old`` (a skipped step) is true.
 
-    A layer that did not run has the gradient zero. A scale never is, so that such a state is recognized and kept, too.
+    A layer that did not run has the gradient zero, or -inf where gradients merge by maximum. A scale is always
+    positive, so that such a state is recognized and kept, too.
     """
 
     def carry_on(before: AmaxState, after: AmaxState) -> AmaxState:
-        keep = after["scale"] == 0.0
+        keep = ~(after["scale"] > 0.0)
         if keep_old is not None:
             keep = jnp.logical_or(keep, keep_old)
         return {
@@ -122,7 +148,8 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     found = False
     for _, module in nnx.iter_modules(model):
         own = getattr(module, "module_recipe", None)
-        effective = recipe if own is None else own.resolve(recipe, training=True)
+        ambient = None if getattr(module, "high_precision", False) else recipe
+        effective = ambient if own is None else own.resolve(ambient, training=True)
         for kernel, name in getattr(module, "kernels", {}).items():
             found = True
             setattr(module, name, nnx.data(quantizer_variable(effective)))

@@ -14,9 +14,11 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
+from jax_te.layers.quantizable import quantize_parameters
 from jax_te.parallel import auto_region, logical_to_spec, named_sharding
-from jax_te.quantize import split_model
+from jax_te.quantize import QuantizedKernel, split_model
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
+from jax_te.training.masters import full_precision, masters_of
 from jax_te.typing import Array, LogicalAxes, PyTree
 
 
@@ -58,22 +60,6 @@ class TrainState:
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
 
 
-def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
-    """What the optimizer works on: the masters, and the parameters that have none."""
-    return nnx.merge_state(params, masters)
-
-
-def masters_of(params: nnx.State) -> nnx.State:
-    """fp32 copies of the bf16 and fp16 parameters, without the others.
-
-    >>> state = nnx.State({"a": nnx.Param(jnp.ones(2, jnp.bfloat16)), "b": nnx.Param(jnp.ones(2))})
-    >>> list(masters_of(state))
-    ['a']
-    """
-    half = [(path, leaf) for path, leaf in nnx.to_flat_state(params) if leaf.dtype in (jnp.bfloat16, jnp.float16)]
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(half))
-
-
 def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
     """Name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
@@ -87,8 +73,11 @@ def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         axes = node.get_metadata().get("logical_axes") if _is_variable(node) else None
+        value = node.get_value() if _is_variable(node) else node
         for leaf in jax.tree.leaves(node):
             fits = axes is not None and len(axes) == leaf.ndim
+            if isinstance(value, QuantizedKernel):  # its scales may have as many axes, but other sizes
+                fits = fits and leaf.shape == value.shape
             found.append((name, leaf, axes if fits else (None,) * leaf.ndim))
     return found
 
@@ -110,6 +99,7 @@ def create_train_state(
     key: Array,
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
+    fp8_param: bool = False,
 ) -> TrainState:
     """The state of a run at step 0.
 
@@ -126,6 +116,8 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
+        fp8_param: hold the kernels quantized, see `quantize_parameters`, and fp32 masters of them. Create the state,
+            and call the step, under the recipe. A train step gives the same values as without.
 
     Raises:
         TypeError: for a key that is not typed, or anything but a model or a function.
@@ -137,7 +129,7 @@ def create_train_state(
     """
     _check_key(key)
     mesh = _mesh(mesh)
-    build, variables = _builder(model_or_fn, tx, scaler, mesh)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         shardings = None if mesh is None else _shardings(abstract, mesh)
@@ -155,12 +147,13 @@ def abstract_train_state(
     key: Array | None = None,
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
+    fp8_param: bool = False,
 ) -> TrainState:
     """What `create_train_state` gives, as ``jax.ShapeDtypeStruct`` with shardings: allocates nothing. For restoring.
 
     Args:
         key: only its kind matters. None: the default kind.
-        model_or_fn, tx, scaler, mesh: as for `create_train_state`.
+        model_or_fn, tx, scaler, mesh, fp8_param: as for `create_train_state`.
 
     >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))
     >>> state.params["kernel"].shape
@@ -169,7 +162,7 @@ def abstract_train_state(
     key = jax.random.key(0) if key is None else key
     _check_key(key)
     mesh = _mesh(mesh)
-    build, variables = _builder(model_or_fn, tx, scaler, mesh)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
@@ -182,7 +175,11 @@ def abstract_train_state(
 
 
 def _builder(
-    model_or_fn: Any, tx: optax.GradientTransformation, scaler: LossScale | None, mesh: Mesh | None
+    model_or_fn: Any,
+    tx: optax.GradientTransformation,
+    scaler: LossScale | None,
+    mesh: Mesh | None,
+    fp8_param: bool,
 ) -> tuple[Callable[[Array, PyTree], TrainState], PyTree]:
     """``build(key, variables) -> TrainState``, to be traced, and the variables to give it."""
     is_model = isinstance(model_or_fn, nnx.Module)
@@ -200,10 +197,12 @@ def _builder(
         else:
             model: Any = model_or_fn(nnx.Rngs(init_key))
             definition, params, quantizers, rest = split_model(model)
-        masters = masters_of(params)
-        with jax.numpy_dtype_promotion(
-            "standard"
-        ):  # optax relies on implicit promotion; a caller may have set "strict"
+        exact = params
+        if fp8_param:
+            model = quantize_parameters(nnx.merge(definition, params, quantizers, rest, copy=True))
+            definition, params, quantizers, rest = split_model(model)
+        masters = masters_of(exact, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on it; a caller may have set "strict"
             opt_state = tx.init(full_precision(params, masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),

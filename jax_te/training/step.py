@@ -14,12 +14,11 @@ from flax import nnx
 
 from jax_te.config import check_positive
 from jax_te.parallel import auto_region, constrain, current_mesh, logical_to_spec
-from jax_te.quantize import merge_quantizers, split_model, write_back
-from jax_te.training.state import TrainState, full_precision, leaves_with_axes, ranks_of
+from jax_te.quantize import write_back
+from jax_te.training.gradients import LossFn, accumulated_gradients, as_created, check_loss, gradients
+from jax_te.training.masters import full_precision, parameters_of
+from jax_te.training.state import TrainState, ranks_of
 from jax_te.typing import Array, PyTree
-
-LossFn = Callable[[Any, PyTree, Array | None], Array]
-"""``loss_fn(model, batch, key) -> scalar``: the mean loss over a batch. ``key`` is None in evaluation: no dropout."""
 
 
 def make_train_step(
@@ -71,13 +70,14 @@ def make_train_step(
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.rng, state.step)
         if microbatches == 1:
-            batch = _shard_batch(batch)
-            loss, grads, quantizers, rest = _gradients(loss_fn, state, state.rest, batch, jax.random.fold_in(key, 0))
+            loss, grads, quantizers, rest = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
         else:
-            loss, grads, quantizers, rest = _accumulate(loss_fn, state, batch, key, microbatches)
+            parts = _shard_batch(batch, microbatches)
+            loss, grads, quantizers, rest = accumulated_gradients(loss_fn, state, parts, key, microbatches)
         grads = state.scaler.unscale(grads)
         finite = _all_finite((loss, grads))
-        updated = _apply(tx, state, grads, loss) | {"rest": rest}
+        next_quantizers = write_back(state.quantizers, quantizers, keep_old=~finite)
+        updated = _apply(tx, state, next_quantizers, grads, loss) | {"rest": rest}
         metrics = {
             "loss": loss,
             "grad_norm": optax.tree.norm(grads),
@@ -88,11 +88,11 @@ def make_train_step(
             state,
             **{name: _select(finite, new, getattr(state, name)) for name, new in updated.items()},
             step=state.step + 1,
-            quantizers=write_back(state.quantizers, quantizers, keep_old=~finite),
+            quantizers=next_quantizers,
             scaler=state.scaler.update(finite),
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
         )
-        return _constrain(state), metrics
+        return as_created(state), metrics
 
     return train_step
 
@@ -112,47 +112,14 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     def eval_step(state: TrainState, batch: PyTree) -> Array:
         model = state.model
         model.eval()
-        return _check_loss(loss_fn(model, _shard_batch(batch), None)).astype(jnp.float32)
+        return check_loss(loss_fn(model, _shard_batch(batch), None)).astype(jnp.float32)
 
     return eval_step
 
 
-def _gradients(
-    loss_fn: LossFn, state: TrainState, rest: PyTree, batch: PyTree, key: Array
-) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Loss (fp32), its scaled gradients (fp32), next quantizer states, and the model's other state."""
-
-    def scaled_loss(params: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
-        model = nnx.merge(state.graphdef, params, quantizers, rest, copy=True)
-        loss = _check_loss(loss_fn(model, batch, key)).astype(jnp.float32)
-        return state.scaler.scale_loss(loss), (loss, split_model(model)[3])
-
-    differentiate = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-    (grads, quantizers), (loss, rest) = differentiate(state.params, state.quantizers)
-    grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
-    return loss, _constrain(grads), quantizers, _constrain(rest)
-
-
-def _accumulate(
-    loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, microbatches: int
-) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """As `_gradients`, averaged over microbatches in one scan."""
-
-    def body(carry: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
-        total, sums, rest = carry
-        batch, index = part
-        loss, grads, quantizers, rest = _gradients(loss_fn, state, rest, batch, jax.random.fold_in(key, index))
-        return (total + loss, jax.tree.map(jnp.add, sums, grads), rest), quantizers
-
-    zeros = _constrain(jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), state.params))
-    start = (jnp.zeros((), jnp.float32), zeros, _constrain(state.rest))
-    parts = (_shard_batch(batch, microbatches), jnp.arange(microbatches, dtype=jnp.int32))
-    (total, sums, rest), stacked = jax.lax.scan(body, start, parts)
-    loss, grads = jax.tree.map(lambda leaf: leaf / microbatches, (total, sums))
-    return loss, grads, merge_quantizers(stacked), rest
-
-
-def _apply(tx: optax.GradientTransformationExtraArgs, state: TrainState, grads: PyTree, loss: Array) -> dict[str, Any]:
+def _apply(
+    tx: optax.GradientTransformationExtraArgs, state: TrainState, quantizers: PyTree, grads: PyTree, loss: Array
+) -> dict[str, Any]:
     """Parameters, masters and optimizer state after an update."""
     full: Any = full_precision(state.params, state.masters)
     with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion; a caller may have set "strict"
@@ -160,7 +127,7 @@ def _apply(tx: optax.GradientTransformationExtraArgs, state: TrainState, grads: 
         full = optax.apply_updates(full, updates)
     flat = dict(nnx.to_flat_state(full))
     return {
-        "params": jax.tree.map(lambda old, new: new.astype(old.dtype), state.params, full),
+        "params": parameters_of(full, state.params, nnx.merge(state.graphdef, state.params, quantizers, state.rest)),
         "masters": nnx.from_flat_state([(path, flat[path]) for path, _ in nnx.to_flat_state(state.masters)]),
         "opt_state": opt_state,
     }
@@ -172,18 +139,6 @@ def _all_finite(tree: PyTree) -> Array:
 
 def _select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(functools.partial(jnp.where, finite), new, old)
-
-
-def _constrain(tree: PyTree) -> PyTree:
-    """Every leaf in the sharding it was created with, so that a state can be donated and a step is compiled once."""
-    leaves = [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-def _check_loss(loss: Array) -> Array:
-    if jnp.shape(loss) != ():
-        raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(loss)}")
-    return loss
 
 
 def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:

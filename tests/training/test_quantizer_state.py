@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
+import jax_te.training.gradients as gradients_module
 import jax_te.training.state as state_module
 import jax_te.training.step as step_module
 from jax_te.quantize import QuantizerState
@@ -94,7 +95,7 @@ def test_a_merge_other_than_max_is_noticed(monkeypatch, merge):
         "last": lambda leaf: leaf[-1],
     }
     by_hand()
-    monkeypatch.setattr(step_module, "merge_quantizers", lambda stacked: jax.tree.map(ways[merge], stacked))
+    monkeypatch.setattr(gradients_module, "merge_quantizers", lambda stacked: jax.tree.map(ways[merge], stacked))
     with pytest.raises(AssertionError):
         check()
 
@@ -110,14 +111,14 @@ def test_state_in_the_norm_and_the_clipping_is_noticed(monkeypatch):
     """The state's next values are let into what is clipped and measured, as if they were gradients."""
     by_hand()
     seen = []
-    accumulate, norm = step_module._accumulate, optax.tree.norm
+    accumulate, norm = step_module.accumulated_gradients, optax.tree.norm
 
     def spy(*args):
         result = accumulate(*args)
         seen.append(result[2])
         return result
 
-    monkeypatch.setattr(step_module, "_accumulate", spy)
+    monkeypatch.setattr(step_module, "accumulated_gradients", spy)
     monkeypatch.setattr(optax.tree, "norm", lambda grads: norm((grads, seen[-1])))
     with pytest.raises(AssertionError):
         check()
@@ -130,7 +131,7 @@ def test_state_left_among_the_parameters_is_noticed(monkeypatch):
 
     by_hand()
     monkeypatch.setattr(state_module, "split_model", split)
-    monkeypatch.setattr(step_module, "split_model", split)
+    monkeypatch.setattr(gradients_module, "split_model", split)
     with pytest.raises((AssertionError, AttributeError)):
         check()
 

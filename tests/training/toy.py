@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te.parallel import auto_region
-from jax_te.quantize import QuantizerState
+from jax_te.quantize import QuantizerState, plain_states
 
 HISTORY = 4
 WIDTH = 16
@@ -17,7 +17,7 @@ WIDTH = 16
 @jax.custom_vjp
 def watch(x, state):
     """``x`` over the state's scale. The state's gradient is its next value: amaxes of x and its cotangent in front."""
-    return x / state["x"]["scale"]
+    return x / plain_states(state)["x"]["scale"]
 
 
 def _watch_fwd(x, state):
@@ -25,8 +25,11 @@ def _watch_fwd(x, state):
 
 
 def _watch_bwd(residuals, grad):
-    x, state = residuals
-    return grad / state["x"]["scale"], {"x": _push(state["x"], x), "grad": _push(state["grad"], grad)}
+    x, given = residuals
+    state = plain_states(given)
+    after = {"x": _push(state["x"], x), "grad": _push(state["grad"], grad)}
+    after = jax.tree.map(lambda leaf, old: jax.lax.convert_element_type(leaf, old.dtype), after, given)
+    return grad / state["x"]["scale"], after
 
 
 def _push(state, x):

@@ -1,0 +1,85 @@
+"""Megatron-Core's vocabulary over the layers: quantization files, module base classes, the half-precision wrapper."""
+
+from jax_te.megatron.delayed import TEDelayedScaling
+from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, Fp4Recipe, Fp8Recipe, TransformerEngineConfigType
+from jax_te.megatron.float16 import (
+    Float16Module,
+    conversion_helper,
+    convert_module_to_dtype_except_fp32_marked,
+    float16_to_fp32,
+    fp32_to_float16,
+    mark_keep_in_fp32,
+)
+from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
+from jax_te.megatron.quant_apply import ModuleQuantization, QuantizationReport, apply_quantization_config
+from jax_te.megatron.quant_autocast import (
+    _get_fp8_autocast_for_quant_params,
+    _get_fp8_autocast_for_quant_recipe,
+    _get_should_context_be_quantized_params,
+    _get_should_context_be_quantized_recipe,
+    get_fp8_autocast_for_quant_params,
+    get_fp8_autocast_for_quant_recipe,
+    get_should_context_be_quantized_params,
+    get_should_context_be_quantized_recipe,
+)
+from jax_te.megatron.quant_config import (
+    GlobMatcher,
+    MatchContext,
+    Matcher,
+    QuantizationConfig,
+    RecipeConfig,
+    get_quant_config_or_none,
+    load_quantization_recipe,
+    match_context,
+)
+from jax_te.megatron.quant_layer import finish_init, set_save_original_input, will_execute_quantized
+from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
+from jax_te.megatron.quant_recipe import TEQuantizationRecipe, resolve_factory
+from jax_te.megatron.state_dict import IncompatibleKeys, drop_kept_kernels, load_state_dict, state_dict
+
+__all__ = [
+    "SYMMETRIC_AR_TYPES",
+    "TE_CONFIG_TYPE_KEY",
+    "Float16Module",
+    "Fp4Recipe",
+    "Fp8Recipe",
+    "GlobMatcher",
+    "IncompatibleKeys",
+    "MatchContext",
+    "Matcher",
+    "MegatronModule",
+    "ModuleQuantization",
+    "QuantizationConfig",
+    "QuantizationReport",
+    "RecipeConfig",
+    "TEDelayedScaling",
+    "TEQuantizationParams",
+    "TEQuantizationRecipe",
+    "TransformerEngineConfigType",
+    "TwoModeRecipe",
+    "_get_fp8_autocast_for_quant_params",
+    "_get_fp8_autocast_for_quant_recipe",
+    "_get_should_context_be_quantized_params",
+    "_get_should_context_be_quantized_recipe",
+    "apply_quantization_config",
+    "conversion_helper",
+    "convert_module_to_dtype_except_fp32_marked",
+    "drop_kept_kernels",
+    "finish_init",
+    "float16_to_fp32",
+    "fp32_to_float16",
+    "get_fp8_autocast_for_quant_params",
+    "get_fp8_autocast_for_quant_recipe",
+    "get_quant_config_or_none",
+    "get_should_context_be_quantized_params",
+    "get_should_context_be_quantized_recipe",
+    "load_quantization_recipe",
+    "load_state_dict",
+    "mark_keep_in_fp32",
+    "match_context",
+    "param_is_not_shared",
+    "resolve_factory",
+    "set_save_original_input",
+    "state_dict",
+    "will_execute_quantized",
+]

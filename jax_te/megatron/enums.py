@@ -1,0 +1,52 @@
+"""Names of recipes and of quantization configs, as Megatron's command line and YAML files spell them."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Fp8Recipe(enum.StrEnum):
+    """FP8 recipe names. Each member equals its string, so raw text from a YAML file may be compared with it.
+
+    Source: ``megatron.core.enums.Fp8Recipe``.
+
+    >>> Fp8Recipe.tensorwise == "tensorwise"
+    True
+    """
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
+    blockwise = "blockwise"
+    custom = "custom"
+
+
+class Fp4Recipe(enum.StrEnum):
+    """FP4 recipe names; each member equals its string.
+
+    Source: ``megatron.core.enums.Fp4Recipe``.
+
+    >>> Fp4Recipe("nvfp4").name
+    'nvfp4'
+    """
+
+    nvfp4 = "nvfp4"
+    custom = "custom"
+
+
+class TransformerEngineConfigType(enum.Enum):
+    """Kinds of payload in the ``configs`` section of a quantization file; the one that this package reads.
+
+    Source: ``megatron.core.extensions.transformer_engine.TransformerEngineConfigType``.
+
+    >>> TransformerEngineConfigType("TEQuantizationParams").name
+    'TEQuantizationParams'
+    """
+
+    TEQuantizationParams = "TEQuantizationParams"
+
+
+TE_CONFIG_TYPE_KEY = "transformer_engine_config_type"
+"""The key that says which `TransformerEngineConfigType` a payload is."""
+
+_TE_CONFIG_TYPE_KEY = TE_CONFIG_TYPE_KEY  # Megatron's spelling

@@ -1,0 +1,263 @@
+"""Models whose parameters and computation are in fp16 or bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_te.config import float_dtype
+from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.state_dict import IncompatibleKeys, drop_kept_kernels, load_state_dict, state_dict
+from jax_te.typing import Array, DTypeLike
+
+_Marked = TypeVar("_Marked", nnx.Variable, nnx.Module)
+
+_WIDE_FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
+    """``conversion`` of every value in nested tuples and lists.
+
+    Anything else, a dict or another pytree, goes to ``conversion`` whole. Named tuples stay what they are (Megatron
+    turns them into tuples).
+
+    Source: ``megatron.core.transformer.module.conversion_helper``.
+
+    >>> conversion_helper([1, (2, [3])], lambda x: 10 * x)
+    [10, (20, [30])]
+    """
+    if not isinstance(val, tuple | list):
+        return conversion(val)
+    converted = [conversion_helper(item, conversion) for item in val]
+    if isinstance(val, tuple) and hasattr(val, "_fields"):
+        return type(val)(*converted)
+    return tuple(converted) if isinstance(val, tuple) else converted
+
+
+def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> Any:
+    """``float16_convertor`` of every fp32 array in nested tuples and lists; everything else as it is.
+
+    Source: ``megatron.core.transformer.module.fp32_to_float16``.
+
+    >>> x, ids = fp32_to_float16((jnp.ones(2), jnp.arange(2)), lambda x: x.astype(jnp.bfloat16))
+    >>> str(x.dtype), str(ids.dtype)
+    ('bfloat16', 'int32')
+    """
+    return conversion_helper(val, lambda x: float16_convertor(x) if _has_dtype(x, "float32") else x)
+
+
+def float16_to_fp32(val: Any) -> Any:
+    """Every fp16 and bf16 array in nested tuples and lists in fp32; everything else as it is.
+
+    Source: ``megatron.core.transformer.module.float16_to_fp32``.
+
+    >>> str(float16_to_fp32([jnp.ones(2, jnp.float16)])[0].dtype)
+    'float32'
+    """
+    return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, "float16", "bfloat16") else x)
+
+
+def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
+    """Mark a Variable, or all Variables of a module, to be left alone by `Float16Module`. Returns what was given.
+
+    The mark is the entry ``keep_in_fp32`` of the Variable's metadata, so it stays through ``nnx.split`` and ``jit``.
+    It says nothing about the computation, which follows the layer: this package's layers cast kernels to the dtype of
+    their input.
+
+    Raises:
+        TypeError: for anything else.
+
+    Source: ``megatron.core.transformer.module.mark_keep_in_fp32``.
+
+    >>> mark_keep_in_fp32(nnx.Param(jnp.ones(2))).get_metadata("keep_in_fp32")
+    True
+    """
+    if isinstance(variable_or_module, nnx.Variable):
+        variable_or_module.set_metadata("keep_in_fp32", True)
+    elif isinstance(variable_or_module, nnx.Module):
+        for variable in _variables(variable_or_module):
+            variable.set_metadata("keep_in_fp32", True)
+    else:
+        raise TypeError(
+            "mark_keep_in_fp32 takes an nnx.Variable or an nnx.Module, which can carry the mark; got "
+            f"{type(variable_or_module).__name__}"
+        )
+    return variable_or_module
+
+
+def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeLike) -> None:
+    """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
+
+    Variables of every kind that hold an array are cast, abstract ones (``jax.ShapeDtypeStruct``) too. Left alone are
+    quantizer state, a tree of arrays whose scales are fp32 by definition (in Transformer Engine it is no buffer of the
+    module); quantized parameters; and arrays in 8 bits or fewer, which are quantized values. Quantized kernels that
+    layers kept are dropped.
+
+    Args:
+        module: changed in place.
+        dtype: fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: for another dtype.
+
+    Source: ``megatron.core.transformer.module.convert_module_to_dtype_except_fp32_marked``.
+
+    >>> layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> _ = mark_keep_in_fp32(layer.bias)
+    >>> convert_module_to_dtype_except_fp32_marked(layer, jnp.bfloat16)
+    >>> str(layer.kernel.dtype), str(layer.bias.dtype)
+    ('bfloat16', 'float32')
+    """
+    dtype = float_dtype("dtype", dtype)
+    for variable in _variables(module):
+        if variable.get_metadata("keep_in_fp32", False):
+            continue
+        value = variable.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct) and value.dtype.name in _WIDE_FLOATS:
+            variable.set_value(value.update(dtype=dtype))
+        elif _has_dtype(value, *_WIDE_FLOATS):
+            variable.set_value(value.astype(dtype))
+    drop_kept_kernels(module)
+
+
+class Float16Module(MegatronModule):
+    """A model in fp16 or bf16: parameters cast once, inputs on the way in, outputs back to fp32.
+
+    The wrapped module's parameters and other floating-point Variables are cast in place, except those marked by
+    `mark_keep_in_fp32` and quantizer state. A ``compute_dtype`` that it or a submodule has, as `jax_te.models.GPTModel`
+    does, is set as well: in PyTorch the parameters' dtype decides, here that attribute does. Masters in fp32 are kept
+    by `jax_te.training.TrainState`.
+
+    Args:
+        config: has the attribute ``fp16`` or ``bf16``, True; hashable.
+        module: the model; cast in place.
+        pre_process: this is the first pipeline stage, so inputs are cast. JAX has no process groups to ask.
+        post_process: this is the last pipeline stage, so outputs are cast back.
+        vp_size: virtual pipeline stages on each rank; None or 1 without a virtual pipeline.
+        vp_stage: which of them this is, from 0. Inputs are cast on the first, outputs on the last.
+
+    Raises:
+        ValueError: if neither or both of ``fp16`` and ``bf16`` are set (where both are, Megatron takes fp16), or
+            ``vp_stage`` is not one of ``vp_size`` stages.
+        AssertionError: for a ``vp_stage`` other than 0 without a virtual pipeline.
+        TypeError: for a config that is not hashable.
+
+    Source: ``megatron.core.transformer.module.Float16Module``.
+
+    >>> from jax_te.layers import Linear
+    >>> class Config:
+    ...     fp16, bf16 = False, True
+    >>> model = Float16Module(Config(), Linear(16, 16, rngs=nnx.Rngs(0)))
+    >>> str(model.module.kernel.dtype), str(model(jnp.ones((2, 16))).dtype)
+    ('bfloat16', 'float32')
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        module: nnx.Module,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_size: int | None = None,
+        vp_stage: int | None = None,
+    ):
+        super().__init__(config)
+        self.fp16, self.bf16 = bool(getattr(config, "fp16", False)), bool(getattr(config, "bf16", False))
+        if self.fp16 == self.bf16:
+            raise ValueError(
+                f"{type(config).__name__} must have exactly one of fp16 and bf16 True, got fp16={self.fp16}, "
+                f"bf16={self.bf16}"
+            )
+        first, last = _virtual_ends(vp_size, vp_stage)
+        self.vp_size, self.vp_stage = vp_size, vp_stage
+        self.pre_process, self.post_process = pre_process, post_process
+        self.casts_inputs, self.casts_outputs = pre_process and first, post_process and last
+        self.dtype = jnp.dtype(jnp.float16 if self.fp16 else jnp.bfloat16)
+        convert_module_to_dtype_except_fp32_marked(module, self.dtype)
+        for _, submodule in nnx.iter_modules(module):
+            if hasattr(submodule, "compute_dtype"):
+                submodule.compute_dtype = self.dtype
+        self.module = module
+
+    def __call__(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """The wrapped module's result.
+
+        Args:
+            inputs: fp32 arrays among them, also in nested tuples and lists, are cast on the first stage.
+            fp32_output: cast fp16 and bf16 results to fp32 on the last stage; elsewhere without effect.
+            kwargs: passed as they are. Megatron's document says that they are cast, but it does not do so, and rightly
+                not: sums over a loss mask, say, need fp32.
+
+        Raises:
+            TypeError: if ``fp32_output`` is not a bool.
+        """
+        if not isinstance(fp32_output, bool):
+            raise TypeError(f"fp32_output must be True or False, got {fp32_output!r}")
+        if self.casts_inputs:
+            inputs = fp32_to_float16(inputs, lambda x: x.astype(self.dtype))
+        outputs = self.module(*inputs, **kwargs)  # type: ignore[operator]  # a module without __call__ raises here
+        return float16_to_fp32(outputs) if self.casts_outputs and fp32_output else outputs
+
+    def set_input_tensor(self, input_tensor: Any) -> Any:
+        """Hand a pipeline stage's input to the wrapped module.
+
+        Raises:
+            TypeError: if that has no ``set_input_tensor``; a stage's input is then an argument of its call.
+        """
+        if not hasattr(self.module, "set_input_tensor"):
+            raise TypeError(
+                f"{type(self.module).__name__} has no set_input_tensor; "
+                "pass the stage's input as an argument of the call"
+            )
+        return self.module.set_input_tensor(input_tensor)  # type: ignore[attr-defined]
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The wrapped module's, so names have no ``module.`` in front."""
+        if isinstance(self.module, MegatronModule):
+            return self.module.state_dict(destination, prefix, keep_vars)
+        destination = {} if destination is None else destination
+        destination.update(state_dict(self.module, prefix, keep_vars))
+        return destination
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The wrapped module's."""
+        if isinstance(self.module, MegatronModule):
+            return self.module.state_dict_for_save_checkpoint(prefix, keep_vars)
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
+        """Into the wrapped module; names have no ``module.`` in front. Megatron's returns nothing.
+
+        Raises:
+            ValueError: listing every difference in names, shapes and dtypes.
+        """
+        if isinstance(self.module, MegatronModule):
+            return self.module.load_state_dict(state_dict, strict)
+        return load_state_dict(self.module, state_dict, strict)
+
+
+def _virtual_ends(vp_size: int | None, vp_stage: int | None) -> tuple[bool, bool]:
+    """Whether this is the first and the last virtual stage of its rank."""
+    if vp_size is None or vp_size <= 1:
+        if vp_stage not in (None, 0):
+            raise AssertionError(f"vp_stage {vp_stage} is given, but vp_size {vp_size} means no virtual pipeline")
+        return True, True
+    if vp_stage is None or not 0 <= vp_stage < vp_size:
+        raise ValueError(f"vp_stage must be one of 0, ..., {vp_size - 1} for vp_size {vp_size}, got {vp_stage}")
+    return vp_stage == 0, vp_stage == vp_size - 1
+
+
+def _variables(module: nnx.Module) -> list[nnx.Variable]:
+    return [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
+
+
+def _has_dtype(x: Any, *names: str) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and x.dtype.name in names

@@ -1,0 +1,185 @@
+"""Giving every quantizable layer of a model its precision by a quantization file, and reporting what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flax import nnx
+
+from jax_te.layers import QuantizableModule, quantizable_modules
+from jax_te.megatron.float16 import Float16Module
+from jax_te.megatron.quant_config import QuantizationConfig, RecipeConfig, get_quant_config_or_none, match_context
+from jax_te.megatron.quant_layer import finish_init
+from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
+from jax_te.recipe import ModuleRecipe, Recipe
+
+_HEADER = ("module", "class", "matcher", "config", "training", "evaluation", "acts where")
+_ACTS = {
+    (True, True): "everywhere",
+    (True, False): "quantized",
+    (False, True): "not quantized",
+    (False, False): "nowhere",
+}
+
+
+@dataclass(frozen=True)
+class ModuleQuantization:
+    """What one quantizable layer got.
+
+    Args:
+        path: its dotted path.
+        kind: name of its class.
+        matcher: label of the rule that applied, or None.
+        config_key: name of the config, or None.
+        module_recipe: the layer's ``module_recipe``; None: it follows the ambient recipe.
+    """
+
+    path: str
+    kind: str
+    matcher: str | None
+    config_key: str | None
+    module_recipe: ModuleRecipe | None
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What `apply_quantization_config` did; as text, a table.
+
+    Its last column says in which ambient state a layer's recipe takes effect: "quantized", i.e. only under an ambient
+    recipe, is the default (``override_quantized_autocast``, ``override_nonquantized_autocast``).
+
+    Args:
+        modules: every quantizable layer, in the order of the model's layers.
+        unused_matchers: rules that no quantizable layer's path fits.
+        shadowed_matchers: rules that fit some path, but an earlier rule applied to each of them.
+        disabled_matchers: rules that are not enabled.
+        unused_configs: configs that no layer got.
+    """
+
+    modules: tuple[ModuleQuantization, ...]
+    unused_matchers: tuple[str, ...] = ()
+    shadowed_matchers: tuple[str, ...] = ()
+    disabled_matchers: tuple[str, ...] = ()
+    unused_configs: tuple[str, ...] = ()
+
+    @property
+    def ambient(self) -> tuple[str, ...]:
+        """Paths of the layers left to the ambient recipe."""
+        return tuple(module.path for module in self.modules if module.module_recipe is None)
+
+    def __str__(self) -> str:
+        rows = [_HEADER, *(_row(module) for module in self.modules)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        notes = {
+            "matchers that fit no layer": self.unused_matchers,
+            "matchers behind an earlier one": self.shadowed_matchers,
+            "matchers not enabled": self.disabled_matchers,
+            "configs that no layer got": self.unused_configs,
+            "layers left to the ambient recipe": self.ambient,
+        }
+        return "\n".join([*lines, *(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)])
+
+
+def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | None) -> QuantizationReport:
+    """Give every quantizable layer the precision that the first rule for its path names.
+
+    A path is made of the attribute names and list indices that lead to a layer: ``layers.0.self_attention.qkv``. A
+    `Float16Module` around the model adds nothing. Two things differ from Megatron's names: there is no ``decoder.`` in
+    front, and a LayerNormMLP is one layer with both of its GEMMs, so that ``layers.0.layernorm_mlp`` stands for
+    Megatron's ``mlp.linear_fc1`` and ``mlp.linear_fc2``. `jax_te.layers.quantizable_modules` lists a model's paths.
+
+    Layers that no rule applies to lose what they had and follow the ambient recipe, as after Megatron's walk with
+    ``finish_init``. All payloads are checked before any layer is changed.
+
+    Args:
+        model: changed in place. Its layers' recipes are static: do this before jitting, or jitted functions are traced
+            again.
+        recipe_config: from `load_quantization_recipe`. None takes all layers' own recipes away.
+
+    Returns:
+        What each layer got, and what in the file had no effect; print it.
+
+    Raises:
+        ValueError: if the model has no quantizable layer, or as `finish_init`.
+        KeyError: if a rule that applies names a config that there is not.
+        AssertionError, TypeError: as `finish_init`.
+
+    Source: the walk over ``named_modules()`` in Megatron's model builders; the report is not in Megatron.
+
+    >>> from jax_te.layers import TransformerLayer
+    >>> payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    >>> rule = {"enabled": True, "type": "glob", "pattern": "*proj", "config": "bf16"}
+    >>> config = RecipeConfig.from_config_dict({"configs": {"bf16": payload}, "matchers": {"proj in bf16": rule}})
+    >>> print(apply_quantization_config(TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0)), config))
+    module               class            matcher       config  training        evaluation      acts where
+    -------------------  ---------------  ------------  ------  --------------  --------------  ----------
+    layernorm_mlp        LayerNormMLP     -             -       ambient         ambient         -
+    self_attention.proj  Linear           proj in bf16  bf16    high precision  high precision  quantized
+    self_attention.qkv   LayerNormLinear  -             -       ambient         ambient         -
+    layers left to the ambient recipe: layernorm_mlp, self_attention.qkv
+    """
+    layers = dict(quantizable_modules(model.module if isinstance(model, Float16Module) else model))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no quantizable layer; jax_te.layers has: Linear, LayerNormLinear, "
+            "LayerNormMLP and what is built from them"
+        )
+    configs = {path: get_quant_config_or_none(path, recipe_config) for path in layers}
+    for config in configs.values():
+        if config is not None:
+            TEQuantizationParams.parse_from_config(config).to_module_recipe()
+    for path, layer in layers.items():
+        finish_init(layer, configs[path])
+    return _report(layers, configs, recipe_config)
+
+
+def _report(
+    layers: dict[str, QuantizableModule],
+    configs: dict[str, QuantizationConfig | None],
+    recipe_config: RecipeConfig | None,
+) -> QuantizationReport:
+    recipe_config = RecipeConfig([], {}) if recipe_config is None else recipe_config
+    labels = [repr(matcher) if matcher.name is None else matcher.name for matcher in recipe_config.matchers]
+    first = {path: recipe_config.first_match(match_context(path)) for path in layers}
+    modules = []
+    for path, layer in layers.items():
+        hit, config = first[path], configs[path]
+        key = None if config is None else config.config_key
+        label = None if hit is None else labels[hit[0]]
+        modules.append(ModuleQuantization(path, type(layer).__name__, label, key, layer.module_recipe))
+    used = {hit[0] for hit in first.values() if hit is not None}
+    fitting = {
+        index
+        for index, matcher in enumerate(recipe_config.matchers)
+        if any(matcher.match(match_context(path)) is not None for path in layers)
+    }
+    given = {module.config_key for module in modules}
+    return QuantizationReport(
+        tuple(modules),
+        unused_matchers=tuple(label for i, label in enumerate(labels) if i not in fitting),
+        shadowed_matchers=tuple(label for i, label in enumerate(labels) if i in fitting - used),
+        disabled_matchers=recipe_config.disabled,
+        unused_configs=tuple(str(key) for key in recipe_config.configs if key not in given),
+    )
+
+
+def _row(module: ModuleQuantization) -> tuple[str, ...]:
+    own = module.module_recipe
+    who = (module.path, module.kind, module.matcher or "-", module.config_key or "-")
+    if own is None:
+        return (*who, "ambient", "ambient", "-")
+    evaluation = own.training if isinstance(own.evaluation, str) else own.evaluation
+    return (*who, _name(own.training), _name(evaluation), " / ".join(dict.fromkeys(_acts(own))))
+
+
+def _name(recipe: Recipe | None) -> str:
+    return "high precision" if recipe is None else recipe.name
+
+
+def _acts(own: ModuleRecipe) -> tuple[str, str]:
+    """Where the recipe takes effect in training and in evaluation."""
+    evaluation = own.in_evaluation if isinstance(own, TwoModeRecipe) else own
+    both = (own, evaluation)
+    return tuple(_ACTS[r.override_quantized_autocast, r.override_nonquantized_autocast] for r in both)  # type: ignore

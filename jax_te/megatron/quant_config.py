@@ -1,0 +1,284 @@
+"""Quantization files: which layers, by the glob patterns of their paths, get which precision."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_te.megatron.yaml_file import read_yaml
+
+_logger = logging.getLogger(__name__)
+
+_SECTIONS = ("configs", "matchers")
+_MATCHER_KEYS = ("enabled", "type", "pattern", "config")
+
+
+@dataclass(frozen=True)
+class MatchContext:
+    """What a matcher sees of a module.
+
+    Args:
+        module_path: dotted path in the model.
+        layer_number: index of the layer it is in, from 0 and within its pipeline stage; None outside the layers.
+
+    Source: ``megatron.core.quantization.quant_config.MatchContext``.
+
+    >>> MatchContext("layers.1.proj", 1).layer_number
+    1
+    """
+
+    module_path: str
+    layer_number: int | None = None
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """The payload that a module got.
+
+    Args:
+        config: a copy of the entry of the ``configs`` section.
+        match_input: the module.
+        config_key: name of that entry.
+
+    Source: ``megatron.core.quantization.quant_config.QuantizationConfig``.
+
+    >>> QuantizationConfig({}, MatchContext("proj"), "bf16").config_key
+    'bf16'
+    """
+
+    config: Any
+    match_input: MatchContext
+    config_key: str
+
+
+class Matcher(ABC):
+    """A rule: the key of the config that a module gets, or None.
+
+    Source: ``megatron.core.quantization.quant_config.Matcher``.
+    """
+
+    name: str | None = None
+    """Its label in a quantization file."""
+
+    @abstractmethod
+    def match(self, context: MatchContext) -> str | None:
+        """The config key if the rule applies to the module."""
+
+
+class GlobMatcher(Matcher):
+    """Applies where the whole module path fits a glob pattern.
+
+    ``*`` crosses dots and upper and lower case differ. Beware that ``*layers.1*`` fits ``layers.10``, too; write
+    ``*layers.1.*``. The layer number is not used.
+
+    Args:
+        pattern: of `fnmatch`.
+        config_key: given to modules that fit.
+        name: label for reports.
+
+    Source: ``megatron.core.quantization.quant_config.GlobMatcher``.
+
+    >>> GlobMatcher("*proj", "bf16").match(MatchContext("layers.0.self_attention.proj"))
+    'bf16'
+    """
+
+    def __init__(self, pattern: str, config_key: str, name: str | None = None):
+        self.pattern, self.config_key, self.name = pattern, config_key, name
+
+    def match(self, context: MatchContext) -> str | None:
+        return self.config_key if fnmatch.fnmatchcase(context.module_path, self.pattern) else None
+
+    def __repr__(self) -> str:
+        label = "" if self.name is None else f", name={self.name!r}"
+        return f"GlobMatcher({self.pattern!r}, {self.config_key!r}{label})"
+
+
+class RecipeConfig:
+    """Named payloads and the ordered rules that give them to modules; the first rule that applies wins.
+
+    Args:
+        matchers: in order.
+        config_dict: payload by config key.
+        disabled: labels of rules that a file holds but does not enable; for reports.
+
+    Source: ``megatron.core.quantization.quant_config.RecipeConfig``.
+
+    >>> rules = RecipeConfig([GlobMatcher("*proj", "bf16"), GlobMatcher("*", "fp8")], {"bf16": {}, "fp8": {}})
+    >>> rules.match_to_config_key(MatchContext("layers.0.self_attention.qkv"))
+    'fp8'
+    """
+
+    def __init__(self, matchers: Iterable[Matcher], config_dict: Mapping[str, Any], disabled: Iterable[str] = ()):
+        self.matchers, self.configs, self.disabled = tuple(matchers), dict(config_dict), tuple(disabled)
+
+    @staticmethod
+    def from_yaml_file(recipe_yaml_path: str | Path) -> RecipeConfig:
+        """From a YAML file, see `from_config_dict`; read with PyYAML's safe loader.
+
+        Raises:
+            ValueError: for a key that occurs twice in a mapping (plain PyYAML would drop the first one), for text that
+                is not YAML, and as `from_config_dict`.
+        """
+        return RecipeConfig.from_config_dict(read_yaml(recipe_yaml_path))
+
+    @staticmethod
+    def from_config_dict(config: Mapping[str, Any]) -> RecipeConfig:
+        """From ``{"configs": {name: payload}, "matchers": {label: rule}}``; both may be missing.
+
+        A rule has the keys ``enabled``, ``type`` (``"glob"``), ``pattern`` and ``config``. As in Megatron, ``enabled``
+        is False by default, and a rule that is not enabled is not looked at any further; here `RecipeConfig.disabled`
+        names it, and a rule without the key is logged as a warning. Payloads are not looked at.
+
+        Raises:
+            AssertionError: for an enabled rule without ``type``, ``pattern`` or ``config``.
+            NotImplementedError: for a type other than ``"glob"``.
+            TypeError: for sections, rules or flags that are no mappings or bools.
+            ValueError: for unknown sections, and unknown keys of an enabled rule (Megatron ignores both, so that a
+                misspelt one has no effect).
+
+        >>> rule = {"enabled": True, "type": "glob", "pattern": "*", "config": "bf16"}
+        >>> RecipeConfig.from_config_dict({"configs": {"bf16": {}}, "matchers": {"all": rule}}).matchers
+        (GlobMatcher('*', 'bf16', name='all'),)
+        """
+        sections = _mapping(config, "a quantization config")
+        unknown = [key for key in sections if key not in _SECTIONS]
+        if unknown:
+            raise ValueError(
+                f"unknown section {', '.join(map(repr, unknown))} in a quantization config; "
+                f"allowed: {', '.join(_SECTIONS)}"
+            )
+        configs = _mapping(sections.get("configs", {}), "section 'configs'")
+        rules = _mapping(sections.get("matchers", {}), "section 'matchers'")
+        enabled = {name: rule for name, rule in rules.items() if _enabled(name, rule)}
+        matchers = [_build_matcher(name, rule) for name, rule in enabled.items()]
+        return RecipeConfig(matchers, configs, [str(name) for name in rules if name not in enabled])
+
+    def first_match(self, context: MatchContext) -> tuple[int, str] | None:
+        """Index of the first rule that applies, and the key it gives.
+
+        >>> RecipeConfig([GlobMatcher("a", "x"), GlobMatcher("*", "y")], {}).first_match(MatchContext("b"))
+        (1, 'y')
+        """
+        for index, matcher in enumerate(self.matchers):
+            key = matcher.match(context)
+            if key is not None:
+                return index, key
+        return None
+
+    def match_to_config_key(self, operator_context: MatchContext) -> str | None:
+        """The config key a module gets, or None. Logged at INFO either way.
+
+        >>> RecipeConfig([], {}).match_to_config_key(MatchContext("proj")) is None
+        True
+        """
+        hit = self.first_match(operator_context)
+        if hit is None:
+            _logger.info("No quantization config for %r", operator_context.module_path)
+            return None
+        index, key = hit
+        _logger.info("Quantization config %r for %r by %r", key, operator_context.module_path, self.matchers[index])
+        return key
+
+    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
+        """The module's config with a deep copy of the payload, or None.
+
+        Raises:
+            KeyError: if the rule that applies names a config that there is not. As in Megatron, a file with such a rule
+                can be loaded, and used as long as the rule does not apply.
+
+        >>> RecipeConfig([GlobMatcher("*", "x")], {"x": {"a": 1}}).match(MatchContext("proj")).config
+        {'a': 1}
+        """
+        key = self.match_to_config_key(operator_context)
+        if key is None:
+            return None
+        if key not in self.configs:
+            raise KeyError(
+                f"the matcher for {operator_context.module_path!r} names config {key!r}, which is not in 'configs'; "
+                f"there: {', '.join(map(str, self.configs)) or 'nothing'}"
+            )
+        return QuantizationConfig(copy.deepcopy(self.configs[key]), operator_context, key)
+
+
+def load_quantization_recipe(recipe_path: str | Path) -> RecipeConfig:
+    """The rules of a quantization file.
+
+    Raises:
+        ValueError, TypeError, AssertionError, NotImplementedError: as `RecipeConfig.from_yaml_file`.
+
+    Source: ``megatron.core.quantization.utils.load_quantization_recipe``.
+
+    >>> _ = Path("quant.yaml").write_text(
+    ...     "configs: {bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}}\\n"
+    ...     "matchers: {all: {enabled: true, type: glob, pattern: '*', config: bf16}}\\n"
+    ... )
+    >>> load_quantization_recipe("quant.yaml").match_to_config_key(MatchContext("proj"))
+    'bf16'
+    """
+    return RecipeConfig.from_yaml_file(recipe_path)
+
+
+def match_context(module_path: str) -> MatchContext:
+    """The context of a path; its layer number is the first ``layers.N`` in it.
+
+    >>> match_context("decoder.layers.12.mlp.linear_fc1").layer_number
+    12
+    """
+    found = re.search(r"layers\.(\d+)", module_path)
+    return MatchContext(module_path, None if found is None else int(found[1]))
+
+
+def get_quant_config_or_none(module_path: str | None, recipe: RecipeConfig | None) -> QuantizationConfig | None:
+    """The config that ``recipe`` has for a module; None if there is none, or without a path or a recipe.
+
+    Raises:
+        KeyError: as `RecipeConfig.match`.
+
+    Source: ``megatron.core.quantization.utils.get_quant_config_or_none``.
+
+    >>> get_quant_config_or_none("proj", None) is None
+    True
+    """
+    if module_path is None or recipe is None:
+        return None
+    return recipe.match(match_context(module_path))
+
+
+def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} must be a mapping, got {value!r}")
+    return value
+
+
+def _enabled(name: Any, rule: Any) -> bool:
+    rule = _mapping(rule, f"matcher {name!r}")
+    if "enabled" not in rule:
+        _logger.warning("Matcher %r is off, because it does not say 'enabled: true'", name)
+        return False
+    if not isinstance(rule["enabled"], bool):
+        raise TypeError(f"'enabled' of matcher {name!r} must be true or false, got {rule['enabled']!r}")
+    return rule["enabled"]
+
+
+def _build_matcher(name: Any, rule: Mapping[Any, Any]) -> Matcher:
+    for key in ("type", "pattern", "config"):
+        if key not in rule:
+            raise AssertionError(f"matcher {name!r} lacks {key!r}")
+        if key == "type" and rule["type"] != "glob":
+            raise NotImplementedError(f"matcher {name!r} has type {rule['type']!r}; the only one is 'glob'")
+    unknown = [key for key in rule if key not in _MATCHER_KEYS]
+    if unknown:
+        raise ValueError(
+            f"matcher {name!r} has unknown keys {', '.join(map(repr, unknown))}; allowed: {', '.join(_MATCHER_KEYS)}"
+        )
+    for key in ("pattern", "config"):
+        if not isinstance(rule[key], str):
+            raise TypeError(f"{key!r} of matcher {name!r} must be text, got {rule[key]!r}; put it in quotes")
+    return GlobMatcher(rule["pattern"], rule["config"], str(name))

@@ -1,0 +1,91 @@
+"""Giving one quantizable layer its own precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from jax_te.layers import QuantizableModule
+from jax_te.megatron.quant_config import QuantizationConfig
+from jax_te.megatron.quant_params import TEQuantizationParams
+from jax_te.recipe import Float8CurrentScaling
+
+_ANY_RECIPE = Float8CurrentScaling()  # stands for a quantized ambient context; which recipe it is does not matter
+
+
+def finish_init(module: QuantizableModule, quantization_config: QuantizationConfig | None) -> None:
+    """Give a layer the precision of a quantization config, in place of any that it has; None takes it away.
+
+    The layer's ``module_recipe`` is static, so jitted functions are traced again.
+
+    Raises:
+        TypeError: if ``module`` is no quantizable layer.
+        ValueError, AssertionError: as `TEQuantizationParams.parse_from_config` and
+            `TEQuantizationParams.to_module_recipe`. The layer is then unchanged.
+
+    Source: ``TELinear.finish_init``.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.megatron import MatchContext
+    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    >>> payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    >>> finish_init(layer, QuantizationConfig(payload, MatchContext("proj"), "bf16"))
+    >>> will_execute_quantized(layer, is_context_quantized=True)
+    False
+    """
+    _check_quantizable(module, "finish_init")
+    if quantization_config is None:
+        module.module_recipe = None
+    else:
+        module.module_recipe = TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
+
+
+def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool) -> bool:
+    """Whether a layer runs quantized in its present mode, where the ambient context is quantized or not.
+
+    Raises:
+        TypeError: if ``module`` is no quantizable layer.
+
+    Source: ``TELinear.will_execute_quantized``.
+
+    >>> from jax_te.layers import Linear
+    >>> will_execute_quantized(Linear(16, 16, rngs=nnx.Rngs(0)), is_context_quantized=True)
+    True
+    """
+    _check_quantizable(module, "will_execute_quantized")
+    if module.module_recipe is None:
+        return is_context_quantized
+    ambient = _ANY_RECIPE if is_context_quantized else None
+    return module.module_recipe.resolve(ambient, training=not module.deterministic) is not None
+
+
+def set_save_original_input(module: nnx.Module) -> None:
+    """Make a layer keep its input for backward as it is, not its quantized copy.
+
+    It saves memory where another operation keeps the same input anyway.
+
+    Raises:
+        ValueError: for a module that cannot, like LayerNormLinear, whose input is the norm's.
+
+    Source: ``megatron.core.extensions.transformer_engine.set_save_original_input``.
+
+    >>> from jax_te.layers import Linear
+    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    >>> set_save_original_input(layer)
+    >>> layer.save_original_input
+    True
+    """
+    if not hasattr(module, "save_original_input"):
+        raise ValueError(
+            f"{type(module).__name__} has no save_original_input: only a layer whose input is itself the operand of a "
+            "GEMM can keep it, e.g. Linear"
+        )
+    module.save_original_input = True
+
+
+def _check_quantizable(module: Any, function: str) -> None:
+    if not isinstance(module, QuantizableModule):
+        raise TypeError(
+            f"{function} takes a quantizable layer (Linear, LayerNormLinear, LayerNormMLP), got {type(module).__name__}"
+        )

@@ -1,0 +1,144 @@
+"""A layer's own recipes in training and evaluation, as Megatron's quantization files describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigType
+from jax_te.megatron.quant_config import QuantizationConfig
+from jax_te.megatron.quant_recipe import TEQuantizationRecipe
+from jax_te.recipe import ModuleRecipe, Recipe
+
+_FLAGS = ("override_quantized_autocast", "override_nonquantized_autocast")
+
+
+@dataclass(frozen=True)
+class TEQuantizationParams:
+    """The precision of a layer in training and in evaluation.
+
+    Args:
+        training_recipe: in training; and in evaluation, if there is no other.
+        evaluation_recipe: in evaluation. None: ``training_recipe``.
+
+    Source: ``megatron.core.extensions.transformer_engine.TEQuantizationParams``.
+
+    >>> fp8 = TEQuantizationRecipe(fp8_quantization_recipe="tensorwise")
+    >>> TEQuantizationParams(fp8, TEQuantizationRecipe()).to_module_recipe().evaluation is None
+    True
+    """
+
+    training_recipe: TEQuantizationRecipe
+    evaluation_recipe: TEQuantizationRecipe | None = None
+
+    @staticmethod
+    def parse_from_config(quant_config: QuantizationConfig) -> TEQuantizationParams:
+        """From the payload that a quantization file holds for a layer.
+
+        Raises:
+            ValueError: if the payload's type is missing or unknown, or ``training_recipe`` is missing, or as
+                `TEQuantizationRecipe.parse_from_config`.
+            AssertionError: for any other key, as in Megatron.
+            TypeError: for a recipe left blank. ``evaluation_recipe:`` with nothing behind it could mean "as in
+                training" or "high precision": leave the key out for the former, write ``{}`` for the latter.
+
+        >>> from jax_te.megatron import MatchContext
+        >>> payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+        >>> TEQuantizationParams.parse_from_config(QuantizationConfig(payload, MatchContext("proj"), "bf16"))
+        TEQuantizationParams(training_recipe=TEQuantizationRecipe(...), evaluation_recipe=None)
+        """
+        config, where = quant_config.config, f"config {quant_config.config_key!r}"
+        if not isinstance(config, Mapping):
+            raise TypeError(f"{where} must be a mapping, got {config!r}")
+        _check_payload_type(config, where)
+        if "training_recipe" not in config:
+            raise ValueError(f"{where} lacks training_recipe; write {{}} there for high precision")
+        known = {TE_CONFIG_TYPE_KEY, "training_recipe", "evaluation_recipe"}
+        extra = [key for key in config if key not in known]
+        if extra:
+            raise AssertionError(
+                f"{where} has unknown keys {', '.join(map(repr, extra))}; allowed: {', '.join(sorted(known))}"
+            )
+        training = _parse_recipe(config["training_recipe"], "training_recipe", where)
+        if "evaluation_recipe" not in config:
+            return TEQuantizationParams(training)
+        return TEQuantizationParams(training, _parse_recipe(config["evaluation_recipe"], "evaluation_recipe", where))
+
+    def recipe_for(self, training: bool) -> TEQuantizationRecipe:
+        """The recipe of a mode.
+
+        >>> TEQuantizationParams(TEQuantizationRecipe()).recipe_for(training=False)
+        TEQuantizationRecipe(...)
+        """
+        return self.training_recipe if training or self.evaluation_recipe is None else self.evaluation_recipe
+
+    def to_module_recipe(self) -> ModuleRecipe:
+        """What a quantizable layer holds as its ``module_recipe``.
+
+        Raises:
+            ValueError: as `TEQuantizationRecipe.to_recipe`; if ``evaluation_recipe`` alone asks for quantized kernels,
+                which are made in training.
+
+        >>> TEQuantizationParams(TEQuantizationRecipe()).to_module_recipe().training is None
+        True
+        """
+        training, evaluation = self.training_recipe, self.recipe_for(training=False)
+        for name in ("fp8_param", "fp4_param"):
+            if getattr(evaluation, name) and not getattr(training, name):
+                raise ValueError(f"{name} holds in training and evaluation alike: set it in training_recipe")
+        common: dict[str, Any] = {name: getattr(training, name) for name in (*_FLAGS, "fp8_param", "fp4_param")}
+        common["training"] = training.to_recipe()
+        if self.evaluation_recipe is None:
+            return ModuleRecipe(**common)
+        common["evaluation"] = evaluation.to_recipe()
+        flags = {name: getattr(evaluation, name) for name in _FLAGS}
+        if all(common[name] == flag for name, flag in flags.items()):
+            return ModuleRecipe(**common)
+        return TwoModeRecipe(**common, in_evaluation=ModuleRecipe(training=common["evaluation"], **flags))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoModeRecipe(ModuleRecipe):
+    """A `ModuleRecipe` whose override flags differ between the modes.
+
+    Args:
+        training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: as in
+            `ModuleRecipe`; the flags are those of training.
+        in_evaluation: what holds in evaluation; its ``training`` is the recipe.
+
+    >>> never = ModuleRecipe(training=None, override_quantized_autocast=False)
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> recipe = TwoModeRecipe(training=None, evaluation=None, in_evaluation=never)
+    >>> [recipe.resolve(Float8CurrentScaling(), training=mode) is None for mode in (True, False)]
+    [True, False]
+    """
+
+    in_evaluation: ModuleRecipe
+
+    def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
+        if training:
+            return super().resolve(ambient, training=True)
+        return self.in_evaluation.resolve(ambient, training=True)
+
+
+def _check_payload_type(config: Mapping[Any, Any], where: str) -> None:
+    allowed = ", ".join(kind.value for kind in TransformerEngineConfigType)
+    if TE_CONFIG_TYPE_KEY not in config:
+        raise ValueError(f"{where} lacks {TE_CONFIG_TYPE_KEY}; allowed values: {allowed}")
+    try:
+        TransformerEngineConfigType(config[TE_CONFIG_TYPE_KEY])
+    except ValueError:
+        raise ValueError(
+            f"{where} has {TE_CONFIG_TYPE_KEY} {config[TE_CONFIG_TYPE_KEY]!r}; allowed values: {allowed}"
+        ) from None
+
+
+def _parse_recipe(value: Any, name: str, where: str) -> TEQuantizationRecipe:
+    if value is None:
+        omit = "leave the key out to evaluate as in training, or " if name == "evaluation_recipe" else ""
+        raise TypeError(f"{name} of {where} is blank: {omit}write {{}} for high precision")
+    try:
+        return TEQuantizationRecipe.parse_from_config(value)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name} of {where}: {error}") from error

@@ -1,0 +1,144 @@
+"""A module's arrays in a flat dict, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.layers import quantizable_modules
+from jax_te.layers.quantizable import CachedKernel, cache_name
+from jax_te.typing import Array
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict` left out with ``strict=False``.
+
+    Args:
+        missing_keys: in the module, but not in the dict; their arrays stay as they were.
+        unexpected_keys: in the dict, but not in the module.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    """Arrays of all Variables of a module by dotted name: parameters, quantizer state, RNG state and all others.
+
+    Args:
+        module: any NNX module.
+        prefix: in front of every name, with its dot: ``"model."``.
+        keep_vars: give the Variables themselves, not what they hold.
+
+    A Variable that holds several arrays, like delayed scaling's state or a quantized parameter, has one entry for each;
+    with ``keep_vars`` only one. What layers keep of their kernels between microbatches is left out.
+
+    Source: ``torch.nn.Module.state_dict``.
+
+    >>> {name: array.shape for name, array in state_dict(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "fc1.").items()}
+    {'fc1.bias': (3,), 'fc1.kernel': (2, 3)}
+    """
+    variables = {prefix + ".".join(map(str, path)): variable for path, variable in _variables(module)}
+    if keep_vars:
+        return dict(variables)
+    return {name: array for key, variable in variables.items() for name, array in _arrays(key, variable).items()}
+
+
+def load_state_dict(
+    module: nnx.Module, arrays: dict[str, Any], strict: bool = True, *, prefix: str = ""
+) -> IncompatibleKeys:
+    """Put arrays of a `state_dict` into a module, with the shardings that the module's own arrays have.
+
+    The arrays are copied, so a jitted step that donates the module's does not take them away. Nothing is changed if
+    anything does not fit, and nothing is ever cast. Quantized kernels that layers kept are dropped.
+
+    Args:
+        module: changed in place.
+        arrays: JAX or NumPy arrays by dotted name.
+        strict: False: leave out names that only one of the two has, and say which.
+        prefix: which the names of ``arrays`` have in front of the module's.
+
+    Raises:
+        ValueError: if shapes, dtypes or (with ``strict``) names differ; the message lists every difference.
+
+    Source: ``torch.nn.Module.load_state_dict``, which casts without a word where dtypes differ.
+
+    >>> one, two = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (1, 2))
+    >>> load_state_dict(two, state_dict(one))
+    IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+    >>> bool((one.kernel[...] == two.kernel[...]).all())
+    True
+    """
+    wanted = state_dict(module, prefix)
+    missing = [name for name in wanted if name not in arrays]
+    unexpected = [name for name in arrays if name not in wanted]
+    differences = [_difference(name, arrays[name], own) for name, own in wanted.items() if name in arrays]
+    lines = [line for line in differences if line]
+    if strict:
+        lines += [f"{name} is missing" for name in missing]
+        lines += [f"{name} is not in {type(module).__name__}" for name in unexpected]
+    if lines:
+        raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(lines))
+    for path, variable in _variables(module):
+        _fill(prefix + ".".join(map(str, path)), variable, arrays)
+    drop_kept_kernels(module)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def drop_kept_kernels(module: nnx.Module) -> None:
+    """Drop the quantized kernels that layers keep between microbatches, since the parameters have changed.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    >>> with autocast(Float8CurrentScaling()):
+    ...     _ = layer(jnp.ones((16, 16)), is_first_microbatch=True)
+    >>> drop_kept_kernels(layer)
+    >>> layer.kernel_cache is None
+    True
+    """
+    for _, layer in quantizable_modules(module):
+        for kernel in layer.kernels:
+            setattr(layer, cache_name(kernel), nnx.data(None))
+
+
+def _variables(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
+    found = nnx.iter_graph(module)
+    return [(p, node) for p, node in found if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel)]
+
+
+def _arrays(key: str, variable: nnx.Variable) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(variable.get_value())
+    return {".".join([key, *map(_part, path)]): leaf for path, leaf in leaves}
+
+
+def _fill(key: str, variable: nnx.Variable, arrays: dict[str, Any]) -> None:
+    def pick(path: tuple[Any, ...], own: Any) -> Any:
+        name = ".".join([key, *map(_part, path)])
+        return _placed(arrays[name], own) if name in arrays else own
+
+    variable.set_value(jax.tree_util.tree_map_with_path(pick, variable.get_value()))
+
+
+def _placed(array: Any, own: Any) -> Array:
+    concrete = isinstance(own, jax.Array) and not isinstance(own, jax.core.Tracer)
+    if isinstance(array, jax.core.Tracer) or not concrete:
+        return jnp.asarray(array)
+    return jax.device_put(array, own.sharding, may_alias=False)
+
+
+def _difference(name: str, given: Any, own: Any) -> str | None:
+    if not hasattr(given, "dtype") or not hasattr(given, "shape"):
+        return f"{name} is no array but {given!r}"
+    there, here = (f"{x.dtype}{list(x.shape)}" for x in (given, own))
+    return None if there == here else f"{name} is {there}, the module has {here}"
+
+
+def _part(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)

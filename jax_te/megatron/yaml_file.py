@@ -1,0 +1,43 @@
+"""Reading YAML without losing anything in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader; but where that keeps the last of several equal keys, here they are an error."""
+
+    # While composing: later, a mapping also holds what `<<` brought, which its own keys may replace.
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        assert node is not None
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, (_, name) in enumerate(keys):
+            if keys[i] in keys[:i]:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {name!r} occurs twice", problem_mark=node.value[i][0].start_mark
+                )
+        return node
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds; an empty file holds ``{}``. Plain data only, as PyYAML's safe loader reads it.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not YAML, or a mapping has a key twice.
+
+    >>> _ = Path("example.yaml").write_text("a: {b: [1, 2]}")
+    >>> read_yaml("example.yaml")
+    {'a': {'b': [1, 2]}}
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return {} if content is None else content

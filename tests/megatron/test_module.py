@@ -1,0 +1,237 @@
+"""MegatronModule, and modules' arrays as flat dicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_te.layers import Linear, TransformerLayer
+from jax_te.megatron import (
+    IncompatibleKeys,
+    MegatronModule,
+    RecipeConfig,
+    convert_module_to_dtype_except_fp32_marked,
+    load_state_dict,
+    param_is_not_shared,
+    state_dict,
+)
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
+from tests.numerics import assert_bitwise, without_type_checker
+
+
+@dataclass(frozen=True)
+class Config:
+    fp8: str | None = None
+    fp4: str | None = None
+    quant_recipe: RecipeConfig | None = None
+
+
+class Leaf(nnx.Module):
+    def __init__(self, symmetric: bool):
+        self.is_first_microbatch: bool | None = None
+        if symmetric:
+            self.symmetric_ar_type: str | None = None
+
+
+class Model(MegatronModule):
+    def __init__(self, config: Any = None, seed: int = 0, recipe: Any = None):
+        super().__init__(config)
+        with autocast(recipe):
+            self.layers = nnx.List([Linear(16, 16, rngs=nnx.Rngs(seed + i)) for i in range(11)])
+        self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+        self.leaves = nnx.List([Leaf(True), Leaf(False)])
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(seed))
+
+
+def test_names_and_values():
+    model = Model(recipe=DelayedScaling(amax_history_len=4))
+    arrays = model.state_dict()
+    assert arrays["layers.10.kernel"] is model.layers[10].kernel.get_value()
+    assert arrays["norm.mean"].shape == (16,)
+    assert arrays["layers.0.quantizers.grad.amax_history"].shape == (4,)
+    assert jnp.issubdtype(arrays["dropout.rngs.key"].dtype, jax.dtypes.prng_key)
+    assert all(isinstance(array, jax.Array) for array in arrays.values())
+    assert sum(array.size for array in arrays.values()) == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    order = [name.split(".")[1] for name in arrays if name.endswith(".kernel")]
+    assert order == [str(i) for i in range(11)], "layers in their order, not the alphabet's"
+
+
+def test_prefix_destination_and_variables():
+    model = Model()
+    names = list(model.state_dict())
+    assert list(model.state_dict(prefix="a.b.")) == [f"a.b.{name}" for name in names]
+    assert list(model.state_dict_for_save_checkpoint("a.")) == [f"a.{name}" for name in names]
+    filled = {"here": 1}
+    assert model.state_dict(filled, "a.") is filled
+    assert list(filled) == ["here", *(f"a.{name}" for name in names)]
+    variables = model.state_dict_for_save_checkpoint(keep_vars=True)
+    assert variables["layers.3.bias"] is model.layers[3].bias
+    assert state_dict(Linear(16, 16, rngs=nnx.Rngs(0)), keep_vars=True).keys() == {"kernel", "bias"}
+
+
+def test_round_trip():
+    recipe = DelayedScaling(amax_history_len=4)
+    one, two = Model(seed=1, recipe=recipe), Model(seed=50, recipe=recipe)
+    one.layers[0].quantizers.set_value(jax.tree.map(lambda x: x + 3.0, one.layers[0].quantizers.get_value()))
+    numpy = {name: array if "key" in name else np.asarray(array) for name, array in one.state_dict().items()}
+    for arrays in (one.state_dict(), numpy):
+        assert two.load_state_dict(arrays) == IncompatibleKeys([], [])
+        loaded = two.state_dict()
+        for name, array in one.state_dict().items():
+            if name.endswith(".key"):
+                assert (array == loaded[name]).all()
+            else:
+                assert_bitwise(loaded[name], array, what=name)
+            assert isinstance(loaded[name], jax.Array)
+
+
+def test_loaded_arrays_are_copies_with_the_modules_sharding():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    one, two = (Linear(16, 16, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    two.kernel.set_value(jax.device_put(two.kernel[...], sharding))
+    arrays = state_dict(one)
+    load_state_dict(two, arrays)
+    assert two.kernel[...].sharding == sharding
+    assert_bitwise(two.kernel[...], arrays["kernel"])
+    two.bias[...].delete()  # as donation would
+    assert not arrays["bias"].is_deleted()
+
+
+def test_every_difference_is_listed_and_nothing_loaded():
+    one, two = Linear(16, 16, rngs=nnx.Rngs(1)), Linear(16, 16, rngs=nnx.Rngs(2))
+    before = state_dict(two)
+    good = state_dict(one)
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"kernel": good["kernel"]}, ["bias is missing"]),
+        ({**good, "scale": jnp.ones(1), "b": 1}, ["scale is not in Linear", "b is not in Linear"]),
+        ({**good, "bias": jnp.zeros(8)}, [r"bias is float32\[8\], the module has float32\[16\]"]),
+        ({**good, "bias": np.zeros(16, np.float16)}, [r"bias is float16\[16\], the module has float32\[16\]"]),
+        ({**good, "bias": [0.0] * 16}, [r"bias is no array but \[0.0"]),
+        (
+            {"kernel": good["kernel"][:8], "x": good["bias"]},
+            [r"kernel is float32\[8, 16\]", "bias is missing", "x is not in Linear"],
+        ),
+    ]
+    for arrays, lines in cases:
+        with pytest.raises(ValueError, match="the state dict does not fit Linear") as caught:
+            load_state_dict(two, arrays)
+        for line in lines:
+            assert caught.match(line)
+        assert str(caught.value).count("\n") == len(lines)
+        assert all(state_dict(two)[name] is array for name, array in before.items())
+
+
+def test_not_strict():
+    one, two = Linear(16, 16, rngs=nnx.Rngs(1)), Linear(16, 16, rngs=nnx.Rngs(2))
+    own = two.kernel[...]
+    result = load_state_dict(two, {"a.bias": jnp.ones(16), "a.other": jnp.ones(1)}, strict=False, prefix="a.")
+    assert result == IncompatibleKeys(["a.kernel"], ["a.other"])
+    assert two.kernel[...] is own
+    assert_bitwise(two.bias[...], jnp.ones(16))
+    with pytest.raises(ValueError, match=r"kernel is float32\[2\]"):
+        load_state_dict(one, {"kernel": jnp.ones(2)}, strict=False)
+
+
+def test_abstract_modules_can_be_filled():
+    abstract = nnx.eval_shape(lambda: Linear(16, 16, rngs=nnx.Rngs(1)))
+    real = Linear(16, 16, rngs=nnx.Rngs(1))
+    load_state_dict(abstract, state_dict(real))
+    assert_bitwise(abstract.kernel[...], real.kernel[...])
+
+
+@pytest.mark.parametrize(
+    ("config", "quantized"),
+    [
+        (Config(), False),
+        (Config(fp8="hybrid"), True),
+        (Config(fp4="e2m1"), True),
+        (Config(quant_recipe=RecipeConfig([], {})), True),
+        (None, False),
+    ],
+)
+def test_set_is_first_microbatch(config: Any, quantized: bool):
+    model = Model(config)
+    model.leaves[1].is_first_microbatch = False
+    model.set_is_first_microbatch()
+    assert [leaf.is_first_microbatch for leaf in model.leaves] == ([True, True] if quantized else [None, False])
+    assert model.layers[4].is_first_microbatch is (True if quantized else None)
+    assert not hasattr(model, "is_first_microbatch")
+    if quantized:  # also on modules that came later
+        merged = nnx.merge(*nnx.split(model))
+        merged.leaves.append(Leaf(False))
+        merged.set_is_first_microbatch()
+        assert merged.leaves[2].is_first_microbatch is True
+
+
+@pytest.mark.parametrize("kind", [None, "two_shot", "one_shot", "multimem_all_reduce"])
+def test_set_symmetric_ar(kind: str | None):
+    model = Model()
+    model.leaves[0].symmetric_ar_type = "other"
+    model.set_symmetric_ar(kind)
+    assert model.leaves[0].symmetric_ar_type == kind
+    assert not hasattr(model.leaves[1], "symmetric_ar_type")
+
+
+def test_unknown_all_reduce():
+    with pytest.raises(AssertionError, match=r"set_to must be one of .*'two_shot'.*got 'three_shot'"):
+        Model().set_symmetric_ar("three_shot")
+
+
+def test_config_must_be_hashable():
+    @dataclass
+    class Mutable:
+        fp8: str | None = None
+
+    with pytest.raises(
+        TypeError, match=r"config must be hashable.*got Mutable. Declare it with @dataclass\(frozen=True\)"
+    ):
+        Model(Mutable())
+
+
+def test_models_are_jitted_with_their_config():
+    model = Model(Config(fp8="hybrid"))
+    assert jax.jit(lambda model: model)(model).config == Config(fp8="hybrid")
+
+
+def kept() -> Any:
+    """A model whose layer keeps its quantized kernel."""
+    model = Model()
+    with autocast(Float8CurrentScaling()):
+        model.layers[0](jnp.ones((16, 16)), is_first_microbatch=True)
+    assert model.layers[0].kernel_cache is not None
+    return model
+
+
+def test_kept_kernels_are_no_part_of_a_state_dict_and_do_not_outlive_their_kernel():
+    one, two = kept(), kept()
+    assert one.state_dict().keys() == Model().state_dict().keys()
+    two.load_state_dict(one.state_dict())
+    assert two.layers[0].kernel_cache is None
+    one.refresh_cache()
+    assert one.layers[0].kernel_cache is None
+    half = kept()
+    convert_module_to_dtype_except_fp32_marked(half, jnp.bfloat16)
+    assert half.layers[0].kernel_cache is None
+    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match="has kept no quantized kernel"):
+        one.layers[0](jnp.ones((16, 16)), is_first_microbatch=False)
+
+
+def test_param_is_not_shared():
+    assert param_is_not_shared(nnx.Param(jnp.ones(1)))
+    assert param_is_not_shared(nnx.Param(jnp.ones(1), shared=False))
+    assert not param_is_not_shared(nnx.Param(jnp.ones(1), shared=True))
+    with without_type_checker(), pytest.raises(TypeError, match=r"takes an nnx.Variable, got ArrayImpl"):
+        param_is_not_shared(jnp.ones(1))  # type: ignore[arg-type]
+
+
+def test_any_module_has_a_state_dict():
+    layer = TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0))
+    assert "self_attention.qkv.ln_bias" in state_dict(layer)
