@@ -215,6 +215,16 @@ def keep_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradient
 
 
 def drop_kept_kernels(model: nnx.Module) -> None:
-    """Take away the quantized forms that layers keep between microbatches."""
+    """Take away the quantized forms that layers keep between microbatches, e.g. because the parameters have changed.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    >>> with autocast(Float8CurrentScaling()):
+    ...     _ = layer(jnp.ones((16, 16)), is_first_microbatch=True)
+    >>> drop_kept_kernels(layer)
+    >>> layer.kernel_cache is None
+    True
+    """
     for _, module, kernel in quantizable_kernels(model):
         setattr(module, cache_name(kernel), nnx.data(None))

@@ -35,7 +35,7 @@ from jax_te.megatron.quant_config import (
 from jax_te.megatron.quant_layer import finish_init, set_save_original_input, will_execute_quantized
 from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
 from jax_te.megatron.quant_recipe import TEQuantizationRecipe, resolve_factory
-from jax_te.megatron.state_dict import IncompatibleKeys, drop_kept_kernels, load_state_dict, state_dict
+from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 
 __all__ = [
     "SYMMETRIC_AR_TYPES",
@@ -64,7 +64,6 @@ __all__ = [
     "apply_quantization_config",
     "conversion_helper",
     "convert_module_to_dtype_except_fp32_marked",
-    "drop_kept_kernels",
     "finish_init",
     "float16_to_fp32",
     "fp32_to_float16",

@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jax_te.config import float_dtype
+from jax_te.layers.quantizable import drop_kept_kernels
 from jax_te.megatron.module import MegatronModule
-from jax_te.megatron.state_dict import IncompatibleKeys, drop_kept_kernels, load_state_dict, state_dict
+from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 from jax_te.typing import Array, DTypeLike
 
 _Marked = TypeVar("_Marked", nnx.Variable, nnx.Module)
@@ -117,10 +118,10 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     for variable in _variables(module):
         if variable.get_metadata("keep_in_fp32", False):
             continue
-        value = variable.get_value()
+        value: Any = variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct) and value.dtype.name in _WIDE_FLOATS:
             variable.set_value(value.update(dtype=dtype))
-        elif _has_dtype(value, *_WIDE_FLOATS):
+        elif isinstance(value, jax.Array) and _has_dtype(value, *_WIDE_FLOATS):
             variable.set_value(value.astype(dtype))
     drop_kept_kernels(module)
 
@@ -182,7 +183,7 @@ class Float16Module(MegatronModule):
         convert_module_to_dtype_except_fp32_marked(module, self.dtype)
         for _, submodule in nnx.iter_modules(module):
             if hasattr(submodule, "compute_dtype"):
-                submodule.compute_dtype = self.dtype
+                setattr(submodule, "compute_dtype", self.dtype)  # noqa: B010 - not every module has it
         self.module = module
 
     def __call__(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:

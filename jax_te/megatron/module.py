@@ -6,7 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from jax_te.megatron.state_dict import IncompatibleKeys, drop_kept_kernels, load_state_dict, state_dict
+from jax_te.layers.quantizable import drop_kept_kernels
+from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 
 SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
 """Kinds of symmetric-memory all-reduce that `MegatronModule.set_symmetric_ar` takes."""

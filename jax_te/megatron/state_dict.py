@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
-from jax_te.layers import quantizable_modules
-from jax_te.layers.quantizable import CachedKernel, cache_name
+from jax_te.layers.quantizable import CachedKernel, drop_kept_kernels
 from jax_te.typing import Array
 
 
@@ -88,23 +88,6 @@ def load_state_dict(
     return IncompatibleKeys(missing, unexpected)
 
 
-def drop_kept_kernels(module: nnx.Module) -> None:
-    """Drop the quantized kernels that layers keep between microbatches, since the parameters have changed.
-
-    >>> from jax_te.layers import Linear
-    >>> from jax_te.recipe import Float8CurrentScaling, autocast
-    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
-    >>> with autocast(Float8CurrentScaling()):
-    ...     _ = layer(jnp.ones((16, 16)), is_first_microbatch=True)
-    >>> drop_kept_kernels(layer)
-    >>> layer.kernel_cache is None
-    True
-    """
-    for _, layer in quantizable_modules(module):
-        for kernel in layer.kernels:
-            setattr(layer, cache_name(kernel), nnx.data(None))
-
-
 def _variables(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
     found = nnx.iter_graph(module)
     return [(p, node) for p, node in found if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel)]
@@ -124,8 +107,8 @@ def _fill(key: str, variable: nnx.Variable, arrays: dict[str, Any]) -> None:
 
 
 def _placed(array: Any, own: Any) -> Array:
-    concrete = isinstance(own, jax.Array) and not isinstance(own, jax.core.Tracer)
-    if isinstance(array, jax.core.Tracer) or not concrete:
+    concrete = isinstance(own, jax.Array) and not isinstance(own, Tracer)
+    if isinstance(array, Tracer) or not concrete:
         return jnp.asarray(array)
     return jax.device_put(array, own.sharding, may_alias=False)
 

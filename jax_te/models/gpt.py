@@ -282,7 +282,9 @@ def transformer_layer(config: TransformerConfig, number: int = 0, *, rngs: nnx.R
     if not config.in_high_precision(number):
         return build()
     with autocast(None):
-        return keep_in_high_precision(build())
+        layer = build()
+        keep_in_high_precision(layer)
+        return layer
 
 
 def _call_layer(layer: TransformerLayer, x: Array, rotary: Rotary | None, key: Array | None) -> Any:

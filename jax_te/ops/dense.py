@@ -116,7 +116,7 @@ def _backward(spec: GemmSpec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ..
     kept, x_amax, kernel_amax, state, gradient = saved
     gemms = LinearGemms(spec, state)
     g_forms, dbias, g_amax = gemms.gradient(g)
-    dx, dkernel = gemms.backward(*kept, g_forms)
+    dx, dkernel = gemms.backward(kept, g_forms)
     next_state = gemms.quantizers.next_state({"x": x_amax, "kernel": kernel_amax, "grad": g_amax})
     dkernel, dgradient = gemms.cotangents(dkernel, gradient)
     return dx, dkernel, dbias, next_state, dgradient

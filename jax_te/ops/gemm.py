@@ -196,9 +196,9 @@ class LinearGemms:
             kept_x = self.run.keep_x(self._pick(x, "wgrad"))
         return kept_x, self.run.keep_kernel(self._pick(kernel, "dgrad"))
 
-    def backward(self, kept_x: Any, kept_kernel: Any, g: Forms) -> tuple[Array, Array]:
-        """Gradients of input and kernel, the kernel's in its own sharding."""
-        spec = self.spec
+    def backward(self, kept: tuple[Any, Any], g: Forms) -> tuple[Array, Array]:
+        """Gradients of input and kernel, the kernel's in its own sharding. ``kept`` is what `keep` gave."""
+        spec, (kept_x, kept_kernel) = self.spec, kept
         dx = self.run.gemm_dgrad(self._pick(g, "dgrad"), kept_kernel, spec.precise("dgrad"))
         if spec.save_original_input and not spec.overridden("wgrad"):
             again, _ = self.run.quantize_operand(kept_x, *self.quantizers["x"], axis=-1)

@@ -125,7 +125,7 @@ def _backward(spec: GemmSpec, norm: NormSpec, saved: tuple[Any, ...], g: Array) 
     x, stats, scale, ln_bias, kept, y_amax, kernel_amax, state, gradient = saved
     gemms = LinearGemms(spec, state)
     g_forms, dbias, g_amax = gemms.gradient(g)
-    dy, dkernel = gemms.backward(*kept, g_forms)
+    dy, dkernel = gemms.backward(kept, g_forms)
     dx, dscale, dln_bias = gemms.run.norm_backward(dy, x, stats, scale, ln_bias, norm)
     next_state = gemms.quantizers.next_state({"x": y_amax, "kernel": kernel_amax, "grad": g_amax})
     dkernel, dgradient = gemms.cotangents(dkernel, gradient)

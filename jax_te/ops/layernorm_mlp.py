@@ -170,7 +170,7 @@ def _backward(spec: _Spec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
     wo_kept, act_amax, wo_amax = wo_saved
 
     g_forms, dwo_bias, g_amax = wo.gradient(g)
-    dact, dwo_kernel = wo.backward(*wo_kept, g_forms)
+    dact, dwo_kernel = wo.backward(wo_kept, g_forms)
     dact = constrain(dact, spec.ffn_axes)
     if wi.fuses("grad"):
         operand, dwi_bias, dpre_amax = wi.run.act_backward_quantize(
@@ -180,7 +180,7 @@ def _backward(spec: _Spec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
     else:
         dpre = wi.run.act_backward(dact, pre, spec.activation)
         dpre_forms, dwi_bias, dpre_amax = wi.gradient(dpre)
-    dy, dwi_kernel = wi.backward(*wi_kept, dpre_forms)
+    dy, dwi_kernel = wi.backward(wi_kept, dpre_forms)
     dx, dscale, dln_bias = wi.run.norm_backward(dy, x, stats, scale, ln_bias, spec.norm)
 
     next_states = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -90,7 +90,7 @@ def ready_kernel(
     if not isinstance(kernel, QuantizedKernel):
         return kernel
     if gradient is None:
-        kernel = _without_gradient(kernel)
+        kernel = cast(QuantizedKernel, _without_gradient(kernel))
     quantizer = quantizer_for(recipe, "kernel")
     if quantizer is None:
         return jax.lax.stop_gradient(kernel.dequantize())

@@ -4,6 +4,7 @@ from jax_te.parallel.mesh import make_mesh
 from jax_te.parallel.sharding import (
     ShardingRules,
     auto_region,
+    batch_ranks,
     constrain,
     current_mesh,
     logical_to_spec,
@@ -14,6 +15,7 @@ from jax_te.parallel.sharding import (
 __all__ = [
     "ShardingRules",
     "auto_region",
+    "batch_ranks",
     "constrain",
     "current_mesh",
     "logical_to_spec",

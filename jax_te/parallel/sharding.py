@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -97,6 +98,19 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
             taken[axis] = name
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
+
+
+def batch_ranks() -> int:
+    """How many parts the mesh in use splits a batch into; 1 without a mesh.
+
+    >>> batch_ranks()
+    1
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return 1
+    entry = logical_to_spec(("batch",), mesh)[0]
+    return math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
 def current_mesh() -> AbstractMesh | None:

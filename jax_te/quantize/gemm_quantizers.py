@@ -121,10 +121,9 @@ class GemmQuantizers:
             return _converted(self.state, self.dtype)
         entries = {}
         for role in ROLES:
-            seen = amaxes[role]
-            entries[role] = next_amax_state(
-                self.state[role], self[role][1], jnp.zeros((), jnp.float32) if seen is None else seen
-            )
+            scale, seen = self[role][1], amaxes[role]
+            assert scale is not None
+            entries[role] = next_amax_state(self.state[role], scale, jnp.zeros_like(scale) if seen is None else seen)
         return _converted(GemmState(**entries), self.dtype)  # type: ignore[typeddict-item]
 
 

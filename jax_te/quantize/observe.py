@@ -41,7 +41,7 @@ class Observer:
         jax.debug.callback(self._append, values, key=_Static(key))
 
     def _append(self, values: np.ndarray, *, key: _Static) -> None:
-        row = dict(zip(STATISTICS, map(float, values), strict=True))
+        row: dict[str, float] = dict(zip(STATISTICS, map(float, values), strict=True))
         self.records.setdefault(key.value, []).append(row)
 
 

@@ -75,11 +75,28 @@ class TensorQuantizer(Quantizer):
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
+        if scale is not None and scale.ndim == 1:
+            return self._quantize_parts(x, scale, axis)
         x_amax = amax(x)
         scale = self.scale_for(x_amax, scale)
         limit = fp8_max(self.dtype)
         data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(self.dtype)
         return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
+
+    def _quantize_parts(self, x: Array, scale: Array, axis: int) -> tuple[QuantizedTensor, Array]:
+        """Each of ``d`` equal parts of the leading axis with its own scale, ``scale [d]``; amaxes ``[d]``."""
+        if x.shape[0] % scale.shape[0]:
+            raise ValueError(
+                f"the leading axis of {x.shape} does not divide into the {scale.shape[0]} parts of the batch that the "
+                "quantizer state was made for; use a mesh that splits the batch alike, or prepare_quantization"
+            )
+        limit, rows = fp8_max(self.dtype), (scale.shape[0], *(1,) * x.ndim)
+        parts = x.reshape(scale.shape[0], -1, *x.shape[1:])
+        amaxes = jnp.max(jnp.abs(parts), axis=tuple(range(1, parts.ndim))).astype(jnp.float32)
+        data = jnp.clip(parts.astype(jnp.float32) * scale.reshape(rows), -limit, limit).astype(self.dtype)
+        return QuantizedTensor(
+            data=data.reshape(x.shape), scale_inv=1.0 / scale, dtype=x.dtype, axis=axis, parts=scale.shape[0]
+        ), amaxes
 
 
 def quantize(

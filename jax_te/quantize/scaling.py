@@ -9,7 +9,9 @@ from jax_te.recipe import DelayedScaling, fp8_max
 from jax_te.typing import Array, DTypeLike
 
 AmaxState = dict[str, Array]
-"""``{"scale": f32[], "amax_history": f32[n]}``: the scale last used, and the newest amax in slot 0."""
+"""``{"scale": f32[], "amax_history": f32[n]}``: the scale last used, and the newest amax in slot 0.
+
+With a scale for each of ``d`` parts of the batch, ``f32[d]`` and ``f32[d, n]``."""
 
 
 def amax(x: Array) -> Array:
@@ -56,13 +58,13 @@ def round_down_to_power_of_two(scale: Array) -> Array:
 
 
 def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:
-    """The scale that the next use of ``state`` quantizes with: ``[]`` fp32."""
+    """The scale that the next use of ``state`` quantizes with: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
-    newest = history[0] if recipe.amax_compute_algo == "most_recent" else jnp.max(history)
+    newest = history[..., 0] if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=-1)
     return compute_scale(newest, dtype, margin=recipe.margin, old_scale=state["scale"])
 
 
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
     """State after a use with ``scale`` on a tensor whose amax was ``new_amax``: the oldest amax drops out."""
-    history = jnp.roll(state["amax_history"], 1).at[0].set(new_amax)
+    history = jnp.roll(state["amax_history"], 1, axis=-1).at[..., 0].set(new_amax)
     return {"scale": scale, "amax_history": history}

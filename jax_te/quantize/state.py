@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
+from jax_te.parallel import batch_ranks
 from jax_te.quantize.gemm_quantizers import ROLES, GemmState
 from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
@@ -30,21 +31,23 @@ class QuantizerState(nnx.Variable):
 def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
     """Fresh state for one linear layer: scales 1, histories 0. None if the recipe keeps no state.
 
+    With ``tp_only_amax_red`` its shapes depend on the mesh in use, and it goes with meshes that split the batch alike.
+
     >>> from jax_te.recipe import DelayedScaling
     >>> init_gemm_state(DelayedScaling(amax_history_len=4))["x"]["amax_history"].shape
     (4,)
     """
     if not isinstance(recipe, DelayedScaling):
         return None
-    return GemmState(
-        **{
-            role: {
-                "scale": jnp.ones((), jnp.float32),
-                "amax_history": jnp.zeros((recipe.amax_history_len,), jnp.float32),
-            }
-            for role in ROLES
+    parts = (batch_ranks(),) if recipe.tp_only_amax_red and batch_ranks() > 1 else ()
+    entries = {}
+    for role in ROLES:
+        lead = () if role == "kernel" else parts
+        entries[role] = {
+            "scale": jnp.ones(lead, jnp.float32),
+            "amax_history": jnp.zeros((*lead, recipe.amax_history_len), jnp.float32),
         }
-    )
+    return GemmState(**entries)  # type: ignore[typeddict-item]
 
 
 def quantizer_variable(recipe: Recipe | None) -> QuantizerState | None:

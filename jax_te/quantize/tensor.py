@@ -28,6 +28,7 @@ class QuantizedTensor:
         dtype: dtype of the array before quantization, and of what `dequantize` gives.
         block: ``(r, c)``, or None for one scale.
         axis: the first axis that belongs to the columns.
+        parts: equal parts of the leading axis that have a scale each, ``scale_inv [parts]``; 0: no such parts.
         rotated: the values are those of the array after a Hadamard transform along its rows' axis (`hadamard_rows`).
 
     >>> q = QuantizedTensor(data=jnp.ones((2, 2), jnp.float8_e4m3fn), scale_inv=jnp.float32(0.5), dtype=jnp.float32)
@@ -41,6 +42,7 @@ class QuantizedTensor:
     dtype: DTypeLike = field(metadata={"static": True})
     block: tuple[int, int] | None = field(default=None, metadata={"static": True})
     axis: int = field(default=1, metadata={"static": True})
+    parts: int = field(default=0, metadata={"static": True})
     rotated: bool = field(default=False, metadata={"static": True})
 
     @property
@@ -56,6 +58,9 @@ class QuantizedTensor:
     def values(self) -> Array:
         """``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
         wide = self.data.astype(jnp.float32)
+        if self.parts:
+            rows = wide.reshape(self.parts, -1)
+            return (rows * self.scale_inv[:, None]).reshape(self.shape)
         if self.block is None:
             return wide * self.scale_inv
         matrix = as_matrix(wide, self.axis)

@@ -20,6 +20,8 @@ class DelayedScaling(Recipe):
         margin: powers of two of head-room below the format's largest value, an integer >= 0.
         amax_history_len: steps kept, >= 1. TE's default is 1024, Megatron's is 1.
         amax_compute_algo: ``"max"`` of the history, or ``"most_recent"``.
+        tp_only_amax_red: the amax of an input or gradient spans the tensor-parallel ranks only, so that each part
+            of the batch (over the mesh's data and fsdp axes) has a scale of its own. False: it spans the whole array.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Raises:
@@ -35,6 +37,7 @@ class DelayedScaling(Recipe):
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
+    tp_only_amax_red: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +46,8 @@ class DelayedScaling(Recipe):
         length = self.amax_history_len
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"amax_history_len must be an integer >= 1, got {length!r}")
+        if not isinstance(self.tp_only_amax_red, bool):
+            raise TypeError(f"tp_only_amax_red must be True or False, got {self.tp_only_amax_red!r}")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}; "

@@ -193,7 +193,8 @@ def _builder(
     def build(key: Array, variables: PyTree) -> TrainState:
         init_key, rng = jax.random.split(key)
         if is_model:
-            definition, (params, quantizers, rest) = graphdef, jax.tree.map(jnp.copy, variables)
+            definition: Any = graphdef
+            params, quantizers, rest = jax.tree.map(jnp.copy, variables)
         else:
             model: Any = model_or_fn(nnx.Rngs(init_key))
             definition, params, quantizers, rest = split_model(model)

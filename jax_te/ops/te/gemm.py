@@ -104,9 +104,10 @@ def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
     dtype = lhs.dq_dtype if isinstance(lhs, ScaledTensor) else lhs.data.dtype
     bias = None if bias is None else bias.astype(dtype)
     # cuBLAS has no FP8 GEMM with fp32 output that also adds a bias.
-    outside = bias is not None and isinstance(lhs, ScaledTensor) and dtype == jnp.float32
-    y = _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), precise, bias=None if outside else bias)
-    return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim))) if outside else y
+    if bias is not None and isinstance(lhs, ScaledTensor) and dtype == jnp.float32:
+        y = _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), precise)
+        return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+    return _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), precise, bias=bias)
 
 
 def gemm_dgrad(g: Any, kernel: Any, precise: bool) -> Array:
