@@ -11,6 +11,7 @@ from jax_te.parallel.sharding import (
     named_sharding,
     use_rules,
 )
+from jax_te.parallel.split_backward import split_vjp
 
 __all__ = [
     "ShardingRules",
@@ -21,5 +22,6 @@ __all__ = [
     "logical_to_spec",
     "make_mesh",
     "named_sharding",
+    "split_vjp",
     "use_rules",
 ]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.quantize.quantizer import Quantizer
-from jax_te.quantize.scaling import compute_scale, round_down_to_power_of_two
+from jax_te.quantize.scaling import amax, compute_scale, round_down_to_power_of_two
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
 from jax_te.recipe import fp8_max
 from jax_te.typing import Array
@@ -26,8 +26,8 @@ def block_amax(x: Array, block: tuple[int, int]) -> Array:
     [[2.0, 3.0]]
     """
     (rows, columns), (r, c) = x.shape, block
-    padded = jnp.pad(jnp.abs(x).astype(jnp.float32), ((0, -rows % r), (0, -columns % c)))
-    return jnp.max(padded.reshape(-(-rows // r), r, -(-columns // c), c), axis=(1, 3))
+    padded = jnp.pad(x, ((0, -rows % r), (0, -columns % c)))
+    return amax(padded.reshape(-(-rows // r), r, -(-columns // c), c), axis=(1, 3))
 
 
 def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:

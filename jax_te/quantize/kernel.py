@@ -27,7 +27,7 @@ class QuantizedKernel:
     """
 
     operand: Any
-    amax: Array | None
+    amax: Any
     quantizer: Quantizer = field(metadata={"static": True})
     shape: tuple[int, ...] = field(metadata={"static": True})
     dtype: DTypeLike = field(metadata={"static": True})

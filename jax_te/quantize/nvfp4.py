@@ -63,7 +63,7 @@ class NVFP4Quantizer(Quantizer):
         if rotated:
             matrix = hadamard_rows(matrix)
         tensor_scale = jnp.minimum(E2M1_MAX * E4M3_MAX / amax(matrix), _LARGEST)
-        tensor_scale = jnp.where(tensor_scale > 0.0, tensor_scale, 1.0)  # an amax of inf; nan stays nan
+        tensor_scale = jnp.where(tensor_scale == 0.0, 1.0, tensor_scale)  # an amax of inf; nan stays nan
         # The barrier keeps XLA from merging these constants with those below, which would round differently.
         tensor_scale, block_inv = jax.lax.optimization_barrier(
             (tensor_scale, block_amax(matrix, block) * (1.0 / E2M1_MAX))
@@ -108,9 +108,21 @@ def _round_e2m1(x: Array, bits: Array | None) -> Array:
 
 
 def _random_bits(x: Array, columnwise: bool) -> Array:
-    """uint16 like ``x``; the key is a checksum of the values, which does not depend on their sharding."""
+    """uint16 like ``x [R, C]``; the key is a checksum of values and places, which does not depend on the sharding."""
     words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(0), jnp.sum(words, dtype=jnp.uint32))
-    key = jax.random.fold_in(key, jnp.sum(words * words, dtype=jnp.uint32))
-    key = jax.random.fold_in(key, columnwise)
-    return jax.random.bits(key, x.shape, jnp.uint16)
+    rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (0, 1))
+    words = _mixed(_mixed(words + rows * jnp.uint32(0x9E3779B1)) + columns * jnp.uint32(0x85EBCA77))
+    key = jax.random.key(0, impl="threefry2x32")  # the one whose bits do not depend on the sharding, either
+    for checksum in (words, words * words):
+        key = jax.random.fold_in(key, jnp.sum(checksum, dtype=jnp.uint32))
+    return jax.random.bits(jax.random.fold_in(key, columnwise), x.shape, jnp.uint16)
+
+
+def _mixed(words: Array) -> Array:
+    """A bijection of uint32 in which every bit depends on every other (MurmurHash3's finalizer).
+
+    Sums of plain words say little: the lower half of a bf16 value's is 0, and so is that of its square.
+    """
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)

@@ -18,6 +18,8 @@ from jax_te.typing import Array
 STATISTICS = ("amax", "scale", "underflow", "saturation", "mse", "relative_mse")
 """What is recorded of a quantized tensor, in this order."""
 
+_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}
+
 _observer = jax.make_user_context(None)
 
 
@@ -28,15 +30,18 @@ class Observer:
     Attributes:
         records: ``{(module, role): [one dict of STATISTICS for each time it was quantized]}``, module a path such as
             ``"layers.0.self_attention.qkv"`` and role ``"x"``, ``"kernel"`` or ``"grad"``.
+        formats: name of the format that each tensor was quantized to, with the same keys.
     """
 
     records: dict[tuple[str, str], list[dict[str, float]]] = field(default_factory=dict)
+    formats: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def record(
         self, name: str | None, role: str, x: Array, quantizer: Quantizer, scale: Array | None, *, axis: int
     ) -> None:
         """Record a tensor that is about to be quantized. Works while tracing: the numbers arrive when it runs."""
         key = (name or "unnamed", role)
+        self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
         values = jnp.stack(list(quantization_statistics(x, quantizer, scale, axis=axis).values()))
         jax.debug.callback(self._append, values, key=_Static(key))
 
@@ -56,11 +61,15 @@ jax.tree_util.register_static(_Static)
 
 
 @contextlib.contextmanager
-def observe_quantization() -> Iterator[Observer]:
+def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]:
     """Record statistics of every tensor that is quantized in functions called inside.
 
     Functions are traced again for it, and run slower: each tensor is looked at before it is quantized, so nothing is
     fused. Leaving the context waits until all records are in. Module names are those `name_modules` gave.
+
+    Args:
+        observer: one that goes on collecting; functions that were traced under it are not traced again. None: a new
+            one.
 
     >>> import jax
     >>> from jax_te.ops import dense
@@ -70,7 +79,7 @@ def observe_quantization() -> Iterator[Observer]:
     >>> sorted(observer.records), observer.records["mine", "x"][0]["amax"]
     ([('mine', 'kernel'), ('mine', 'x')], 1.0)
     """
-    observer = Observer()
+    observer = Observer() if observer is None else observer
     with _observer(observer):
         yield observer
     jax.effects_barrier()
@@ -125,6 +134,7 @@ def _inverse_scales(q: QuantizedTensor) -> Array:
         dtype=jnp.float32,
         block=q.block,
         axis=q.axis,
+        parts=q.parts,
     ).values()
 
 

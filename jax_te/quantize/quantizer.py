@@ -92,7 +92,7 @@ class TensorQuantizer(Quantizer):
             )
         limit, rows = fp8_max(self.dtype), (scale.shape[0], *(1,) * x.ndim)
         parts = x.reshape(scale.shape[0], -1, *x.shape[1:])
-        amaxes = jnp.max(jnp.abs(parts), axis=tuple(range(1, parts.ndim))).astype(jnp.float32)
+        amaxes = amax(parts, axis=tuple(range(1, parts.ndim)))
         data = jnp.clip(parts.astype(jnp.float32) * scale.reshape(rows), -limit, limit).astype(self.dtype)
         return QuantizedTensor(
             data=data.reshape(x.shape), scale_inv=1.0 / scale, dtype=x.dtype, axis=axis, parts=scale.shape[0]

@@ -14,15 +14,18 @@ AmaxState = dict[str, Array]
 With a scale for each of ``d`` parts of the batch, ``f32[d]`` and ``f32[d, n]``."""
 
 
-def amax(x: Array) -> Array:
-    """Largest absolute value of ``x`` as fp32, nan if any element is. ``x [...]`` -> ``[]``.
+def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
+    """Largest absolute value of ``x`` over ``axis`` (None: all axes) as fp32, nan if any element is.
 
     On a sharded global array it spans every mesh axis.
 
     >>> float(amax(jnp.array([-3.0, 2.0])))
     3.0
     """
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+    # Of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats loses nan where XLA
+    # splits the reduction: over vector lanes on CPU from some thousand elements on, over the devices of a mesh.
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)
 
 
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
@@ -60,7 +63,7 @@ def round_down_to_power_of_two(scale: Array) -> Array:
 def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:
     """The scale that the next use of ``state`` quantizes with: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
-    newest = history[..., 0] if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=-1)
+    newest = history[..., 0] if recipe.amax_compute_algo == "most_recent" else amax(history, axis=-1)
     return compute_scale(newest, dtype, margin=recipe.margin, old_scale=state["scale"])
 
 

@@ -102,7 +102,12 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
     amax, differs.
     A nan amax stays nan, so the next scale is kept, as it is for a single microbatch.
     """
-    return jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), stacked)
+    return jax.tree.map(_largest, stacked)
+
+
+def _largest(leaf: jax.Array) -> jax.Array:
+    """Maximum over the leading axis. A nan is looked for: XLA on CPU loses it from maxima over large arrays."""
+    return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 
 
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,10 @@ class QuantizedTensor:
     0.5
     """
 
-    data: Array
-    scale_inv: Array
-    tensor_scale_inv: Array | None = None
+    # Any: jax.tree fills the fields with shapes, shardings and placeholders as well.
+    data: Any
+    scale_inv: Any
+    tensor_scale_inv: Any = None
     dtype: DTypeLike = field(metadata={"static": True})
     block: tuple[int, int] | None = field(default=None, metadata={"static": True})
     axis: int = field(default=1, metadata={"static": True})
@@ -89,8 +91,8 @@ class QuantizedOperand:
     Either is None where no GEMM needs it.
     """
 
-    rowwise: QuantizedTensor | None
-    columnwise: QuantizedTensor | None
+    rowwise: Any
+    columnwise: Any
 
     @property
     def ndim(self) -> int:
