@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,8 @@ class Observer:
         values = jnp.stack(list(quantization_statistics(x, quantizer, scale, axis=axis).values()))
         jax.debug.callback(self._append, values, key=_Static(key))
 
-    def _append(self, values: np.ndarray, *, key: _Static) -> None:
-        row: dict[str, float] = dict(zip(STATISTICS, map(float, values), strict=True))
+    def _append(self, values: Any, *, key: _Static) -> None:
+        row: dict[str, float] = dict(zip(STATISTICS, np.asarray(values).tolist(), strict=True))
         self.records.setdefault(key.value, []).append(row)
 
 
@@ -96,7 +97,7 @@ def quantization_statistics(
     """What quantizing ``x`` does to it, as fp32 scalars.
 
     - ``amax``: its largest absolute value.
-    - ``scale``: the (largest) scale its values are multiplied with.
+    - ``scale``: the (largest) scale its values are multiplied with; blocks of zeros do not count.
     - ``underflow``: share of its non-zero values that become 0.
     - ``saturation``: share of its values that lie beyond the largest the format can hold.
     - ``mse``: mean squared error of the quantized values; ``relative_mse``: over the mean square of ``x``.
@@ -117,7 +118,7 @@ def quantization_statistics(
     power = jnp.mean(jnp.square(wide))
     return {
         "amax": amax(x),
-        "scale": _largest_scale(q),
+        "scale": _largest_scale(q, nonzero),
         "underflow": lost.astype(jnp.float32),
         "saturation": jnp.mean((jnp.abs(wide) > _largest_values(q)).astype(jnp.float32)),
         "mse": error,
@@ -138,8 +139,10 @@ def _inverse_scales(q: QuantizedTensor) -> Array:
     ).values()
 
 
-def _largest_scale(q: QuantizedTensor) -> Array:
-    return jnp.max(1.0 / _inverse_scales(q))
+def _largest_scale(q: QuantizedTensor, used: Array) -> Array:
+    scales = 1.0 / _inverse_scales(q)
+    largest = jnp.max(jnp.where(used, scales, 0.0))
+    return jnp.where(largest > 0.0, largest, jnp.max(scales))
 
 
 def _largest_values(q: QuantizedTensor) -> Array:

@@ -17,7 +17,7 @@ With a scale for each of ``d`` parts of the batch, ``f32[d]`` and ``f32[d, n]``.
 def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     """Largest absolute value of ``x`` over ``axis`` (None: all axes) as fp32, nan if any element is.
 
-    On a sharded global array it spans every mesh axis.
+    Below fp32's least normal number it is 0, on every device. On a sharded global array it spans every mesh axis.
 
     >>> float(amax(jnp.array([-3.0, 2.0])))
     3.0
@@ -25,7 +25,8 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     # Of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats loses nan where XLA
     # splits the reduction: over vector lanes on CPU from some thousand elements on, over the devices of a mesh.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)
+    largest = jnp.max(bits, axis=axis)
+    return jax.lax.bitcast_convert_type(jnp.where(largest < 0x00800000, 0, largest), jnp.float32)
 
 
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:

@@ -102,8 +102,8 @@ class QuantizedOperand:
         return form.ndim
 
 
-Operand = Array | QuantizedOperand
-"""What a GEMM takes: an array, or its quantized form."""
+Operand = Any
+"""What a GEMM takes: an array, a `QuantizedOperand`, or a backend's own form of it."""
 
 
 def as_matrix(x: Array, axis: int) -> Array:

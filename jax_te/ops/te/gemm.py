@@ -18,9 +18,13 @@ from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrim
 from transformer_engine.jax.quantize import ScaledTensor, TensorUsage
 
 from jax_te.ops import xla
+from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax
 from jax_te.typing import Array, DTypeLike
+
+OURS = (QuantizedOperand, BlockOperand)
+"""Operands that TE did not quantize."""
 
 
 def quantize_operand(
@@ -81,19 +85,19 @@ def _quantize_dbias_fused(
 
 def keep_x(x: Any) -> Any:
     """The copy of the input that the weight gradient reads."""
-    return xla.keep_x(x) if isinstance(x, QuantizedOperand) else x.get_tensor(usage=TensorUsage.LHS_TRANS)
+    return xla.keep_x(x) if isinstance(x, OURS) else x.get_tensor(usage=TensorUsage.LHS_TRANS)
 
 
 def keep_kernel(kernel: Any) -> Any:
     """The copy of the kernel that the input gradient reads."""
-    if isinstance(kernel, QuantizedOperand):
+    if isinstance(kernel, OURS):
         return xla.keep_kernel(kernel)
     return kernel.get_tensor(usage=TensorUsage.RHS_TRANS)
 
 
 def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
     """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``; the bias is added by the GEMM."""
-    if isinstance(x, QuantizedOperand):
+    if isinstance(x, OURS):
         return xla.gemm_fprop(x, kernel, bias, precise)
     lhs = x.get_tensor(usage=TensorUsage.LHS)
     if isinstance(kernel, QuantizedOperand):
@@ -112,7 +116,7 @@ def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
 
 def gemm_dgrad(g: Any, kernel: Any, precise: bool) -> Array:
     """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
-    if isinstance(g, QuantizedOperand):
+    if isinstance(g, OURS):
         return xla.gemm_dgrad(g, kernel, precise)
     if isinstance(kernel, QuantizedOperand):
         kernel = keep_kernel(_adopted(kernel))
@@ -126,7 +130,7 @@ def gemm_dgrad(g: Any, kernel: Any, precise: bool) -> Array:
 
 def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, precise: bool) -> Array:
     """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
-    if isinstance(x, QuantizedOperand):
+    if isinstance(x, OURS):
         return xla.gemm_wgrad(x, g, dtype, precise)
     rows = tuple(range(x.ndim - 1))
     rhs = g.get_tensor(usage=TensorUsage.RHS)

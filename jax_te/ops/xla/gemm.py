@@ -1,4 +1,7 @@
-"""GEMMs of a linear layer and the quantization of their operands, in plain JAX."""
+"""GEMMs of a linear layer and the quantization of their operands, in plain JAX.
+
+Where the kernels of `jax_te.ops.pallas` run, block scaling is theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_te.quantize import Operand, QuantizedOperand, QuantizedTensor, Quantizer
+from jax_te.ops.pallas import BlockOperand
+from jax_te.ops.pallas import operand as hopper
+from jax_te.ops.pallas.support import BLOCK
+from jax_te.quantize import BlockQuantizer, Operand, QuantizedOperand, QuantizedTensor, Quantizer
 from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
@@ -16,7 +22,11 @@ def quantize_operand(
     x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int
 ) -> tuple[Operand, Array | None]:
     """``x`` quantized for its two GEMMs, rows ending at ``axis``, and its amax; without a quantizer ``x`` and None."""
-    return (x, None) if quantizer is None else quantize_both(x, quantizer, scale, axis=axis)
+    if quantizer is None:
+        return x, None
+    if isinstance(quantizer, BlockQuantizer) and hopper.runs_here(quantizer):
+        return hopper.quantize_operand(x, quantizer, axis=axis), None
+    return quantize_both(x, quantizer, scale, axis=axis)
 
 
 def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:
@@ -35,11 +45,15 @@ def quantize_dbias(
 
 def keep_x(x: Operand) -> Operand:
     """What backward needs of the input: the form whose rows are summed over."""
+    if isinstance(x, BlockOperand):
+        return hopper.keep_x(x)
     return QuantizedOperand(rowwise=None, columnwise=x.columnwise) if isinstance(x, QuantizedOperand) else x
 
 
 def keep_kernel(kernel: Operand) -> Operand:
     """What backward needs of the kernel: the form whose columns are summed over."""
+    if isinstance(kernel, BlockOperand):
+        return hopper.keep_kernel(kernel)
     return QuantizedOperand(rowwise=kernel.rowwise, columnwise=None) if isinstance(kernel, QuantizedOperand) else kernel
 
 
@@ -57,6 +71,11 @@ def _dtype(operand: Operand) -> DTypeLike:
     form = operand.rowwise if operand.rowwise is not None else operand.columnwise
     assert form is not None
     return form.dtype
+
+
+def _is_blocked(kernel: QuantizedOperand) -> bool:
+    """Whether a kernel held as plain arrays has the 128 x 128 blocks that the Pallas kernels read."""
+    return kernel.rowwise is not None and kernel.rowwise.block == (BLOCK, BLOCK)
 
 
 Contract = tuple[tuple[int, ...], tuple[int, ...]]
@@ -109,6 +128,11 @@ def _wide(x: QuantizedTensor) -> Array:
 
 def gemm_fprop(x: Operand, kernel: Operand, bias: Array | None, precise: bool) -> Array:
     """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
+    if isinstance(x, BlockOperand) and isinstance(kernel, QuantizedOperand) and _is_blocked(kernel):
+        kernel = hopper.adopt(kernel)
+    if isinstance(x, BlockOperand) and isinstance(kernel, BlockOperand):
+        return hopper.gemm_fprop(x, kernel, bias)
+    x, kernel = hopper.unpack(x), hopper.unpack(kernel)
     if not isinstance(kernel, QuantizedOperand):
         kernel = kernel.astype(_dtype(x))
     y = _dot(_form(x, "columns"), _form(kernel, "rows"), ((x.ndim - 1,), (0,)), _dtype(x), precise)
@@ -119,6 +143,11 @@ def gemm_fprop(x: Operand, kernel: Operand, bias: Array | None, precise: bool) -
 
 def gemm_dgrad(g: Operand, kernel: Operand, precise: bool) -> Array:
     """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
+    if isinstance(g, BlockOperand) and isinstance(kernel, QuantizedOperand) and _is_blocked(kernel):
+        kernel = hopper.adopt(kernel)
+    if isinstance(g, BlockOperand) and isinstance(kernel, BlockOperand):
+        return hopper.gemm_dgrad(g, kernel)
+    g, kernel = hopper.unpack(g), hopper.unpack(kernel)
     if not isinstance(kernel, QuantizedOperand):
         kernel = kernel.astype(_dtype(g))
     out_axes = kernel.ndim - 1
@@ -128,5 +157,8 @@ def gemm_dgrad(g: Operand, kernel: Operand, precise: bool) -> Array:
 
 def gemm_wgrad(x: Operand, g: Operand, dtype: DTypeLike, precise: bool) -> Array:
     """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    if isinstance(x, BlockOperand) and isinstance(g, BlockOperand):
+        return hopper.gemm_wgrad(x, g, dtype)
+    x, g = hopper.unpack(x), hopper.unpack(g)
     rows = tuple(range(x.ndim - 1))
     return _dot(_form(x, "rows"), _form(g, "rows"), (rows, rows), dtype, precise)

@@ -1,0 +1,188 @@
+"""FP8 quantization with one scale for each block: each tile is read once and written as it is and transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_te.ops.pallas.support import BLOCK, check_float, check_jax, pad
+from jax_te.recipe import fp8_max
+from jax_te.typing import Array, DTypeLike
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_MANTISSA = 0x7FFFFF
+
+
+def block_quantize(
+    x: Array, dtype: DTypeLike, *, power_of_two: bool = True, interpret: bool = False
+) -> tuple[Array, Array, Array, Array]:
+    """Quantize rows in blocks of 1x128 and columns in blocks of 128x1.
+
+    A scale is ``max(dtype) / amax`` of its block, 1 where the amax is 0 or inf; data is ``x * scale`` in fp32, clipped
+    and rounded to nearest even. A nan stays nan; which scale its block gets depends on the device.
+
+    Args:
+        x: fp32, bf16 or fp16 ``[m, k]``, sizes multiples of 16.
+        dtype: float8_e4m3fn or float8_e5m2.
+        power_of_two: round scales down to powers of two. If False, a scale errs by up to 2 units in the last place on
+            the GPU, whose division is not rounded exactly.
+        interpret: run in Pallas's interpreter, on any device.
+
+    Returns:
+        rows: ``dtype [m, k]``.
+        rows_scale_inv: fp32 ``[m, ceil(k / 128)]``, 1 / scale.
+        columns: ``dtype [k, m]``, transposed.
+        columns_scale_inv: fp32 ``[k, ceil(m / 128)]``.
+
+    Source: Transformer Engine, ``Float8BlockScaling`` in one dimension; DeepSeek-V3, section 3.3.
+
+    >>> x = jnp.full((128, 256), 7.0).at[0, 0].set(-448.0)
+    >>> if jax.__version_info__ >= (0, 11):
+    ...     rows, rows_scale_inv, columns, columns_scale_inv = block_quantize(x, jnp.float8_e4m3fn, interpret=True)
+    ...     assert rows_scale_inv[:2].tolist() == [[1.0, 0.015625], [0.015625, 0.015625]]
+    ...     assert (columns.shape, columns_scale_inv.shape) == ((256, 128), (256, 1))
+    """
+    check_float("x", x)
+    m, k = x.shape
+    rows, columns, rows_inv, columns_inv = _quantize(pad(x, BLOCK, BLOCK), dtype, power_of_two, False, interpret)
+    return rows[:m, :k], rows_inv.T[:m], columns[:k, :m], columns_inv.T[:k]
+
+
+def block_quantize_2d(
+    w: Array, dtype: DTypeLike, *, power_of_two: bool = True, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """Quantize in blocks of 128x128; the transposed copy has the same values and (transposed) the same scales.
+
+    Arguments and arithmetic as in `block_quantize`.
+
+    Args:
+        w: fp32, bf16 or fp16 ``[k, n]``, sizes multiples of 16.
+        dtype: float8_e4m3fn or float8_e5m2.
+        power_of_two: round scales down to powers of two.
+        interpret: run in Pallas's interpreter, on any device.
+
+    Returns:
+        ``dtype [k, n]``, its transpose ``[n, k]``, and 1 / scale, fp32 ``[ceil(k / 128), ceil(n / 128)]``.
+
+    Source: Transformer Engine, ``Float8BlockScaling`` in two dimensions.
+
+    >>> if jax.__version_info__ >= (0, 11):
+    ...     w, transposed, scale_inv = block_quantize_2d(jnp.full((128, 256), 3.5), jnp.float8_e4m3fn, interpret=True)
+    ...     assert (scale_inv.tolist(), float(w[0, 0])) == ([[0.0078125, 0.0078125]], 448.0)
+    ...     assert transposed.shape == (256, 128)
+    """
+    check_float("w", w)
+    k, n = w.shape
+    data, transposed, scale_inv, _ = _quantize(pad(w, BLOCK, BLOCK), dtype, power_of_two, True, interpret)
+    return data[:k, :n], transposed[:n, :k], scale_inv
+
+
+def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
+    """``max(dtype) / amax``, at most the largest fp32; 1 where the amax is 0 or inf."""
+    usable = (amax > 0.0) & (amax <= _LARGEST)
+    scale = _power_of_two(amax, dtype) if power_of_two else jnp.minimum(fp8_max(dtype) / amax, _LARGEST)
+    return jnp.where(usable, scale, jnp.float32(1.0))
+
+
+def _power_of_two(amax: Array, dtype: DTypeLike) -> Array:
+    """The largest power of two that is at most ``max(dtype) / amax``, by exponents: a division would have to be exact.
+
+    ``max(dtype)`` is 1.75 * 2^e, so the quotient's exponent is e - exponent(amax), less 1 where the mantissa of
+    ``amax`` is above 1.75.
+    """
+    largest = int(np.float32(fp8_max(dtype)).view(np.int32))
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    less = ((bits & _MANTISSA) > (largest & _MANTISSA)).astype(jnp.int32)
+    exponent = 127 + (largest >> 23) - (bits >> 23) - less
+    return lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
+
+
+def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, interpret: bool) -> tuple[Array, ...]:
+    """Data as it is and transposed, and their scale_inv, the blocked axis first. Sizes are multiples of 128.
+
+    One thread block per tile, two warpgroups: one writes the tile, the other its transpose.
+    """
+    limit = fp8_max(dtype)
+    check_jax()
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    m, k = x.shape
+    grid = (m // BLOCK, k // BLOCK)
+
+    def load(tile: Any, start: Any, size: int) -> Array:
+        part = tile.at[pl.ds(start, size)]
+        return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+
+    def write(tile: Any, out: Any, out_inv: Any) -> None:
+        """Quantize ``tile [128, 128]`` along its second axis into ``out``: by halves, to spare registers."""
+        size = BLOCK if square else BLOCK // 2
+
+        @pl.loop(0, BLOCK, step=size)
+        def _part(start: Array) -> None:
+            values = load(tile, start, size)
+            amax = jnp.max(jnp.abs(values), axis=1)
+            if square:
+                amax = lax.broadcast_in_dim(jnp.max(amax), (BLOCK,), ())
+            scale = _scale(amax, dtype, power_of_two)
+            scaled = values * lax.broadcast_in_dim(scale, values.shape, (0,))
+            out[pl.ds(start, size)] = jnp.clip(scaled, -limit, limit).astype(dtype)
+            out_inv[pl.ds(start, size)] = 1.0 / scale
+
+    def kernel(x, rows, columns, rows_inv, columns_inv, tile, out, out_inv, arrived):
+        row, column, side = lax.axis_index("row"), lax.axis_index("column"), lax.axis_index("side")
+        here, there = pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)
+
+        @pl.when(side == 0)
+        def _load() -> None:
+            plgpu.copy_gmem_to_smem(x.at[here, there], tile, arrived)
+
+        plgpu.barrier_wait(arrived)
+
+        @pl.when(side == 0)
+        def _rows() -> None:
+            write(tile, out.at[0], out_inv.at[0])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out.at[0], rows.at[here, there])
+            if square:
+                rows_inv[row, column] = out_inv[0, 0]
+            else:
+                plgpu.copy_smem_to_gmem(out_inv.at[0], rows_inv.at[column, here])
+
+        @pl.when(side == 1)
+        def _columns() -> None:
+            write(tile.transpose((1, 0)), out.at[1], out_inv.at[1])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out.at[1], columns.at[there, here])
+            plgpu.copy_smem_to_gmem(out_inv.at[1], columns_inv.at[row, there])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def swizzled(itemsize: int) -> tuple[Any, ...]:
+        return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)
+
+    f32 = jnp.float32
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((m, k), dtype),
+            jax.ShapeDtypeStruct((k, m), dtype),
+            jax.ShapeDtypeStruct(grid if square else (grid[1], m), f32),
+            jax.ShapeDtypeStruct((grid[0], k), f32),
+        ),
+        scratch_types=[
+            plgpu.SMEM((BLOCK, BLOCK), x.dtype, transforms=swizzled(x.dtype.itemsize)),
+            plgpu.SMEM((2, BLOCK, BLOCK), dtype, transforms=swizzled(1)),
+            plgpu.SMEM((2, BLOCK), f32),
+            plgpu.Barrier(),
+        ],
+        grid=grid,
+        grid_names=("row", "column"),
+        num_threads=2,
+        thread_name="side",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(x)
