@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jax_te.ops import quantize_kernel
-from jax_te.quantize import GemmState, QuantizedKernel, quantizer_for, quantizer_variable
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, quantizer_for, quantizer_variable
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
 from jax_te.typing import Array, LogicalAxes
 
@@ -52,6 +52,14 @@ class QuantizableModule(nnx.Module):
             return ambient
         return self.module_recipe.resolve(ambient, training=not self.deterministic)
 
+    @property
+    def kernel_quantizer(self) -> Quantizer | None:
+        """How a kernel kept between calls is quantized; None where a GEMM of the recipe reads it as it is."""
+        recipe = self.recipe
+        if recipe is not None and any(recipe.override_linear_precision[:2]):
+            return None
+        return quantizer_for(recipe, "kernel")
+
     def gemm_state(self, kernel: str) -> GemmState | None:
         """The quantizer state of a kernel's GEMMs, if there is any."""
         variable = getattr(self, self.kernels[kernel])
@@ -80,11 +88,11 @@ class QuantizableModule(nnx.Module):
         Raises:
             ValueError: if a kept form is asked for and there is none.
         """
-        recipe, state = self.recipe, self.gemm_state(kernel)
+        state = self.gemm_state(kernel)
         value: Any = getattr(self, kernel).get_value()
         kept: Any = getattr(self, cache_name(kernel))
         quantized, gradient = (None, None) if kept is None else kept.get_value()
-        quantizer = quantizer_for(recipe, "kernel")
+        quantizer = self.kernel_quantizer
         first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
         if first is not None and quantizer is not None and not isinstance(value, QuantizedKernel):
             if first:
@@ -173,7 +181,7 @@ def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
     kept: list[QuantizedKernel | None] = []
     for _, module, kernel in quantizable_kernels(model):
         value = getattr(module, kernel).get_value()
-        if isinstance(value, QuantizedKernel) or quantizer_for(module.recipe, "kernel") is None:
+        if isinstance(value, QuantizedKernel) or module.kernel_quantizer is None:
             kept.append(None)
             continue
         kept.append(module.quantized(kernel, value))

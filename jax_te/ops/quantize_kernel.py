@@ -12,8 +12,8 @@ from jax_te.parallel import auto_region, current_mesh
 from jax_te.quantize import (
     GemmQuantizers,
     GemmState,
+    PackedOperand,
     QuantizedKernel,
-    QuantizedOperand,
     quantize_operand,
     quantizer_for,
 )
@@ -65,7 +65,8 @@ def quantize_kernel(
         return primitives(chosen).quantize_operand(kernel, quantizer, scale, axis=1)
 
     operand, amax = _in_region(run, kernel, scale, kernel_axes)
-    return QuantizedKernel(operand=operand, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
+    form = operand if portable else PackedOperand.of(operand)
+    return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
 
 
 def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:
@@ -116,8 +117,3 @@ def _refuse(primals: tuple[QuantizedKernel], tangents: tuple[Any]) -> Any:
             "takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"
         )
     return kernel, tangents[0]
-
-
-def portable_operand(kernel: QuantizedKernel) -> bool:
-    """Whether the kernel is made of plain arrays."""
-    return isinstance(kernel.operand, QuantizedOperand)

@@ -3,7 +3,7 @@
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.gemm_quantizers import ROLES, GemmQuantizers, GemmState, TensorRole, quantizer_for
 from jax_te.quantize.hadamard import hadamard_matrix, hadamard_rows
-from jax_te.quantize.kernel import QuantizedKernel
+from jax_te.quantize.kernel import PackedOperand, QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand
 from jax_te.quantize.scaling import (
@@ -11,7 +11,7 @@ from jax_te.quantize.scaling import (
     amax,
     compute_scale,
     next_amax_state,
-    round_down_to_power_of_two,
+    power_of_two_scale,
     scale_in_use,
 )
 from jax_te.quantize.state import (
@@ -36,6 +36,7 @@ __all__ = [
     "MXQuantizer",
     "NVFP4Quantizer",
     "Operand",
+    "PackedOperand",
     "QuantizedKernel",
     "QuantizedOperand",
     "QuantizedTensor",
@@ -52,12 +53,12 @@ __all__ = [
     "merge_quantizers",
     "next_amax_state",
     "plain_states",
+    "power_of_two_scale",
     "prepare_quantization",
     "quantize",
     "quantize_operand",
     "quantizer_for",
     "quantizer_variable",
-    "round_down_to_power_of_two",
     "scale_in_use",
     "split_model",
     "write_back",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.quantize.quantizer import Quantizer
-from jax_te.quantize.scaling import amax, compute_scale, round_down_to_power_of_two
+from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
 from jax_te.recipe import fp8_max
 from jax_te.typing import Array
@@ -71,9 +71,8 @@ class BlockQuantizer(Quantizer):
     ) -> tuple[QuantizedTensor, Array | None]:
         block = directed_block((BLOCK if self.two_dimensional else 1, BLOCK), columnwise)
         matrix = as_matrix(x, axis)
-        scales = compute_scale(block_amax(matrix, block), self.dtype)
-        if self.power_of_two:
-            scales = round_down_to_power_of_two(scales)
+        scale_of = power_of_two_scale if self.power_of_two else compute_scale
+        scales = scale_of(block_amax(matrix, block), self.dtype)
         limit = fp8_max(self.dtype)
         scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
         data = jnp.clip(scaled, -limit, limit).astype(self.dtype)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jax_te.quantize.scaling import amax, compute_scale, round_down_to_power_of_two
+from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
@@ -69,8 +69,7 @@ class TensorQuantizer(Quantizer):
         if self.scaling == "delayed":
             assert scale is not None
             return scale
-        scale = compute_scale(x_amax, self.dtype)
-        return round_down_to_power_of_two(scale) if self.power_of_two else scale
+        return (power_of_two_scale if self.power_of_two else compute_scale)(x_amax, self.dtype)
 
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool

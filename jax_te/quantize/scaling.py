@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te.recipe import DelayedScaling, fp8_max
 from jax_te.typing import Array, DTypeLike
+
+_MANTISSA = 0x7FFFFF
 
 AmaxState = dict[str, Array]
 """``{"scale": f32[], "amax_history": f32[n]}``: the scale last used, and the newest amax in slot 0.
@@ -51,14 +54,25 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, old)
 
 
-def round_down_to_power_of_two(scale: Array) -> Array:
-    """``scale`` (fp32, > 0, any shape) with its mantissa cleared; below the least normal number it becomes 0.
+def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
+    """The largest power of two that is at most ``max(dtype) / amax`` and 2^127; 1 where amax is 0, inf or nan.
 
-    >>> float(round_down_to_power_of_two(jnp.float32(3.9)))
-    2.0
+    By exponents: both formats' largest value is 1.75 times a power of two, and a quotient that is itself a power of two
+    would need an exact division, which GPUs do not have in fp32.
+
+    Args:
+        amax: fp32, any shape.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    >>> float(power_of_two_scale(jnp.float32(3.5), jnp.float8_e4m3fn))
+    128.0
     """
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    return jax.lax.bitcast_convert_type((bits >> 23) << 23, jnp.float32)
+    largest = int(np.float32(fp8_max(dtype)).view(np.int32))
+    bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+    less = ((bits & _MANTISSA) > (largest & _MANTISSA)).astype(jnp.int32)
+    exponent = 127 + (largest >> 23) - (bits >> 23) - less
+    scale = jax.lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
+    return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
 
 
 def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:

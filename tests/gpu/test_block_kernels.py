@@ -86,3 +86,13 @@ def test_every_tile_of_a_large_product():
     assert (
         relative_l2(jax.jit(lambda *o: block_gemm(*o, out_dtype="float32"))(*square), expected_product(*square)) < 5e-4
     )
+
+
+def test_quantize_2d_is_the_same_every_time():
+    """Many tiles, many calls: two groups of threads share each tile's maximum."""
+    x = many_scales((4096, 4096), jnp.float16)
+    first = [np.asarray(part) for part in block_quantize_2d(x, E5M2)]
+    check_all(first, expected_quantized_2d(x, E5M2, True))
+    for _ in range(30):
+        for one, other in zip(block_quantize_2d(x, E5M2), first, strict=True):
+            assert np.array_equal(np.asarray(one).view(np.uint8), other.view(np.uint8))

@@ -118,22 +118,22 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
         part = tile.at[pl.ds(start, size)]
         return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
 
-    def write(tile: Any, out: Any, out_inv: Any) -> None:
-        """Quantize ``tile [128, 128]`` along its second axis into ``out``: by halves, to spare registers."""
-        size = BLOCK if square else BLOCK // 2
+    def write(tile: Any, start: Any, size: int, scale: Array, out: Any, out_inv: Any) -> None:
+        """Rows of ``tile [128, 128]`` times their scales into ``out``."""
+        part = pl.ds(start, size)
+        scaled = load(tile, start, size) * lax.broadcast_in_dim(scale, (size, BLOCK), (0,))
+        out[part] = jnp.clip(scaled, -limit, limit).astype(dtype)
+        out_inv[part] = 1.0 / scale
 
-        @pl.loop(0, BLOCK, step=size)
-        def _part(start: Array) -> None:
-            values = load(tile, start, size)
-            amax = jnp.max(jnp.abs(values), axis=1)
-            if square:
-                amax = lax.broadcast_in_dim(jnp.max(amax), (BLOCK,), ())
-            scale = _scale(amax, dtype, power_of_two)
-            scaled = values * lax.broadcast_in_dim(scale, values.shape, (0,))
-            out[pl.ds(start, size)] = jnp.clip(scaled, -limit, limit).astype(dtype)
-            out_inv[pl.ds(start, size)] = 1.0 / scale
+    def quantize(tile: Any, out: Any, out_inv: Any) -> None:
+        """A scale for each row: by halves, to spare registers."""
 
-    def kernel(x, rows, columns, rows_inv, columns_inv, tile, out, out_inv, arrived):
+        @pl.loop(0, BLOCK, step=BLOCK // 2)
+        def _half(start: Array) -> None:
+            amax = jnp.max(jnp.abs(load(tile, start, BLOCK // 2)), axis=1)
+            write(tile, start, BLOCK // 2, _scale(amax, dtype, power_of_two), out, out_inv)
+
+    def kernel(x, rows, columns, rows_inv, columns_inv, tile, out, out_inv, shared, arrived, scaled):
         row, column, side = lax.axis_index("row"), lax.axis_index("column"), lax.axis_index("side")
         here, there = pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)
 
@@ -145,7 +145,16 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
 
         @pl.when(side == 0)
         def _rows() -> None:
-            write(tile, out.at[0], out_inv.at[0])
+            if square:
+                # One warpgroup takes the maximum of all: two would meet in the memory that Pallas reduces in.
+                amax = jnp.max(jnp.max(jnp.abs(load(tile, 0, BLOCK)), axis=1))
+                scale = _scale(lax.broadcast_in_dim(amax, (BLOCK,), ()), dtype, power_of_two)
+                shared[...] = scale
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scaled)
+                write(tile, 0, BLOCK, scale, out.at[0], out_inv.at[0])
+            else:
+                quantize(tile, out.at[0], out_inv.at[0])
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[0], rows.at[here, there])
             if square:
@@ -155,7 +164,13 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
 
         @pl.when(side == 1)
         def _columns() -> None:
-            write(tile.transpose((1, 0)), out.at[1], out_inv.at[1])
+            turned = tile.transpose((1, 0))
+            if square:
+                plgpu.barrier_wait(scaled)
+                scale = plgpu.load(shared, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                write(turned, 0, BLOCK, scale, out.at[1], out_inv.at[1])
+            else:
+                quantize(turned, out.at[1], out_inv.at[1])
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[1], columns.at[there, here])
             plgpu.copy_smem_to_gmem(out_inv.at[1], columns_inv.at[row, there])
@@ -178,6 +193,8 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
             plgpu.SMEM((BLOCK, BLOCK), x.dtype, transforms=swizzled(x.dtype.itemsize)),
             plgpu.SMEM((2, BLOCK, BLOCK), dtype, transforms=swizzled(1)),
             plgpu.SMEM((2, BLOCK), f32),
+            plgpu.SMEM((BLOCK,), f32),
+            plgpu.Barrier(),
             plgpu.Barrier(),
         ],
         grid=grid,

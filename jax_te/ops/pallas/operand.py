@@ -68,9 +68,7 @@ def adopt(operand: QuantizedOperand) -> BlockOperand:
     return _operand(rows, scale_inv, rows.T, scale_inv.T, shape=form.shape, axis=form.axis, dtype=form.dtype)
 
 
-def _operand(
-    rows: Array, rows_scale_inv: Array, columns: Array, columns_scale_inv: Array, **static: Any
-) -> BlockOperand:
+def _operand(rows: Any, rows_scale_inv: Any, columns: Any, columns_scale_inv: Any, **static: Any) -> BlockOperand:
     return BlockOperand(
         rows=rows, rows_scale_inv=rows_scale_inv, columns=columns, columns_scale_inv=columns_scale_inv, **static
     )
@@ -78,12 +76,12 @@ def _operand(
 
 def keep_x(x: BlockOperand) -> BlockOperand:
     """What backward needs of the input."""
-    return _operand(None, None, x.columns, x.columns_scale_inv, shape=x.shape, axis=x.axis, dtype=x.dtype)  # type: ignore
+    return _operand(None, None, x.columns, x.columns_scale_inv, shape=x.shape, axis=x.axis, dtype=x.dtype)
 
 
 def keep_kernel(kernel: BlockOperand) -> BlockOperand:
     """What backward needs of the kernel."""
-    return _operand(kernel.rows, kernel.rows_scale_inv, None, None, shape=kernel.shape, axis=1, dtype=kernel.dtype)  # type: ignore
+    return _operand(kernel.rows, kernel.rows_scale_inv, None, None, shape=kernel.shape, axis=1, dtype=kernel.dtype)
 
 
 def gemm_fprop(x: BlockOperand, kernel: BlockOperand, bias: Array | None) -> Array:

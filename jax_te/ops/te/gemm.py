@@ -15,7 +15,7 @@ import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 from transformer_engine.jax.cpp_extensions.gemm import GemmPrimitive, _te_gemm
 from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive
-from transformer_engine.jax.quantize import ScaledTensor, TensorUsage
+from transformer_engine.jax.quantize import ScaledTensor, ScalingMode, TensorUsage
 
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
@@ -101,7 +101,7 @@ def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
         return xla.gemm_fprop(x, kernel, bias, precise)
     lhs = x.get_tensor(usage=TensorUsage.LHS)
     if isinstance(kernel, QuantizedOperand):
-        kernel = _adopted(kernel)
+        kernel = _adopted(kernel, lhs)
     rhs = kernel.get_tensor(usage=TensorUsage.RHS)
     if not isinstance(lhs, ScaledTensor):
         rhs = rhs.data.astype(lhs.data.dtype)
@@ -118,9 +118,9 @@ def gemm_dgrad(g: Any, kernel: Any, precise: bool) -> Array:
     """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
     if isinstance(g, OURS):
         return xla.gemm_dgrad(g, kernel, precise)
-    if isinstance(kernel, QuantizedOperand):
-        kernel = keep_kernel(_adopted(kernel))
     lhs = g.get_tensor(usage=TensorUsage.LHS)
+    if isinstance(kernel, QuantizedOperand):
+        kernel = keep_kernel(_adopted(kernel, lhs))
     rank = kernel.ndim
     if not isinstance(lhs, ScaledTensor):
         kernel = kernel.data.astype(lhs.data.dtype)
@@ -151,11 +151,15 @@ def _gemm(lhs: Any, rhs: Any, contract: Any, precise: bool, bias: Array | None =
         return _te_gemm(lhs, rhs, bias, contracting_dims=contract, use_split_accumulator=True)
 
 
-def _adopted(kernel: QuantizedOperand) -> Any:
-    """TE's tensor object of a kernel that is held quantized, with one scale for all of it."""
+def _adopted(kernel: QuantizedOperand, other: Any) -> Any:
+    """TE's tensor object of a kernel that is held quantized, with one scale for all of it.
+
+    ``other`` is what it is multiplied with: TE wants both to say that they were scaled alike.
+    """
     form = kernel.rowwise
-    assert form is not None
     assert form.block is None
-    te_q = te_quantizer(TensorQuantizer(dtype=form.data.dtype), None)
+    delayed = other.scaling_mode == ScalingMode.DELAYED_TENSOR_SCALING
+    quantizer = TensorQuantizer(dtype=form.data.dtype, scaling="delayed" if delayed else "current")
+    te_q = te_quantizer(quantizer, jnp.ones((), jnp.float32))
     columns = jnp.transpose(form.data, (*range(1, form.ndim), 0))
     return two_sided(te_q, form.data, columns, form.scale_inv.reshape(1), dtype=form.dtype, axis=1 - form.ndim)
