@@ -104,6 +104,11 @@ class Scales:
         scale = scale_from_amax(self.seen[role], dtype) if self.fixed is None else F32(self.fixed[role])
         return quantize(x, dtype, scale).astype(np.float64) * np.float64(flush(F32(1) / scale))
 
+    def forms(self, role: str, x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same for a GEMM that sums over the axes from ``axis`` on, and for one that sums over those before it."""
+        values = self(role, x)
+        return values, values
+
 
 class Unquantized(Scales):
     """The same interface for high precision."""
@@ -275,10 +280,12 @@ def dense_layer(
     q: Scales, x: np.ndarray, kernel: np.ndarray, bias: np.ndarray | None, g: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Output and gradients of a linear layer whose GEMM operands go through ``q``."""
-    x_q, kernel_q, g_q = q("x", x), q("kernel", kernel), q("grad", g)
-    dx, dkernel = linear_vjp(g_q, x_q, kernel_q)
-    x, kernel, g, bias = wide(x, kernel, g, bias)
-    return {"y": linear(x_q, kernel_q, bias), "x": dx, "kernel": dkernel, "bias": rows_sum(g, kernel.ndim - 1)}
+    x_forms, kernel_forms = q.forms("x", x, x.ndim - 1), q.forms("kernel", kernel, 1)
+    g_forms = q.forms("grad", g, g.ndim - kernel.ndim + 1)
+    y = linear(x_forms[0], kernel_forms[1], wide(bias)[0])
+    dx, _ = linear_vjp(g_forms[0], x_forms[0], kernel_forms[0])
+    _, dkernel = linear_vjp(g_forms[1], x_forms[1], kernel_forms[0])
+    return {"y": y, "x": dx, "kernel": dkernel, "bias": rows_sum(wide(g)[0], kernel.ndim - 1)}
 
 
 def norm_dense_layer(
@@ -314,7 +321,8 @@ def norm_mlp_layer(
 ) -> dict[str, np.ndarray]:
     """Norm, linear, activation, linear; each linear layer has its own scales."""
     wide_x, wide_scale, wide_ln_bias, wide_wi_bias = wide(x, scale, ln_bias, wi_bias)
-    pre = linear(q[0]("x", norm(wide_x, wide_scale, wide_ln_bias, **spec)), q[0]("kernel", wi), wide_wi_bias)
+    normed = q[0].forms("x", norm(wide_x, wide_scale, wide_ln_bias, **spec), x.ndim - 1)[0]
+    pre = linear(normed, q[0].forms("kernel", wi, 1)[1], wide_wi_bias)
     second = dense_layer(q[1], activation(pre, name), wo, wo_bias, g)
     dpre = activation_vjp(second["x"], pre, name)
     first = norm_dense_layer(q[0], x, scale, ln_bias, wi, wi_bias, dpre, **spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -64,7 +63,8 @@ def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, v
             f"a kernel of {type(module).__name__} is held as {old.quantizer}, and the train step runs under "
             f"{module.recipe}; call the step under the recipe that the state was created with"
         )
-    return replace(module.quantized(kernel, value, portable=True), dtype=old.dtype)
+    new = module.quantized(kernel, value, portable=True)
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))  # the dtype it stands for stays
 
 
 def _rounded(old: Any, new: Any) -> Any:

@@ -117,7 +117,8 @@ def create_train_state(
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
         fp8_param: hold the kernels quantized, see `quantize_parameters`, and fp32 masters of them. Create the state,
-            and call the step, under the recipe. A train step gives the same values as without.
+            and call the step, under the recipe. Kernels are quantized from their fp32 values: with fp32 parameters a
+            step gives the same bits as without, with bf16 ones it leaves out a rounding to bf16.
 
     Raises:
         TypeError: for a key that is not typed, or anything but a model or a function.

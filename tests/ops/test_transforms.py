@@ -4,18 +4,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from tests.cases import CASES, GEMM_CASES, make_case
 from tests.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
 
-RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=2)}
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=2),
+    "block": Float8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
 WITH_RECIPES = [(name, "none") for name in CASES] + [
     (name, recipe) for name in GEMM_CASES[::2] for recipe in ("current", "delayed")
 ]
+WITH_RECIPES += [("dense", "block"), ("layernorm_mlp gelu", "block"), ("dense", "nvfp4")]
 
 
-def small(name):
-    return make_case(name, b=2, s=8, h=16, f=32, n=2, groups=1, d=16, v=16)
+def small(name, recipe="none"):
+    sizes = {"s": 16, "h": 32} if recipe == "nvfp4" else {"s": 8, "h": 16}
+    return make_case(name, b=2, f=32, n=2, groups=1, d=16, v=16, **sizes)
 
 
 def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
@@ -27,7 +35,7 @@ def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
 @pytest.mark.parametrize(("name", "recipe"), WITH_RECIPES)
 def test_scan(name, recipe):
     """A scan over two layers' arguments: outputs, gradients and next states are those of two calls."""
-    case, recipe = small(name), RECIPES[recipe]
+    case, recipe = small(name, recipe), RECIPES[recipe]
     one = case.args
     two = jax.tree.map(lambda a: a * 0.5 + 0.1, one)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), one, two)
@@ -47,7 +55,7 @@ def test_scan(name, recipe):
 
 @pytest.mark.parametrize(("name", "recipe"), WITH_RECIPES)
 def test_remat(name, recipe):
-    case, recipe = small(name), RECIPES[recipe]
+    case, recipe = small(name, recipe), RECIPES[recipe]
 
     def run(a, s):
         return case.run(a, s, recipe=recipe)

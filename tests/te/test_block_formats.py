@@ -30,7 +30,9 @@ INPUTS = {
     "rows and columns of many sizes": lambda: draw("x", (128, 256)) * 2.0 ** (8.0 * draw("rows", (128, 1))),
     "saturating": lambda: draw("x", (128, 256)) * 1e5,
     "a large element": lambda: draw("x", (128, 256)).at[3, 4].set(3e38),
-    "ties and powers of two": lambda: jnp.round(draw("x", (128, 256)) * 2) * 2.0 ** jnp.round(draw("rows", (128, 1)) * 4),
+    "ties and powers of two": lambda: (
+        jnp.round(draw("x", (128, 256)) * 2) * 2.0 ** jnp.round(draw("rows", (128, 1)) * 4)
+    ),
 }
 HIGH = ["float32", "bfloat16", "float16"]
 
@@ -128,7 +130,9 @@ def both(name, recipe, dtype):
     case = make_case(name, s=32).astype(dtype)
 
     def on(backend):
-        return quick_jit(lambda *a: with_vjp(lambda a: case.run(a, recipe=recipe, backend=backend), *a))((case.args,), case.g)
+        return quick_jit(lambda *a: with_vjp(lambda a: case.run(a, recipe=recipe, backend=backend), *a))(
+            (case.args,), case.g
+        )
 
     return on("te"), on("xla")
 
@@ -151,7 +155,7 @@ def test_mxfp8_on_tes_backend(name):
     recipe = MXFP8BlockScaling()
     ok, reason = te.helper.is_scaling_mode_supported(te.ScalingMode.MXFP8_1D_SCALING, gpu_id=0)
     if not ok:
-        with pytest.raises(BackendUnavailableError, match="backend 'te' cannot run dense here: .*; use backend 'xla'"):
+        with pytest.raises(BackendUnavailableError, match=r"backend 'te' cannot run dense here: .*; use backend 'xla'"):
             explain_backend("dense", recipe=recipe, backend="te")
         choice = explain_backend("dense", recipe=recipe)
         assert choice.backend == "xla"

@@ -44,7 +44,9 @@ def test_values_and_scales(values, high, dtype, jit):
                 return theirs(scaling, dtype, **state).quantize(x)
 
         def our_quantize(x, scaling=scaling, scale=scale):
-            return quantize(x, TensorQuantizer(dtype=dtype, scaling=scaling), None if scale is None else jnp.float32(scale))
+            return quantize(
+                x, TensorQuantizer(dtype=dtype, scaling=scaling), None if scale is None else jnp.float32(scale)
+            )
 
         expected = (jax.jit(their_quantize) if jit else their_quantize)(x)
         q, _ = (jax.jit(our_quantize) if jit else our_quantize)(x)
@@ -86,7 +88,9 @@ def test_the_amax_that_the_backend_reads_out_of_te(dtype):
     """`seen_amax` knows in which slot TE leaves it."""
     for name, make in INPUTS.items():
         x = make()
-        _, seen = kernels.quantize_operand(x, TensorQuantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0), axis=-1)
+        _, seen = kernels.quantize_operand(
+            x, TensorQuantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0), axis=-1
+        )
         assert_bitwise(seen, jnp.max(jnp.abs(x)), what=name)
         operand, none = kernels.quantize_operand(x, TensorQuantizer(dtype=dtype, scaling="current"), None, axis=-1)
         assert none is None

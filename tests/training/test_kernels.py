@@ -72,6 +72,14 @@ def test_held_quantized_equals_quantized_anew_bitwise(name):
         assert_same(plain.quantizers, held.quantizers)
 
 
+def test_bf16_parameters_held_quantized_train():
+    _, plain = run(Float8CurrentScaling(), dtype=jnp.bfloat16, steps=4)
+    state, held = run(Float8CurrentScaling(), dtype=jnp.bfloat16, steps=4, fp8_param=True)
+    np.testing.assert_allclose(plain, held, rtol=0.02)  # kernels quantized from fp32, not from bf16
+    assert state.params["head"]["kernel"].get_value().dtype == jnp.bfloat16
+    assert state.masters["head"]["kernel"].dtype == jnp.float32
+
+
 def test_held_quantized_says_what_it_is_quantized_with():
     state, _ = run(Float8CurrentScaling(), fp8_param=True, steps=1)
     step = make_train_step(loss_fn, TX)

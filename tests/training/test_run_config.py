@@ -6,7 +6,17 @@ import json
 import pytest
 
 from jax_te.cli.presets import PRESETS
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from jax_te.recipe import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    recipe_from_name,
+)
 from jax_te.training.run_config import (
     CONFIG_FILE,
     MAY_CHANGE,
@@ -15,6 +25,7 @@ from jax_te.training.run_config import (
     read_config,
     write_config,
 )
+from jax_te.training.run_recipe import RECIPE_FIELDS
 
 
 def config(**changes):
@@ -23,7 +34,7 @@ def config(**changes):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_preset_is_valid_under_every_recipe(name, recipe):
     config(**PRESETS[name].values, decay_steps=4000, recipe=recipe)
 
@@ -47,7 +58,29 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"recipe": "current", "seq_len": 33, "batch_size": 1}, r"tokens of a microbatch 33 .* next is 48"),
         ({"recipe": "mxfp9"}, r"unknown --recipe 'mxfp9'; allowed: none, delayed, current"),
         ({"margin": 1}, r"--margin is for --recipe delayed"),
-        ({"fp8_format": "e4m3"}, r"--fp8-format is for --recipe delayed or current"),
+        ({"fp8_format": "e4m3"}, r"--fp8-format is for --recipe delayed, current, block or mxfp8, and .* is none"),
+        ({"recipe": "nvfp4", "fp8_format": "e4m3"}, r"--fp8-format is for .* and the recipe is nvfp4"),
+        ({"recipe": "block", "fp8_format": "e5m3"}, r"--fp8-format must be hybrid or e4m3, got 'e5m3'"),
+        ({"recipe": "mxfp8", "fp8_accumulation": "fast"}, r"--fp8-accumulation is for --recipe delayed or current"),
+        ({"recipe": "current", "fp8_accumulation": "quick"}, r"--fp8-accumulation must be fast or precise"),
+        ({"recipe": "block", "use_power_2_scales": True}, r"--use-power-2-scales is for --recipe current"),
+        ({"recipe": "current", "use_f32_scales": True}, r"--use-f32-scales is for --recipe block"),
+        ({"recipe": "mxfp8", "rht": False}, r"--rht is for --recipe nvfp4"),
+        ({"recipe": "block", "stochastic_rounding": True}, r"--stochastic-rounding is for --recipe nvfp4"),
+        ({"square_blocks": True}, r"--square-blocks is for --recipe nvfp4"),
+        ({"override_linear_precision": "wgrad"}, r"--override-linear-precision is for .* and the recipe is none"),
+        ({"recipe": "current", "override_linear_precision": "wgrad,egrad"}, r"takes some of fprop, dgrad, wgrad"),
+        ({"recipe": "current", "override_linear_precision": ""}, r"takes some of fprop, dgrad, wgrad"),
+        ({"fp8_param": True}, r"--fp8-param is for runs that quantize"),
+        ({"inspect_every": 5}, r"--inspect-every is for runs that quantize"),
+        ({"bf16_layers_end": 1}, r"--bf16-layers-end is for runs that quantize"),
+        ({"recipe": "current", "bf16_layers_start": 3, "bf16_layers_end": 1}, r"leave none of --num-layers 4"),
+        ({"recipe": "current", "bf16_layers_start": 9}, r"--bf16-layers-start 9"),
+        ({"recipe": "mxfp8", "hidden_size": 144, "num_heads": 1, "num_query_groups": 1}, r"multiple of 32 .* 160"),
+        ({"precision_config": "configs: ["}, r"--precision-config: not YAML"),
+        ({"precision_config": "matcher: {}"}, r"--precision-config: unknown section 'matcher'"),
+        ({"precision_config": "matchers: {a: {enabled: true}}"}, r"--precision-config: matcher 'a' lacks 'type'"),
+        ({"precision_config": "matchers: {a: {enabled: true, type: re}}"}, r"--precision-config: .* has type 're'"),
         ({"recipe": "current", "amax_history_len": 4}, r"--amax-history-len is for --recipe delayed"),
         ({"min_learning_rate": 1.0}, r"--min-learning-rate 1 is above --learning-rate"),
         ({"warmup_steps": 400}, r"--warmup-steps 400 leaves no step"),
@@ -64,6 +97,52 @@ def test_recipes_have_the_fields_given():
     assert config(recipe="current", fp8_format="e4m3").make_recipe() == Float8CurrentScaling(fp8_format=Format.E4M3)
     delayed = config(recipe="delayed", amax_history_len=8, margin=1, amax_compute_algo="most_recent").make_recipe()
     assert delayed == DelayedScaling(amax_history_len=8, margin=1, amax_compute_algo="most_recent")
+
+
+def test_every_field_of_a_recipe_reaches_it():
+    recipe = config(recipe="current", fp8_accumulation="precise", override_linear_precision="wgrad,fprop").make_recipe()
+    assert recipe == Float8CurrentScaling(
+        override_linear_precision=(True, False, True),
+        fp8_gemm_fprop=MMParams(use_split_accumulator=True),
+        fp8_gemm_dgrad=MMParams(use_split_accumulator=True),
+        fp8_gemm_wgrad=MMParams(use_split_accumulator=True),
+    )
+    assert config(recipe="current", use_power_2_scales=True).make_recipe().use_power_2_scales
+    assert config(recipe="block", use_f32_scales=True).make_recipe() == Float8BlockScaling(use_f32_scales=True)
+    assert config(recipe="mxfp8", fp8_format="hybrid").make_recipe() == MXFP8BlockScaling(fp8_format=Format.HYBRID)
+    expected = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    off = {"rht": False, "stochastic_rounding": False, "square_blocks": False}
+    assert config(recipe="nvfp4", **off).make_recipe() == expected
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fields_that_a_recipe_has_are_filled_in_and_the_others_are_none(name):
+    made = config(recipe=name)
+    assert made.make_recipe() == recipe_from_name(name)
+    for field, owners in RECIPE_FIELDS.items():
+        empty = name not in owners or field == "override_linear_precision"
+        assert (getattr(made, field) is None) == empty, field
+    assert dataclasses.replace(made, steps=3).make_recipe() == made.make_recipe()
+
+
+def test_first_and_last_layers_reach_the_model():
+    made = config(recipe="current", bf16_layers_start=1, bf16_layers_end=2).transformer_config()
+    assert [made.in_high_precision(layer) for layer in range(4)] == [True, False, True, True]
+    plain = config(recipe="current").transformer_config()
+    assert not any(plain.in_high_precision(layer) for layer in range(4))
+
+
+def test_rules_may_do_without_a_recipe_and_reach_all_layers():
+    made = config(precision_config="", fp8_param=True, inspect_every=3, bf16_layers_start=4)
+    assert made.quantization_rules().matchers == ()
+    with pytest.raises(ValueError, match="leave none"):
+        config(precision_config="", bf16_layers_start=4, bf16_layers_end=1)
+
+
+def test_another_precision_file_is_named_by_its_size(tmp_path):
+    saved = config(precision_config="configs: {}")
+    with pytest.raises(ValueError, match=r"--precision-config is a file of 11 characters \(CRC \w+\) there, None here"):
+        check_resumable(saved, {"precision_config": None}, tmp_path)
 
 
 def test_the_file_gives_the_configuration_back(tmp_path):
