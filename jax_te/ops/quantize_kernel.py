@@ -32,7 +32,8 @@ def quantize_kernel(
 ) -> QuantizedKernel:
     """A kernel in the form that the GEMMs read, for several calls with the same values.
 
-    A call with it gives the bits that a call with the kernel itself gives.
+    A call with it gives the bits that a call with the kernel itself gives. It is no differentiable function of the
+    kernel: tell the call where its gradient goes (``gradient`` of `dense`).
 
     Args:
         kernel: ``[k, *n]`` in any float dtype.
@@ -54,6 +55,7 @@ def quantize_kernel(
     >>> float(dense(jnp.ones((16, 32)), quantized, recipe=Float8CurrentScaling())[0, 0])
     32.0
     """
+    kernel, state = jax.lax.stop_gradient((kernel, state))
     quantizer, scale = GemmQuantizers(recipe, state)["kernel"]
     if quantizer is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")

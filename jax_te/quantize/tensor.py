@@ -59,7 +59,8 @@ class QuantizedTensor:
 
     def values(self) -> Array:
         """``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
-        wide = self.data.astype(jnp.float32)
+        # The barrier keeps XLA from taking the cast to FP8 and this one back together, which would undo the quantization.
+        wide = jax.lax.optimization_barrier(self.data).astype(jnp.float32)
         if self.parts:
             rows = wide.reshape(self.parts, -1)
             return (rows * self.scale_inv[:, None]).reshape(self.shape)
