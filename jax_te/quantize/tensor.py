@@ -59,7 +59,7 @@ class QuantizedTensor:
 
     def values(self) -> Array:
         """``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
-        # The barrier keeps XLA from taking the cast to FP8 and this one back together, which would undo the quantization.
+        # The barrier keeps XLA from dropping the cast to FP8 and this one back as a pair: nothing would be quantized.
         wide = jax.lax.optimization_barrier(self.data).astype(jnp.float32)
         if self.parts:
             rows = wide.reshape(self.parts, -1)

@@ -50,6 +50,23 @@ def test_te_against_plain_jax(mask_type, form):
     assert max(distances) < 0.02, distances
 
 
+@pytest.mark.parametrize("length", [192, 328])
+def test_lengths_that_are_no_multiple_of_128(length):
+    qkv = tuple(draw(name, (B, length, N, D), jnp.bfloat16) for name in "qkv")
+    g = draw("g", (B, length, N, D), jnp.bfloat16)
+    (out, gradients), (expected, wanted) = (attend(backend, qkv, g, mask_type="causal") for backend in ("te", "xla"))
+    assert relative_l2(out, expected) < 0.01
+    assert max(relative_l2(*pair) for pair in zip(gradients, wanted, strict=True)) < 0.02
+
+
+def test_short_sequences_are_refused_with_the_reason():
+    qkv = tuple(draw(name, (B, 64, N, D), jnp.bfloat16) for name in "qkv")
+    with pytest.raises(BackendUnavailableError, match="reads outside its arrays in backward"):
+        dot_product_attention(qkv, mask_type="causal", backend="te")
+    spec = describe(qkv, "causal", None, 0.0)
+    assert explain_backend("dot_product_attention", attention=spec).backend == "xla"
+
+
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
 def test_the_xla_backends_cudnn_path(mask_type):
     qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)

@@ -135,7 +135,7 @@ def test_custom_recipe_that_mixes_block_and_tensor_scaling():
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
 def test_training_with_microbatches_and_fp8_parameters(name):
     config = TransformerConfig(num_layers=2, hidden_size=128, num_attention_heads=2, params_dtype=jnp.bfloat16)
-    tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, 256)
+    tokens = jax.random.randint(jax.random.key(1), (8, 129), 0, 256)
     tx = optax.adam(1e-3)
 
     def loss(model, batch, key):
@@ -143,7 +143,7 @@ def test_training_with_microbatches_and_fp8_parameters(name):
 
     def losses(microbatches, fp8_param):
         state = create_train_state(
-            lambda rngs: GPTModel(config, vocab_size=256, max_sequence_length=64, rngs=rngs),
+            lambda rngs: GPTModel(config, vocab_size=256, max_sequence_length=128, rngs=rngs),
             tx,
             key=jax.random.key(0),
             fp8_param=fp8_param,

@@ -27,6 +27,11 @@ def _layout(spec: AttentionSpec) -> QKVLayout:
     return QKVLayout.BS3HD if spec.packed else QKVLayout.BSHD_BSHD_BSHD
 
 
+_SHORTEST = 128
+"""Below it, backward ended in CUDA_ERROR_ILLEGAL_ADDRESS (64 positions, heads of 64 and 128, cuDNN of jax 0.11.2's
+CUDA 13 wheels, H200)."""
+
+
 @functools.cache
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     """Whether cuDNN has a kernel for the call, and if not what it said."""
@@ -38,6 +43,11 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
         return False, "TE's fused attention counts its calls and drops others at each, whatever the key"
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return False, f"cuDNN attention takes bfloat16 or float16, not {jnp.dtype(spec.dtype).name}"
+    if 1 < spec.q_length < _SHORTEST:
+        return False, (
+            f"the kernel that cuDNN has for fewer than {_SHORTEST} positions ({spec.q_length} here) reads outside its "
+            "arrays in backward; XLA's has no such fault"
+        )
     mask = _MASKS[spec.mask_type]
     helper = tex.FusedAttnHelper(
         is_training=True,
