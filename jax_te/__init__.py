@@ -18,16 +18,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_te.config import ParallelConfig, TransformerConfig
     from jax_te.ops import explain_backend, use_backend
-    from jax_te.parallel import ShardingRules, make_mesh
-    from jax_te.quantize import prepare_quantization
-    from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, autocast, current_recipe
+    from jax_te.parallel import ShardingRules, make_mesh, split_vjp
+    from jax_te.quantize import observe_quantization, prepare_quantization
+    from jax_te.recipe import (
+        CustomRecipe,
+        DelayedScaling,
+        Float8BlockScaling,
+        Float8CurrentScaling,
+        Format,
+        MMParams,
+        ModuleRecipe,
+        MXFP8BlockScaling,
+        NVFP4BlockScaling,
+        autocast,
+        current_recipe,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CustomRecipe": "recipe",
     "DelayedScaling": "recipe",
+    "Float8BlockScaling": "recipe",
     "Float8CurrentScaling": "recipe",
     "Format": "recipe",
+    "MMParams": "recipe",
+    "MXFP8BlockScaling": "recipe",
+    "ModuleRecipe": "recipe",
+    "NVFP4BlockScaling": "recipe",
     "ParallelConfig": "config",
     "ShardingRules": "parallel",
     "TransformerConfig": "config",
@@ -35,14 +53,22 @@ _HOMES = {
     "current_recipe": "recipe",
     "explain_backend": "ops",
     "make_mesh": "parallel",
+    "observe_quantization": "quantize",
     "prepare_quantization": "quantize",
+    "split_vjp": "parallel",
     "use_backend": "ops",
 }
 
 __all__ = [
+    "CustomRecipe",
     "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "ModuleRecipe",
+    "NVFP4BlockScaling",
     "ParallelConfig",
     "ShardingRules",
     "TransformerConfig",
@@ -50,7 +76,9 @@ __all__ = [
     "current_recipe",
     "explain_backend",
     "make_mesh",
+    "observe_quantization",
     "prepare_quantization",
+    "split_vjp",
     "use_backend",
 ]
 

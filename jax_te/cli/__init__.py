@@ -1,1 +1,1 @@
-"""The command line: ``jax-te train | sample | doctor``."""
+"""The command line: ``jax-te train | sample | inspect | doctor | bench``."""

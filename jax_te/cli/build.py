@@ -17,12 +17,14 @@ from jax.sharding import Mesh
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.models import GPTModel
-from jax_te.ops import OPS, AttentionSpec, explain_backend, use_backend
+from jax_te.ops import use_backend
 from jax_te.parallel import make_mesh
 from jax_te.recipe import autocast
 from jax_te.training.data import TextData, TrainBatches, heldout_batches
+from jax_te.training.inspection import make_inspection
 from jax_te.training.loss_scale import DynamicLossScale, LossScale
 from jax_te.training.optimizer import adamw_with_schedule, learning_rate_schedule
+from jax_te.training.precision_rules import apply_rules
 from jax_te.training.run_config import VOCAB_SIZE, RunConfig
 from jax_te.training.state import TrainState, abstract_train_state, create_train_state
 from jax_te.training.step import make_eval_step, make_train_step
@@ -30,20 +32,33 @@ from jax_te.typing import Array, PyTree
 
 
 def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
-    """A function that builds the run's model."""
+    """A function that builds the run's model; its layers have their own recipes if the run has rules for them."""
+    rules = config.quantization_rules()
 
     def build(rngs: nnx.Rngs) -> GPTModel:
-        return GPTModel(
-            config.transformer_config(),
-            vocab_size=VOCAB_SIZE,
-            max_sequence_length=config.seq_len,
-            position_embedding_type=config.position_embedding,
-            share_embeddings_and_output_weights=config.tie_embeddings,
-            remat=config.remat,
-            rngs=rngs,
-        )
+        model = _model(config, rngs)
+        if rules is not None:
+            apply_rules(model, rules)
+        return model
 
     return build
+
+
+def _model(config: RunConfig, rngs: nnx.Rngs) -> GPTModel:
+    return GPTModel(
+        config.transformer_config(),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=config.seq_len,
+        position_embedding_type=config.position_embedding,
+        share_embeddings_and_output_weights=config.tie_embeddings,
+        remat=config.remat,
+        rngs=rngs,
+    )
+
+
+def abstract_model(config: RunConfig) -> GPTModel:
+    """The run's model without values, before its rules are applied; call it inside `contexts`."""
+    return nnx.eval_shape(lambda: _model(config, nnx.Rngs(0)))
 
 
 def _schedule_fields(config: RunConfig) -> dict[str, Any]:
@@ -98,6 +113,7 @@ class Trainer:
         self._parts = (model_builder(config), optimizer(config))
         self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches)
         self._eval_step = make_eval_step(loss_fn)
+        self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
 
     def learning_rates(self) -> list[float]:
@@ -109,7 +125,8 @@ class Trainer:
     def create(self) -> tuple[TrainState, int]:
         """A new state, and its step, 0."""
         key = jax.random.key(self.config.seed)
-        return create_train_state(*self._parts, key=key, scaler=loss_scaler(self.config)), 0
+        scaler, fp8_param = loss_scaler(self.config), self.config.fp8_param
+        return create_train_state(*self._parts, key=key, scaler=scaler, fp8_param=fp8_param), 0
 
     def restore(self) -> tuple[TrainState, int]:
         """The newest checkpoint's state and step; the batches go on from there."""
@@ -136,7 +153,9 @@ class Trainer:
 
 def abstract_state(config: RunConfig) -> TrainState:
     """What a checkpoint of the run restores into; call it inside `contexts`."""
-    return abstract_train_state(model_builder(config), optimizer(config), scaler=loss_scaler(config))
+    return abstract_train_state(
+        model_builder(config), optimizer(config), scaler=loss_scaler(config), fp8_param=config.fp8_param
+    )
 
 
 @contextlib.contextmanager
@@ -153,38 +172,3 @@ def warnings_as_lines() -> Iterator[None]:
         warnings.simplefilter("always", DamagedCheckpointWarning)
         default, warnings.showwarning = warnings.showwarning, show
         yield
-
-
-def explain_backends(config: RunConfig) -> list[str]:
-    """What runs each op of the model and why, one line for each backend and reason; call it inside `contexts`.
-
-    Raises:
-        BackendUnavailableError: if the backend asked for cannot run one of them.
-    """
-    grouped: dict[tuple[str, str], list[str]] = {}
-    recipe = config.make_recipe()
-    for op in OPS:
-        attention = _attention(config) if op == "dot_product_attention" else None
-        choice = explain_backend(op, recipe=recipe, attention=attention)
-        grouped.setdefault((choice.backend, choice.reason), []).append(op)
-    if len({backend for backend, _ in grouped}) == 1:  # then the reason that most ops have says it all
-        (backend, reason), _ = max(grouped.items(), key=lambda item: len(item[1]))
-        return [f"{backend} for every op: {reason}"]
-    return [f"{backend} for {', '.join(ops)}: {reason}" for (backend, reason), ops in grouped.items()]
-
-
-def _attention(config: RunConfig) -> AttentionSpec:
-    d = config.hidden_size // config.num_heads
-    return AttentionSpec(
-        dtype=jnp.dtype(config.compute_dtype),
-        batch=config.batch_size // config.microbatches,
-        q_length=config.seq_len,
-        kv_length=config.seq_len,
-        heads=config.num_heads,
-        groups=config.num_query_groups,
-        head_dim=d,
-        mask_type="causal",
-        scale=d**-0.5,
-        dropout_rate=config.dropout,
-        packed=config.position_embedding != "rope" and config.num_heads == config.num_query_groups,
-    )

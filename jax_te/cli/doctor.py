@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
     _rows({"xla": "available: plain JAX", "te": f"available: {reason}" if te_works else f"not available: {reason}"})
     _section("ops: what --backend auto takes")
     _rows({op: _choice(op) for op in OPS})
+    _section(f"recipes: GEMM units of {jax.devices()[0].device_kind}")
+    _rows(native_recipes())
     _section("recipes: a linear layer's forward and backward, run here")
     failed = False
     rows = {}
@@ -74,6 +76,16 @@ def devices() -> dict[str, str]:
         facts += [f"compute capability {capability}"] if capability else []
         facts += [f"{memory / 2**30:.1f} GiB for JAX"] if memory else []
         rows[str(device)] = ", ".join(facts)
+    return rows
+
+
+def native_recipes() -> dict[str, str]:
+    """Recipe -> whether the device multiplies its operands natively, and why (not)."""
+    rows = {}
+    for name, recipe_type in RECIPES.items():
+        if recipe_type is not None:
+            support = recipe_type().supports(jax.devices()[0])
+            rows[name] = f"{'native' if support else 'emulated'}: {support.reason}"
     return rows
 
 

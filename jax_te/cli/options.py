@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from jax_te import __version__
 from jax_te.cli.presets import PRESETS, preset_table
 
-RECIPES = ("none", "delayed", "current")
+RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
+GEMMS = ("fprop", "dgrad", "wgrad")
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("gelu", "relu", "silu", "geglu", "reglu", "swiglu")
 POSITIONS = ("learned_absolute", "rope", "none")
@@ -73,6 +74,14 @@ def rate(text: str) -> float:
     return value
 
 
+def gemms(text: str) -> str:
+    """An argparse type: GEMMs separated by commas, given back in their order."""
+    names = [name.strip() for name in text.split(",")]
+    if any(name not in GEMMS or names.count(name) > 1 for name in names):
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(GEMMS)}, each once, got {text!r}")
+    return ",".join(gemm for gemm in GEMMS if gemm in names)
+
+
 def build_parser(command: str | None = None) -> Parser:
     """The parser of ``jax-te`` and its commands.
 
@@ -89,6 +98,7 @@ def build_parser(command: str | None = None) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_sample(commands)
+    _add_inspect(commands)
     _add_doctor(commands)
     _add_bench(commands, wanted=command == "bench")
     return parser
@@ -153,11 +163,31 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--seed", type=COUNT, metavar="N", help="of weights, data order and dropout (default: 0)")
 
     add = parser.add_argument_group("precision").add_argument
-    add("--recipe", choices=RECIPES, help="FP8 recipe of the layers' linears (default: none)")
-    add("--fp8-format", choices=("hybrid", "e4m3"), help="hybrid: E4M3 forward, E5M2 gradients (default: hybrid)")
+    add("--recipe", choices=RECIPES, help="how the layers' linears are quantized (default: none)")
+    add("--fp8-format", choices=("hybrid", "e4m3"), help="hybrid: E5M2 gradients (default: delayed, current: hybrid)")
     add("--amax-history-len", type=SIZE, metavar="N", help="delayed: steps a scale looks back (default: 1024)")
     add("--amax-compute-algo", choices=("max", "most_recent"), help="delayed: of the history (default: max)")
     add("--margin", type=COUNT, metavar="N", help="delayed: powers of two of head-room (default: 0)")
+    add("--use-power-2-scales", action=FLAG, help="current: scales are powers of two (default: no)")
+    add("--use-f32-scales", action=FLAG, help="block: scales are any fp32, not powers of two (default: no)")
+    add("--rht", action=FLAG, help="nvfp4: Hadamard transform for weight gradients (default: yes)")
+    add("--stochastic-rounding", action=FLAG, help="nvfp4: of gradients (default: yes)")
+    add("--square-blocks", action=FLAG, help="nvfp4: kernels have 16 x 16 blocks, not 1 x 16 (default: yes)")
+    add("--fp8-accumulation", choices=("fast", "precise"), help="delayed, current: sums on Hopper (default: fast)")
+    add(
+        "--override-linear-precision",
+        type=gemms,
+        metavar="GEMMS",
+        help="GEMMs in high precision, some of fprop,dgrad,wgrad (default: none of them)",
+    )
+    add("--fp8-param", action=FLAG, help="hold kernels quantized, with fp32 masters (default: no)")
+    add("--bf16-layers-start", type=COUNT, metavar="N", help="first layers not to quantize (default: 0)")
+    add("--bf16-layers-end", type=COUNT, metavar="N", help="last layers not to quantize (default: 0)")
+    add(
+        "--precision-config",
+        metavar="FILE",
+        help="YAML with rules for single layers; kept with the run (default: none)",
+    )
     add("--params-dtype", choices=DTYPES, help="half keeps fp32 masters (default: bfloat16 on a GPU, else float32)")
     add("--compute-dtype", choices=DTYPES, help="of activations (default: --params-dtype)")
 
@@ -173,6 +203,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--eval-every", type=SIZE, metavar="N", help=f"steps between held-out losses {PRESET}")
     add("--eval-batches", type=SIZE, metavar="N", help="batches of a held-out loss (default: 16)")
     add("--log-every", type=SIZE, metavar="N", help=f"steps between lines and TensorBoard points {PRESET}")
+    add(
+        "--inspect-every",
+        type=COUNT,
+        metavar="N",
+        help="steps between statistics of quantized tensors (default: 0, never)",
+    )
 
 
 def _add_sample(commands: argparse._SubParsersAction) -> None:
@@ -189,6 +225,41 @@ def _add_sample(commands: argparse._SubParsersAction) -> None:
     add("--temperature", type=NON_NEGATIVE, default=0.8, metavar="X", help="0: the likeliest byte (default: 0.8)")
     add("--top-k", type=COUNT, default=0, metavar="N", help="draw from the N likeliest bytes; 0: all (default: 0)")
     add("--seed", type=COUNT, default=0, metavar="N", help="of the drawing (default: 0)")
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands,
+        "inspect",
+        "show what quantization does to the tensors of a run",
+        description=(
+            "One batch of held-out text runs forward and backward through the newest checkpoint of a run, and every\n"
+            "tensor that is quantized is looked at: largest value, scale, share of values lost to 0 (underflow) or to\n"
+            "the format's largest (saturation), and the squared error over the tensor's mean square, in decibels.\n"
+            "Runs on one device, also a CPU, whatever the run was trained on."
+        ),
+        epilog=(
+            "columns of --sensitivity, for each layer quantized alone:\n"
+            "  gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without it: the\n"
+            "                  noise that quantizing this layer adds to an update. The rows are in its order.\n"
+            "  loss increase   loss with it minus loss without. It may be negative, and where it is small beside\n"
+            "                  the loss's spread over batches (--batches) it says little.\n\n"
+            "Delayed scaling has no past in --sensitivity, and with another --recipe or --precision-config: it then\n"
+            "takes its scales from one pass over the first batch under current scaling."
+        ),
+    )
+    add = parser.add_argument
+    add("--output", metavar="DIR", default="runs/tiny", help="folder of the run (default: runs/tiny)")
+    add("--recipe", choices=RECIPES[1:], help="another recipe, with its default fields (default: the run's)")
+    add("--precision-config", metavar="FILE", help="another precision file; reports on it (default: the run's)")
+    add("--data", metavar="PATH", help="text file or folder (default: the run's)")
+    add("--batch-size", type=SIZE, metavar="N", help="examples of a batch (default: a microbatch of the run)")
+    add("--recipes", action="store_true", help="only list each layer's recipe, and why it has it (default: no)")
+    add("--sensitivity", action="store_true", help="quantize each layer alone, and rank them (default: no)")
+    add("--batches", type=SIZE, metavar="N", help="with --sensitivity: batches of held-out text (default: 2)")
+    add("--keep-bf16", type=SIZE, metavar="K", help="with --sensitivity: worst layers to keep in bf16 (default: none)")
+    add("--write", metavar="FILE", help="with --keep-bf16: write a --precision-config that does it (default: none)")
+    add("--json", action="store_true", help="print JSON (default: tables)")
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from jax_te.cli.presets import PRESETS
+from jax_te.training.precision_rules import read_rules
 from jax_te.training.run_config import CONFIG_FILE, RunConfig, changed_fields, check_resumable, holds_run, read_config
 
 _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
-_DELAYED = {"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0}
 
 
 def output_folder(options: argparse.Namespace) -> Path:
@@ -43,6 +43,8 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
     if "data" in given:
         given["data"] = os.path.abspath(given["data"])
+    if "precision_config" in given:
+        given["precision_config"] = read_rules(given["precision_config"])
     saved = read_config(output)
     if not holds_run(output):
         if saved is None or changed_fields(saved, given):
@@ -70,9 +72,4 @@ def _new_config(given: dict[str, Any]) -> RunConfig:
     values.setdefault("min_learning_rate", values["learning_rate"] / 10)
     values.setdefault("params_dtype", "bfloat16" if jax.default_backend() == "gpu" else "float32")
     values.setdefault("compute_dtype", values["params_dtype"])
-    recipe = values.get("recipe", "none")
-    if recipe != "none":
-        values.setdefault("fp8_format", "hybrid")
-    if recipe == "delayed":
-        values = _DELAYED | values
     return RunConfig(**values)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_state, contexts, warnings_as_lines
+from jax_te.layers import quantizable_modules
 from jax_te.models import GPTModel, generate
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
@@ -58,7 +59,7 @@ def continue_text(
     model's context is full, generation goes on from its second half.
 
     Args:
-        model: over bytes.
+        model: over bytes; its layers lose recipes of their own, which might quantize one token at a time.
         prompt: at least one character.
         length: >= 1.
         seed: of the drawing.
@@ -71,6 +72,8 @@ def continue_text(
     text = list(prompt.encode("utf-8", "surrogateescape"))
     if not text:
         raise ValueError("--prompt is empty; give at least one character")
+    for _, module in quantizable_modules(model):
+        module.module_recipe = None
     window, begin, key = model.max_sequence_length, len(text), jax.random.key(seed)
     part = 0
     while len(text) < begin + length:

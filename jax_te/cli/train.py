@@ -12,15 +12,20 @@ import jax
 from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
-from jax_te.cli.build import Trainer, contexts, explain_backends, warnings_as_lines
+from jax_te.cli.build import Trainer, contexts, warnings_as_lines
+from jax_te.cli.checks import check_precision, explain_backends
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.sample import continue_text
+from jax_te.megatron import QuantizationReport
 from jax_te.training.data import TextData, byte_bigram_entropy, load_text
 from jax_te.training.loop import LoopPlan, LoopResult, run_loop
 from jax_te.training.metrics import METRICS_FILE, PLOT_FILE, MetricsLog, plot_losses, require_extra
+from jax_te.training.precision_log import PRECISION_FILE, PRECISION_PLOT, PrecisionLog, chart_values, plot_precision
 from jax_te.training.progress import Progress, clock, make_progress
-from jax_te.training.run_config import CHECKPOINT_FOLDER, RECIPE_FIELDS, RunConfig, write_config
+from jax_te.training.run_config import CHECKPOINT_FOLDER, RunConfig, write_config
+from jax_te.training.run_recipe import RECIPE_FIELDS
 from jax_te.training.state import TrainState
+from jax_te.typing import PyTree
 
 PROMPT = "def "
 SAMPLE_BYTES = 300
@@ -35,13 +40,14 @@ def run(options: argparse.Namespace) -> int:
     data = load_text(config.data, seq_len=config.seq_len)
     progress = make_progress()
     with contexts(config) as mesh:
+        report = check_precision(config)
         backends = explain_backends(config)
         with _locked(output), TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep) as checkpointer:
             trainer = Trainer(config, data, checkpointer)
             with warnings_as_lines():
                 state, first = trainer.restore() if resumes else trainer.create()
             write_config(config, output)
-            progress.facts(_facts(config, data, backends, mesh, state, output, first))
+            progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
             return _train(trainer, state, first, output, progress)
 
 
@@ -50,7 +56,14 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
     bigram = byte_bigram_entropy(trainer.data.train, trainer.data.heldout)
+    precision = PrecisionLog(output, resume_step=first)
     with MetricsLog(output, resume_step=first) as log:
+
+        def inspect(step: int, state: TrainState, batch: PyTree) -> None:
+            statistics = trainer.inspect(state, batch)
+            precision.write(step, statistics)
+            log.chart(step, chart_values(statistics))
+
         result = run_loop(
             state,
             step_fn=trainer.step,
@@ -62,6 +75,7 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
                 eval_every=config.eval_every,
                 log_every=config.log_every,
                 tokens_per_step=config.tokens_per_step,
+                inspect_every=config.inspect_every,
             ),
             log=log,
             evaluate=trainer.evaluate,
@@ -69,14 +83,16 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
             progress=progress,
             learning_rates=trainer.learning_rates(),
             skipped=int(state.skipped_steps),
+            inspect=inspect,
         )
     trainer.checkpointer.wait()
     plot_losses(output, bigram_entropy=bigram)
+    inspected = plot_precision(output) is not None
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
-    progress.facts(_outcome(result, heldout, bigram, output))
+    progress.facts(_outcome(result, heldout, bigram, output, inspected))
     sizes = config.parallel_config()
     copies = 1 if sizes is None else sizes.data * sizes.fsdp
     text = continue_text(result.state.model, PROMPT, SAMPLE_BYTES, seed=config.seed, copies=copies)
@@ -104,6 +120,7 @@ def _facts(
     state: TrainState,
     output: Path,
     first: int,
+    report: QuantizationReport | None,
 ) -> dict[str, str]:
     """What a user should see at the start, one line each."""
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -124,6 +141,7 @@ def _facts(
         f"{_bytes(len(data.heldout))} held out",
         "batch": f"{config.batch_size} x {config.seq_len} bytes{parts}, {_count(config.steps, 'step')}",
         "recipe": _recipe(config),
+        **({} if report is None else {"rules": str(report)}),
         "backend": "\n".join(backends),
         "mesh": where,
         "output": f"{output}, " + (f"resumed after step {first}" if first else "a new run"),
@@ -132,8 +150,13 @@ def _facts(
 
 def _recipe(config: RunConfig) -> str:
     if config.recipe == "none":
-        return "none: no quantization"
+        return "none: no quantization" + (" but by the rules below" if config.precision_config is not None else "")
     fields = [f"{name} {getattr(config, name)}" for name in RECIPE_FIELDS if getattr(config, name) is not None]
+    if config.fp8_param:
+        fields.append("kernels held quantized")
+    for count, which in ((config.bf16_layers_start, "first"), (config.bf16_layers_end, "last")):
+        if count:
+            fields.append(f"the {which} {_count(count, 'layer')} in high precision")
     return f"{config.recipe}: {', '.join(fields)}"
 
 
@@ -148,7 +171,7 @@ def _bytes(number: int) -> str:
     return _count(number, "byte")
 
 
-def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path) -> dict[str, str]:
+def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path, inspected: bool) -> dict[str, str]:
     """What a user should see at the end."""
     rows = {
         "held-out loss": f"{heldout:.4f} nats per byte",
@@ -162,6 +185,7 @@ def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path) ->
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if peak:
         rows["memory"] = f"{peak / 2**30:.2f} GiB at the peak"
-    rows["files"] = f"{output}: {METRICS_FILE}, {PLOT_FILE}, tensorboard, {CHECKPOINT_FOLDER}"
+    names = [METRICS_FILE, PLOT_FILE, *([PRECISION_FILE, PRECISION_PLOT] if inspected else [])]
+    rows["files"] = f"{output}: {', '.join(names)}, tensorboard, {CHECKPOINT_FOLDER}"
     rows["next"] = f"jax-te sample --output {output} --prompt {PROMPT!r}"
     return rows

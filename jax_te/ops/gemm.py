@@ -10,7 +10,7 @@ import jax
 
 from jax_te.ops.backend import primitives
 from jax_te.parallel import constrain
-from jax_te.quantize import GemmQuantizers, GemmState, QuantizedKernel, Quantizer, TensorRole
+from jax_te.quantize import ROLES, GemmQuantizers, GemmState, QuantizedKernel, Quantizer, TensorRole, quantizer_for
 from jax_te.quantize.observe import Observer, current_observer
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.typing import Array, DTypeLike, LogicalAxes
@@ -102,17 +102,19 @@ def gemm_spec(
 
 
 def _check_alignment(op: str, recipe: Recipe, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -> None:
+    quantizers = [quantizer_for(recipe, role) for role in ROLES]
+    multiple = max((quantizer.alignment for quantizer in quantizers if quantizer is not None), default=1)
     sizes = {
         "token count": prod(x_shape[:-1]),
         "input size": kernel_shape[0],
         "output size": prod(kernel_shape[1:]),
     }
     for name, size in sizes.items():
-        if size % recipe.alignment:
+        if size % multiple:
             raise ValueError(
-                f"{op} under recipe {recipe.name!r}: {name} {size} must be a multiple of {recipe.alignment} "
-                f"(the next is {size + -size % recipe.alignment}); input {x_shape}, kernel {kernel_shape}. Change the "
-                "size, or run this layer inside `with autocast(None):`"
+                f"{op} under recipe {recipe.name!r}: {name} {size} must be a multiple of {multiple} (the next is "
+                f"{size + -size % multiple}); input {x_shape}, kernel {kernel_shape}. Change the size, or run this "
+                "layer inside `with autocast(None):`"
             )
 
 

@@ -5,6 +5,7 @@ from jax_te.quantize.gemm_quantizers import ROLES, GemmQuantizers, GemmState, Te
 from jax_te.quantize.hadamard import hadamard_matrix, hadamard_rows
 from jax_te.quantize.kernel import PackedOperand, QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
+from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, quantization_statistics
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand
 from jax_te.quantize.scaling import (
     AmaxState,
@@ -29,12 +30,14 @@ from jax_te.quantize.tensor import Operand, QuantizedOperand, QuantizedTensor
 
 __all__ = [
     "ROLES",
+    "STATISTICS",
     "AmaxState",
     "BlockQuantizer",
     "GemmQuantizers",
     "GemmState",
     "MXQuantizer",
     "NVFP4Quantizer",
+    "Observer",
     "Operand",
     "PackedOperand",
     "QuantizedKernel",
@@ -52,9 +55,11 @@ __all__ = [
     "max_merging",
     "merge_quantizers",
     "next_amax_state",
+    "observe_quantization",
     "plain_states",
     "power_of_two_scale",
     "prepare_quantization",
+    "quantization_statistics",
     "quantize",
     "quantize_operand",
     "quantizer_for",

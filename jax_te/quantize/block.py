@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,8 @@ class MXQuantizer(Quantizer):
     >>> float(q.scale_inv[0, 0]), float(q.data[0, 0])
     (0.0078125, 384.0)
     """
+
+    alignment: ClassVar[int] = MX_BLOCK
 
     def __post_init__(self) -> None:
         fp8_max(self.dtype)  # raises for another dtype

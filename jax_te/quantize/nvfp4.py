@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,11 @@ class NVFP4Quantizer(Quantizer):
 
     >>> from jax_te.quantize import quantize
     >>> q, _ = quantize(jnp.array([[6.0, 3.0, 1.6, 0.3] * 4]), NVFP4Quantizer())
-    >>> q.data[0, :4].tolist(), float(q.scale_inv[0, 0])
-    ([6, 3, 1.5, 0.5], 448.0)
+    >>> q.data[0, :4].astype(jnp.float32).tolist(), float(q.scale_inv[0, 0])
+    ([6.0, 3.0, 1.5, 0.5], 448.0)
     """
+
+    alignment: ClassVar[int] = 32
 
     dtype: DTypeLike = jnp.float4_e2m1fn
     two_dimensional: bool = False

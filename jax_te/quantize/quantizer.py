@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -21,6 +21,9 @@ class Quantizer(abc.ABC):
     Args:
         dtype: of the values.
     """
+
+    alignment: ClassVar[int] = 16
+    """Sizes of the matrices that GEMMs read quantized so must be multiples of this."""
 
     dtype: DTypeLike
 
@@ -128,6 +131,6 @@ def quantize_operand(
     """Quantize an array for both GEMMs that read it, and its amax; see `quantize`."""
     rowwise, x_amax = quantize(x, quantizer, scale, axis=axis)
     if not quantizer.directional:
-        return QuantizedOperand(rowwise=rowwise, columnwise=rowwise), x_amax
+        return QuantizedOperand(rowwise=rowwise, columnwise=None), x_amax
     columnwise, _ = quantize(x, quantizer, scale, axis=axis, columnwise=True)
     return QuantizedOperand(rowwise=rowwise, columnwise=columnwise), x_amax

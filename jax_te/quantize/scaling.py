@@ -35,7 +35,8 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
     """``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale (1 if None).
 
-    Where the quotient overflows fp32 (an amax below about 1e-36) the largest fp32 value stands in.
+    Where the quotient overflows fp32 (an amax below about 1e-36) the largest fp32 value stands in; an amax below fp32's
+    least normal number counts as 0.
 
     Args:
         amax: fp32, any shape.
@@ -51,7 +52,8 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     old = jnp.ones_like(amax) if old_scale is None else old_scale
     scale = fp8_max(dtype) / amax / (2.0**margin)
     scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
-    return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, old)
+    # Whether a subnormal number is greater than 0 depends on the device.
+    return jnp.where((amax >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(amax), scale, old)
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:

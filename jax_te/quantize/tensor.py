@@ -57,6 +57,11 @@ class QuantizedTensor:
         """Number of axes of the array it stands for."""
         return self.data.ndim
 
+    @property
+    def serves_both(self) -> bool:
+        """Whether GEMMs that sum over the rows and over the columns read the same values."""
+        return self.block is None or self.block[0] == self.block[1]
+
     def values(self) -> Array:
         """``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
         # The barrier keeps XLA from dropping the cast to FP8 and this one back as a pair: nothing would be quantized.
@@ -86,10 +91,8 @@ class QuantizedOperand:
     """A tensor quantized for the GEMMs that read it.
 
     Args:
-        rowwise: for GEMMs that sum over its columns: blocks lie along the rows.
-        columnwise: for GEMMs that sum over its rows. Where one quantization serves both, the same object.
-
-    Either is None where no GEMM needs it.
+        rowwise: for GEMMs that sum over its columns: blocks lie along the rows. None where no GEMM needs it.
+        columnwise: for GEMMs that sum over its rows. None where no GEMM needs it, or where ``rowwise`` serves both.
     """
 
     rowwise: Any

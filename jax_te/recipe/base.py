@@ -119,7 +119,11 @@ class Recipe:
         device = jax.devices()[0] if device is None else device
         if device.platform not in ("gpu", "cuda"):
             return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
-        return self._native(float(getattr(device, "compute_capability", 0) or 0))
+        capability = str(getattr(device, "compute_capability", ""))
+        try:
+            return self._native(float(capability))
+        except ValueError:
+            return Support(False, f"{device.device_kind} is no NVIDIA GPU with a compute capability; {EMULATED}")
 
     def _native(self, capability: float) -> Support:
         if capability >= 8.9:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.recipe.base import Recipe, Support
+from jax_te.recipe.format import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,11 @@ class CustomRecipe(Recipe):
             ``"kernel"`` and ``"grad"`` (the gradient of its output). None keeps that tensor in high precision. It is
             called while tracing and is part of the jit cache key: use a function defined once, not a new lambda each
             time. Quantizers that need state are refused; use `DelayedScaling` for those.
-        override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`. ``fp8_format`` is not
-            used: the quantizers have their own.
+        override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Raises:
         TypeError: if ``qfactory`` is not callable or not hashable.
+        ValueError: for an ``fp8_format``: the quantizers have their own.
 
     Source: ``transformer_engine.common.recipe.CustomRecipe``, whose roles are ``linear_input``, ``linear_weight``,
         ``linear_grad_output``.
@@ -42,6 +43,8 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fp8_format is not Format.HYBRID:
+            raise ValueError("CustomRecipe takes no fp8_format: give the quantizers that qfactory makes a dtype")
         if not callable(self.qfactory):
             raise TypeError(
                 f"qfactory must be a function of a tensor role that gives a quantizer, got {self.qfactory!r}"

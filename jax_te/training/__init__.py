@@ -9,7 +9,7 @@ from jax_te.training.data import (
 )
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from jax_te.training.optimizer import adamw_with_schedule, is_matrix, learning_rate_schedule
-from jax_te.training.state import TrainState, abstract_train_state, create_train_state
+from jax_te.training.state import TrainState, abstract_train_state, change_recipe, create_train_state
 from jax_te.training.step import LossFn, make_eval_step, make_train_step
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "abstract_train_state",
     "adamw_with_schedule",
     "byte_bigram_entropy",
+    "change_recipe",
     "create_train_state",
     "heldout_batches",
     "is_matrix",

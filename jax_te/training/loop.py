@@ -32,6 +32,7 @@ class LoopPlan:
         steps: the run ends after this step.
         save_every, eval_every: checkpoints and held-out losses; both also come at the end.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
+        inspect_every: steps that are inspected; 0 for none.
         tokens_per_step: for the speed.
     """
 
@@ -40,6 +41,7 @@ class LoopPlan:
     eval_every: int
     log_every: int
     tokens_per_step: int
+    inspect_every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ def run_loop(
     progress: Progress,
     learning_rates: Sequence[float] = (),
     skipped: int = 0,
+    inspect: Callable[[int, PyTree, Any], None] | None = None,
 ) -> LoopResult:
     """Run steps ``first + 1 … plan.steps``.
 
@@ -131,6 +134,7 @@ def run_loop(
         progress: shows the run.
         learning_rates: recorded with the steps: the rate of each update, from the first of all.
         skipped: steps before ``first`` that made no update.
+        inspect: called before a step with its number, the state it starts from and its batch.
 
     Raises:
         ValueError: after `PATIENCE` steps in a row whose loss was not finite.
@@ -147,8 +151,11 @@ def run_loop(
     try:
         with StopRequest() as stop:
             while step < plan.steps and stopped_by is None:
-                state, metrics = step_fn(state, next(batches))
-                step += 1
+                step, batch = step + 1, next(batches)
+                if inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
+                    drain(0)
+                    recorder.pause(inspect, step, state, batch)
+                state, metrics = step_fn(state, batch)
                 pending.append((step, metrics))
                 drain(1)
                 last = step == plan.steps

@@ -57,7 +57,7 @@ class MetricsLog:
         tensorboard = require_extra("tensorboardX")
         self._path = Path(directory) / METRICS_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_after(self._path, resume_step)
+        cut_after(self._path, resume_step)
         self._file = self._path.open("a", encoding="utf-8")
         folder = str(self._path.parent / TENSORBOARD_FOLDER)
         self._events = tensorboard.SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)
@@ -67,8 +67,13 @@ class MetricsLog:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
-        for name, value in finite.items():
-            if chart and value is not None:
+        if chart:
+            self.chart(step, values)
+
+    def chart(self, step: int, values: Mapping[str, float]) -> None:
+        """Put finite values into TensorBoard, and nowhere else."""
+        for name, value in values.items():
+            if math.isfinite(value):
                 self._events.add_scalar(name, value, step)
 
     def sync(self) -> None:
@@ -91,15 +96,20 @@ class MetricsLog:
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records of a run in order; an unfinished last line (of a run that was killed) is left out."""
+    return read_records(Path(directory) / METRICS_FILE)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSON Lines file; an unfinished last one is left out. A missing file has none."""
     try:
-        lines = (Path(directory) / METRICS_FILE).read_bytes().splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Truncate the file after the last record of a step <= ``step``; what cannot be read is cut too."""
+def cut_after(path: Path, step: int) -> None:
+    """Truncate a file of records after the last one of a step <= ``step``; what cannot be read is cut too."""
     if not path.exists():
         return
     end = 0

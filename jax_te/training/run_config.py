@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from jax_te.megatron import RecipeConfig
+from jax_te.recipe import Recipe
+from jax_te.training.precision_rules import quantization_rules
+from jax_te.training.run_recipe import RECIPE_FIELDS, build_recipe, gemm_list, option, recipe_defaults
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -19,13 +23,11 @@ VOCAB_SIZE = 256
 """Tokens are bytes."""
 
 _WHERE_IT_RUNS = ("data", "microbatches", "backend", "mesh", "mesh_axis_type", "remat")
-MAY_CHANGE = {*_WHERE_IT_RUNS, "steps", "save_every", "keep", "eval_every", "eval_batches", "log_every"}
+_HOW_OFTEN = ("steps", "save_every", "keep", "eval_every", "eval_batches", "log_every", "inspect_every")
+MAY_CHANGE = {*_WHERE_IT_RUNS, *_HOW_OFTEN}
 """Fields that a resumed run may give anew: they change where, how long and how often, not what is trained.
 
 A text may have moved; that it is the same one, `TrainBatches` checks."""
-
-FP8_MULTIPLE = 16
-RECIPE_FIELDS = ("fp8_format", "amax_history_len", "amax_compute_algo", "margin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +49,23 @@ class RunConfig:
         learning_rate, min_learning_rate, warmup_steps, decay_steps: linear warm-up, then a cosine that reaches the
             minimum at ``decay_steps`` and stays there.
         weight_decay, clip_norm, seed: as they say.
-        recipe: ``"none"``, ``"delayed"`` or ``"current"``.
-        fp8_format, amax_history_len, amax_compute_algo, margin: the recipe's fields; None where it has no such field.
+        recipe: a key of `jax_te.recipe.RECIPES`.
+        fp8_format, amax_history_len, amax_compute_algo, margin, use_power_2_scales, use_f32_scales: the recipe's
+            fields; None where it has no such field, otherwise None is filled in with its default.
+        rht, stochastic_rounding, square_blocks: NVFP4's Hadamard transform, stochastic rounding of gradients, and 16 x
+            16 blocks of kernels; as above.
+        fp8_accumulation: ``"fast"`` or ``"precise"``, of all three GEMMs, see `MMParams`; as above.
+        override_linear_precision: the GEMMs that stay in high precision, as `gemm_list` takes them; None for none.
+        fp8_param: hold the kernels quantized, with fp32 masters.
+        bf16_layers_start, bf16_layers_end: first and last layers that stay in high precision.
+        precision_config: text of a precision file, whose rules give layers their own recipes; None without.
         params_dtype, compute_dtype: dtype names.
         backend: ``"auto"``, ``"xla"`` or ``"te"``.
         mesh: as `ParallelConfig.parse` takes it; None for one device and no mesh.
         mesh_axis_type: ``"auto"`` or ``"explicit"``.
         remat: ``"none"``, ``"full"`` or ``"selective"``.
         save_every, keep, eval_every, eval_batches, log_every: cadences.
+        inspect_every: steps between statistics of the quantized tensors; 0 for never.
 
     Raises:
         ValueError: for sizes that do not divide, or values that do not go together. The message names the option.
@@ -89,6 +100,17 @@ class RunConfig:
     amax_history_len: int | None = None
     amax_compute_algo: str | None = None
     margin: int | None = None
+    use_power_2_scales: bool | None = None
+    use_f32_scales: bool | None = None
+    rht: bool | None = None
+    stochastic_rounding: bool | None = None
+    square_blocks: bool | None = None
+    fp8_accumulation: str | None = None
+    override_linear_precision: str | None = None
+    fp8_param: bool = False
+    bf16_layers_start: int = 0
+    bf16_layers_end: int = 0
+    precision_config: str | None = None
     params_dtype: str = "float32"
     compute_dtype: str = "float32"
     backend: str = "auto"
@@ -100,14 +122,21 @@ class RunConfig:
     eval_every: int = 100
     eval_batches: int = 16
     log_every: int = 10
+    inspect_every: int = 0
 
     def __post_init__(self) -> None:
+        self._check_quantized_layers()
         self.transformer_config()
-        self.make_recipe()
+        recipe, rules = self.make_recipe(), self.quantization_rules()
+        for name, default in recipe_defaults(self.recipe).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if self.override_linear_precision is not None:
+            object.__setattr__(self, "override_linear_precision", ",".join(gemm_list(self.override_linear_precision)))
         self._check_schedule()
         self._check_parallel(self.parallel_config())
-        if self.recipe != "none":
-            self._check_fp8()
+        if recipe is not None and rules is None:  # rules may keep a layer out; then its sizes do not matter
+            self._check_alignment(recipe)
 
     @property
     def tokens_per_step(self) -> int:
@@ -143,24 +172,23 @@ class RunConfig:
             hidden_dropout=self.dropout,
             params_dtype=self.params_dtype,
             compute_dtype=self.compute_dtype,
+            first_last_layers_bf16=bool(self.bf16_layers_start or self.bf16_layers_end),
+            num_layers_at_start_in_bf16=self.bf16_layers_start,
+            num_layers_at_end_in_bf16=self.bf16_layers_end,
         )
 
     def make_recipe(self) -> Recipe | None:
         """The precision recipe, or None."""
-        given = {name: getattr(self, name) for name in ("amax_history_len", "amax_compute_algo", "margin")}
-        given = {name: value for name, value in given.items() if value is not None}
-        if self.recipe != "delayed" and given:
-            raise ValueError(f"{option(next(iter(given)))} is for --recipe delayed, and the recipe is {self.recipe}")
-        if self.recipe == "none":
-            if self.fp8_format is not None:
-                raise ValueError("--fp8-format is for --recipe delayed or current, and the recipe is none")
-            return None
-        fp8_format = Format(self.fp8_format or "hybrid")
-        if self.recipe == "delayed":
-            return DelayedScaling(fp8_format=fp8_format, **given)
-        if self.recipe == "current":
-            return Float8CurrentScaling(fp8_format=fp8_format)
-        raise ValueError(f"unknown --recipe {self.recipe!r}; allowed: none, delayed, current")
+        return build_recipe(self.recipe, {name: getattr(self, name) for name in RECIPE_FIELDS})
+
+    def quantization_rules(self) -> RecipeConfig | None:
+        """The rules of the precision file, or None."""
+        return None if self.precision_config is None else quantization_rules(self.precision_config)
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Rows of the layers' inputs."""
+        return self.tokens_per_step // self.microbatches
 
     def parallel_config(self) -> ParallelConfig | None:
         """Sizes of the mesh's axes, or None for no mesh."""
@@ -205,9 +233,25 @@ class RunConfig:
                     f"the next that does: {_next(size, parts)}"
                 )
 
-    def _check_fp8(self) -> None:
-        head = self.hidden_size // self.num_heads
-        tokens = self.tokens_per_step // self.microbatches
+    def _check_quantized_layers(self) -> None:
+        start, end = self.bf16_layers_start, self.bf16_layers_end
+        if self.recipe == "none" and self.precision_config is None:
+            given = {"fp8_param": self.fp8_param, "inspect_every": self.inspect_every}
+            given |= {"bf16_layers_start": start, "bf16_layers_end": end}
+            for name, value in given.items():
+                if value:
+                    raise ValueError(
+                        f"{option(name)} is for runs that quantize, and the recipe is none; give --recipe or "
+                        "--precision-config"
+                    )
+        if start + end > self.num_layers - (self.precision_config is None):  # rules may still reach all layers
+            raise ValueError(
+                f"--bf16-layers-start {start} and --bf16-layers-end {end} leave none of --num-layers "
+                f"{self.num_layers} to --recipe {self.recipe}; keep fewer layers, or use --recipe none"
+            )
+
+    def _check_alignment(self, recipe: Recipe) -> None:
+        head, tokens = self.hidden_size // self.num_heads, self.tokens_per_microbatch
         sizes = {
             f"--hidden-size {self.hidden_size}": self.hidden_size,
             f"--ffn-hidden-size {self.ffn_hidden_size}": self.ffn_hidden_size,
@@ -217,20 +261,11 @@ class RunConfig:
             f"tokens of a microbatch {tokens} (--batch-size x --seq-len / --microbatches)": tokens,
         }
         for what, size in sizes.items():
-            if size % FP8_MULTIPLE:
+            if size % recipe.alignment:
                 raise ValueError(
-                    f"{what} must be a multiple of {FP8_MULTIPLE} for --recipe {self.recipe}; "
-                    f"the next is {_next(size, FP8_MULTIPLE)}"
+                    f"{what} must be a multiple of {recipe.alignment} for --recipe {self.recipe}; "
+                    f"the next is {_next(size, recipe.alignment)}"
                 )
-
-
-def option(name: str) -> str:
-    """The command-line option of a field.
-
-    >>> option("hidden_size")
-    '--hidden-size'
-    """
-    return "--" + name.replace("_", "-")
 
 
 def _next(size: int, multiple: int) -> int:
@@ -278,8 +313,18 @@ def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path)
     """Raise ValueError, naming every field, if values ``given`` now keep ``directory``'s run from being resumed."""
     changed = changed_fields(saved, given)
     if changed:
-        listed = "; ".join(f"{option(name)} is {was} there, {now} here" for name, (was, now) in changed.items())
+        listed = "; ".join(
+            f"{option(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
+            for name, (was, now) in changed.items()
+        )
         raise ValueError(
             f"{directory} holds a run of another configuration: {listed}. Give another --output, or leave these "
             "options out to resume it"
         )
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value in a message; of a file's text, its size and checksum."""
+    if name != "precision_config" or value is None:
+        return str(value)
+    return f"a file of {len(value)} characters (CRC {zlib.crc32(value.encode()):08x})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
-from jax_te.layers.quantizable import quantize_parameters
+from jax_te.layers.quantizable import quantizable_kernels, quantize_parameters
 from jax_te.parallel import auto_region, logical_to_spec, named_sharding
-from jax_te.quantize import QuantizedKernel, split_model
+from jax_te.quantize import QuantizedKernel, prepare_quantization, split_model
+from jax_te.recipe import Recipe, autocast
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of
 from jax_te.typing import Array, LogicalAxes, PyTree
@@ -139,6 +140,44 @@ def create_train_state(
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
         leaves = jax.jit(init, out_shardings=shardings)(key, variables)
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
+    """The state to go on with under another recipe, e.g. FP8 after a start in bf16, or the other way round.
+
+    Quantizer states are made anew (empty histories), kernels that are held quantized are quantized anew from their
+    masters; everything else stays. Call the train step under the new recipe from then on.
+
+    Args:
+        state: of a run; its buffers are shared with the result.
+        recipe: None for no quantization.
+
+    Raises:
+        ValueError: if nothing in the model can be quantized, or for kernels held quantized and no recipe.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import DelayedScaling
+    >>> state = create_train_state(lambda rngs: Linear(16, 16, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
+    >>> len(jax.tree.leaves(change_recipe(state, DelayedScaling()).quantizers))
+    6
+    """
+    model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest, copy=True)
+    prepare_quantization(model, recipe)
+    held = [(path, module, kernel) for path, module, kernel in quantizable_kernels(model) if _is_held(module, kernel)]
+    if held and recipe is None:
+        raise ValueError("kernels are held quantized (fp8_param), so there must be a recipe to quantize them with")
+    exact = dict(nnx.to_flat_state(state.masters))
+    for path, module, kernel in held:
+        getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
+    if held:
+        with autocast(recipe):
+            quantize_parameters(model)
+    graphdef, params, quantizers, rest = split_model(model)
+    return replace(state, graphdef=graphdef, params=params, quantizers=quantizers, rest=rest)
+
+
+def _is_held(module: Any, kernel: str) -> bool:
+    return isinstance(getattr(module, kernel).get_value(), QuantizedKernel)
 
 
 def abstract_train_state(

@@ -18,6 +18,11 @@ def test_it_reports_versions_devices_backends_and_recipes(capsys):
     for recipe in RECIPES:
         assert f"{recipe} on xla" in text
         assert f"{recipe} on te" in text
+    lines = text.splitlines()
+    for recipe in (kind() for kind in RECIPES.values() if kind):
+        support = recipe.supports()
+        line = next(line for line in lines if line.split()[:2] == [recipe.name, "native:" if support else "emulated:"])
+        assert support.reason in line
 
 
 @pytest.mark.parametrize("recipe", [kind() if kind else None for kind in RECIPES.values()], ids=list(RECIPES))

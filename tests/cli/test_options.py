@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from jax_te.cli.main import explain, main
-from jax_te.cli.options import ACTIVATIONS, RECIPES, build_parser
+from jax_te.cli.options import ACTIVATIONS, GEMMS, RECIPES, build_parser
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.config import ACTIVATIONS as ALLOWED_ACTIVATIONS
 from jax_te.models import POSITION_EMBEDDINGS, REMAT
 from jax_te.ops import BACKENDS
 from jax_te.recipe import RECIPES as ALLOWED_RECIPES
+from jax_te.training import run_recipe
 from jax_te.training.run_config import RunConfig, option, write_config
 
 
@@ -35,13 +36,15 @@ def test_every_field_of_the_configuration_is_an_option():
 def test_choices_are_those_of_the_library():
     known = actions("train")
     assert set(known["--recipe"].choices) == set(RECIPES) == set(ALLOWED_RECIPES)
+    assert set(actions("inspect")["--recipe"].choices) == set(ALLOWED_RECIPES) - {"none"}
+    assert GEMMS == run_recipe.GEMMS
     assert set(known["--activation"].choices) == set(ACTIVATIONS) == set(ALLOWED_ACTIVATIONS)
     assert set(known["--backend"].choices) == set(BACKENDS)
     assert set(known["--remat"].choices) == set(REMAT)
     assert set(known["--position-embedding"].choices) == set(POSITION_EMBEDDINGS)
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "doctor"])
+@pytest.mark.parametrize("command", ["train", "sample", "inspect", "doctor"])
 def test_help_says_what_each_option_does_and_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -72,7 +75,7 @@ def test_help_imports_nothing_heavy():
 def test_without_a_command_the_commands_are_listed(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("train", "sample", "doctor", "bench"))
+    assert all(name in text for name in ("train", "sample", "inspect", "doctor", "bench"))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +89,12 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--learning-rate", "nan"], "argument --learning-rate: must be a number > 0, got nan"),
         (["train", "--dropout", "1"], "argument --dropout: must be a number in [0, 1), got 1"),
         (["train", "--preset", "gpt-9t"], "argument --preset: invalid choice: 'gpt-9t'"),
+        (["train", "--override-linear-precision", "wgrad,wgrad"], "must be some of fprop,dgrad,wgrad, each once"),
+        (["train", "--override-linear-precision", "all"], "argument --override-linear-precision: must be some of"),
+        (["train", "--bf16-layers-start", "-1"], "argument --bf16-layers-start: must be an integer >= 0, got -1"),
+        (["train", "--fp8-accumulation", "slow"], "argument --fp8-accumulation: invalid choice: 'slow'"),
+        (["inspect", "--recipe", "none"], "argument --recipe: invalid choice: 'none'"),
+        (["inspect", "--keep-bf16", "0"], "argument --keep-bf16: must be an integer >= 1, got 0"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_status_2(argv, message, capsys):
@@ -127,6 +136,22 @@ def test_a_recipes_fields_are_resolved(tmp_path):
         1,
     )
     assert resolve(parse(), tmp_path)[0].fp8_format is None
+
+
+def test_gemms_are_put_in_order(tmp_path):
+    config, _ = resolve(parse("--recipe", "block", "--override-linear-precision", "wgrad, fprop"), tmp_path)
+    assert config.override_linear_precision == "fprop,wgrad"
+
+
+def test_the_text_of_a_precision_file_is_kept(tmp_path):
+    (tmp_path / "rules.yaml").write_text("configs: {}\n")
+    config, _ = resolve(parse("--precision-config", str(tmp_path / "rules.yaml")), tmp_path / "run")
+    assert config.precision_config == "configs: {}\n"
+    (tmp_path / "rules.yaml").write_text("configs: {a: {}, a: {}}")
+    with pytest.raises(ValueError, match=r"--precision-config .*rules\.yaml: .*key 'a' occurs twice"):
+        resolve(parse("--precision-config", str(tmp_path / "rules.yaml")), tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        resolve(parse("--precision-config", "nowhere"), tmp_path / "run")
 
 
 def test_a_resumed_run_needs_no_option_repeated(tmp_path):

@@ -253,7 +253,7 @@ def test_stochastic_rounding_of_a_layer_is_the_same_on_a_mesh():
             CustomRecipe(qfactory=block_and_mx),
             (8, 32),
             (32, 32),
-            "recipe 'custom': token count 8 must be a multiple of 16",
+            "recipe 'custom': token count 8 must be a multiple of 32",
         ),
     ],
 )

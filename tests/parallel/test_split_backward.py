@@ -16,8 +16,7 @@ from jax.experimental import io_callback
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNormMLP, Linear, TransformerLayer
-from jax_te.parallel import make_mesh
-from jax_te.parallel import split_vjp
+from jax_te.parallel import make_mesh, split_vjp
 from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from tests.meshes import shard, use_mesh

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_te.quantize import amax, compute_scale, next_amax_state, scale_in_use
+from jax_te.quantize import amax, compute_scale, merge_quantizers, next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests import oracles
 from tests.numerics import assert_bitwise, draw
@@ -19,7 +19,7 @@ DTYPES = {E4M3: jnp.float8_e4m3fn, E5M2: jnp.float8_e5m2}
 @pytest.mark.parametrize("margin", [0, 3])
 def test_compute_scale_bitwise(dtype, margin, jit):
     random = np.exp2(np.random.default_rng(0).uniform(-126, 127, 4096)).astype(F32)
-    edges = F32([448.0, 57344.0, 1.0, 1e-30, 1.2e-38, 3.4e38, 5e-36, 2e-34, 0.0, np.inf, -np.inf, np.nan])
+    edges = F32([1e-45, 1e-39, 448.0, 57344.0, 1.0, 1e-30, 1.2e-38, 3.4e38, 5e-36, 2e-34, 0.0, np.inf, -np.inf, np.nan])
     amaxes = np.concatenate([random, edges])
     old = np.exp2(np.random.default_rng(1).uniform(-9, 9, amaxes.size)).astype(F32)
 
@@ -50,6 +50,39 @@ def test_amax(dtype):
     assert jnp.isnan(amax(x.at[1, 2, 0].set(jnp.nan)))
     assert jnp.isinf(amax(x.at[1, 2, 0].set(-jnp.inf)))
     assert float(amax(jnp.zeros((2, 2), dtype))) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", [(0, 0), (77, 131), (143, 271)])
+def test_amax_of_a_large_array_finds_its_nan(dtype, where):
+    """XLA's own maximum on CPU loses a nan in arrays of some thousand values, and between devices."""
+    x = draw("amax", (144, 272), dtype)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.NamedSharding(mesh, jax.P("a"))
+    for fn in (amax, jax.jit(amax)):
+        for value in (x, jax.device_put(x, sharded)):
+            assert_bitwise(fn(value), oracles.amax(x))
+            assert jnp.isnan(fn(value.at[where].set(jnp.nan)))
+            assert jnp.isinf(fn(value.at[where].set(-jnp.inf)))
+
+
+def test_amax_over_axes_and_of_subnormal_values():
+    x = draw("amax", (6, 8, 5))
+    assert_bitwise(amax(x, axis=(0, 2)), np.max(np.abs(np.asarray(x)), axis=(0, 2)))
+    assert_bitwise(amax(jnp.array([1e-39, -1e-40, 0.0])), F32(0))
+
+
+@pytest.mark.parametrize("length", [1, 1024, 8192])
+def test_a_nan_in_a_long_history_or_in_one_of_many_microbatches_is_not_lost(length):
+    recipe = DelayedScaling(amax_history_len=length)
+    history = jnp.ones((length,)).at[length // 2].set(jnp.nan)
+    state = {"scale": jnp.float32(3), "amax_history": history}
+    assert float(jax.jit(lambda s: scale_in_use(s, jnp.float8_e4m3fn, recipe))(state)) == 3.0
+    stacked = {"scale": jnp.full((8,), 3.0), "amax_history": jnp.ones((8, length)).at[5, 0].set(jnp.nan)}
+    merged = jax.jit(merge_quantizers)(stacked)
+    assert jnp.isnan(merged["amax_history"][0])
+    assert_bitwise(merged["amax_history"][1:], np.ones(length - 1, F32))
+    assert_bitwise(merged["scale"], F32(3))
 
 
 def _step(recipe, dtype):

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.ops import dense
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, current_recipe
+from jax_te.quantize import BlockQuantizer, init_gemm_state
+from jax_te.recipe import (
+    RECIPES,
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    autocast,
+    current_recipe,
+    recipe_from_name,
+)
 from tests.numerics import draw, without_type_checker
 
 
@@ -89,3 +98,38 @@ def test_gradients_and_remat_see_the_recipe_of_the_trace():
         quantized = gradient(kernel)
     assert float(jnp.max(jnp.abs(plain - quantized))) > 1e-3
     assert jnp.array_equal(plain, gradient(kernel))
+
+
+def e5m2_blocks(role):
+    return BlockQuantizer(dtype=jnp.float8_e5m2, power_of_two=False)
+
+
+def test_one_jitted_function_under_all_recipes_in_turn_gives_each_its_own_result():
+    # Half of the sum from small times large values: they survive where blocks are small.
+    scales = jnp.exp2(jnp.repeat(jnp.array([-12.0, 0.0]), 32))[None]
+    x, kernel = draw("x", (32, 64)) * scales, draw("kernel", (64, 32)) / scales.T
+    recipes = [recipe_from_name(name) for name in RECIPES] + [CustomRecipe(qfactory=e5m2_blocks)]
+    traces = []
+
+    @jax.jit
+    def layer(x, kernel):
+        recipe = current_recipe()
+        traces.append(recipe)
+        return dense(x, kernel, recipe=recipe, state=init_gemm_state(recipe))
+
+    def under(recipe):
+        with autocast(recipe):
+            return layer(x, kernel)
+
+    first = [under(recipe) for recipe in recipes]
+    interleaved = [[under(recipe) for recipe in order] for order in (recipes[::-1], recipes[::2] + recipes[1::2])]
+    assert traces == recipes, "one trace for each"
+    for results, order in zip(interleaved, (recipes[::-1], recipes[::2] + recipes[1::2]), strict=True):
+        for recipe, result in zip(order, results, strict=True):
+            assert jnp.array_equal(result, first[recipes.index(recipe)])
+    for recipe, result in zip(recipes, first, strict=True):
+        alone = jax.jit(lambda x, k, r=recipe: dense(x, k, recipe=r, state=init_gemm_state(r)))(x, kernel)
+        assert jnp.array_equal(result, alone)
+    for i, one in enumerate(first):
+        for j, other in enumerate(first[:i]):
+            assert not jnp.array_equal(one, other), (recipes[i], recipes[j])

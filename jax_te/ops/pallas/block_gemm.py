@@ -214,7 +214,7 @@ def _gemm(
                     plgpu.wgmma(acc, a_ring.at[slot, rows_of(piece)], b_ring.at[slot].transpose((1, 0)))
                     return acc[...]
 
-                block = pl.run_scoped(product, plgpu.ACC((_PIECE, BLOCK), jnp.float32))
+                block = pl.run_scoped(product, plgpu.ACC((_PIECE, BLOCK), jnp.float32))  # type: ignore
                 if piece == t.pieces - 1:
                     plgpu.barrier_arrive(emptied.at[slot])
                 if square:
@@ -258,7 +258,7 @@ def _gemm(
             multiply(operands[4] if bias is not None else None, out, ring, staged, filled, emptied)
 
     def swizzled(columns: int) -> tuple[Any, ...]:
-        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # type: ignore
 
     ring = (
         plgpu.SMEM((t.stages, t.rows, BLOCK), a.dtype, transforms=swizzled(BLOCK)),

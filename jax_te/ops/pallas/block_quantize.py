@@ -178,7 +178,7 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
         plgpu.wait_smem_to_gmem(0)
 
     def swizzled(itemsize: int) -> tuple[Any, ...]:
-        return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)
+        return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)  # type: ignore
 
     f32 = jnp.float32
     return plgpu.kernel(

@@ -47,7 +47,7 @@ def keep_x(x: Operand) -> Operand:
     """What backward needs of the input: the form whose rows are summed over."""
     if isinstance(x, BlockOperand):
         return hopper.keep_x(x)
-    return QuantizedOperand(rowwise=None, columnwise=x.columnwise) if isinstance(x, QuantizedOperand) else x
+    return QuantizedOperand(rowwise=None, columnwise=_form(x, "rows")) if isinstance(x, QuantizedOperand) else x
 
 
 def keep_kernel(kernel: Operand) -> Operand:
@@ -57,20 +57,20 @@ def keep_kernel(kernel: Operand) -> Operand:
     return QuantizedOperand(rowwise=kernel.rowwise, columnwise=None) if isinstance(kernel, QuantizedOperand) else kernel
 
 
-def _form(operand: Operand, side: str) -> Array | QuantizedTensor:
+def _form(operand: Operand, summed: str) -> Array | QuantizedTensor:
+    """The form of an operand whose ``"rows"`` or ``"columns"`` are summed over."""
     if not isinstance(operand, QuantizedOperand):
         return operand
-    form = operand.rowwise if side == "columns" else operand.columnwise
+    form = operand.rowwise if summed == "columns" or operand.columnwise is None else operand.columnwise
     assert form is not None
+    assert summed == "columns" or form is operand.columnwise or form.serves_both
     return form
 
 
 def _dtype(operand: Operand) -> DTypeLike:
     if not isinstance(operand, QuantizedOperand):
         return operand.dtype
-    form = operand.rowwise if operand.rowwise is not None else operand.columnwise
-    assert form is not None
-    return form.dtype
+    return (operand.columnwise if operand.rowwise is None else operand.rowwise).dtype
 
 
 def _is_blocked(kernel: QuantizedOperand) -> bool:
@@ -100,10 +100,11 @@ def _dot(
         product = jax.lax.dot_general(left, right, dims, precision="highest", preferred_element_type=jnp.float32)
         return product.astype(dtype)
     left, right = (side.dequantize() if isinstance(side, QuantizedTensor) else side for side in (lhs, rhs))
-    compute = jnp.result_type(left.dtype) if isinstance(rhs, QuantizedTensor) else jnp.result_type(right.dtype)
-    return jax.lax.dot_general(
-        left.astype(compute), right.astype(compute), dims, preferred_element_type=jnp.dtype(dtype)
-    )
+    compute = left.dtype if isinstance(rhs, QuantizedTensor) else right.dtype
+    if jnp.dtype(dtype) == jnp.float32 and jax.default_backend() == "cpu":
+        compute = jnp.dtype(jnp.float32)  # XLA's CPU dot has no half-precision operands with an fp32 result
+    left, right = left.astype(compute), right.astype(compute)
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.dtype(dtype))
 
 
 def _dot_parts(lhs: QuantizedTensor, rhs: QuantizedTensor, contract: Contract) -> Array:

@@ -1,0 +1,120 @@
+"""What a run will do, looked at before it starts: the backend of every op, the recipe of every layer."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import jax.numpy as jnp
+
+from jax_te.cli.build import abstract_model
+from jax_te.layers import QuantizableModule, quantizable_modules
+from jax_te.megatron import QuantizationReport
+from jax_te.ops import OPS, AttentionSpec, explain_backend
+from jax_te.quantize import quantizer_for
+from jax_te.recipe import Recipe
+from jax_te.training.module_recipes import LayerRecipes, layer_recipes, recipe_label
+from jax_te.training.precision_rules import apply_rules, rules_without_effect
+from jax_te.training.run_config import RunConfig
+from jax_te.training.run_recipe import option
+
+_LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
+
+
+def explain_backends(config: RunConfig) -> list[str]:
+    """What runs each op of the model and why, one line for each backend and reason; call it inside `contexts`.
+
+    Raises:
+        BackendUnavailableError: if the backend asked for cannot run one of them.
+    """
+    grouped: dict[tuple[str, str], list[str]] = {}
+    recipes = _recipes_in_use(config)
+    for op in OPS:
+        attention = _attention(config) if op == "dot_product_attention" else None
+        for recipe in recipes if op in _LINEAR_OPS else (None,):
+            choice = explain_backend(op, recipe=recipe, attention=attention)
+            label = op if len(recipes) == 1 or op not in _LINEAR_OPS else f"{op} ({recipe_label(recipe)})"
+            grouped.setdefault((choice.backend, choice.reason), []).append(label)
+    if len({backend for backend, _ in grouped}) == 1:  # then the reason that most ops have says it all
+        (backend, reason), _ = max(grouped.items(), key=lambda item: len(item[1]))
+        return [f"{backend} for every op: {reason}"]
+    return [f"{backend} for {', '.join(ops)}: {reason}" for (backend, reason), ops in grouped.items()]
+
+
+def check_precision(config: RunConfig) -> QuantizationReport | None:
+    """What the run's rules do to its model, None without rules; call it inside `contexts`.
+
+    Rules that have no effect are a warning on stderr.
+
+    Raises:
+        ValueError: if they cannot be used; if nothing is quantized and an option is for runs that quantize; for a size
+            that a layer's recipe cannot take; for ``--fp8-param`` with kernels that evaluation quantizes otherwise.
+    """
+    rules = config.quantization_rules()
+    if rules is None:
+        return None
+    model = abstract_model(config)
+    report = apply_rules(model, rules)
+    idle = rules_without_effect(report)
+    if idle is not None:
+        print(f"jax-te: warning: --precision-config: {idle}", file=sys.stderr, flush=True)
+    layers = layer_recipes(model)
+    if all(layer.training is None for layer in layers):
+        for name in ("fp8_param", "inspect_every"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"{option(name)} is for runs that quantize, and --recipe {config.recipe} with the rules of "
+                    "--precision-config quantizes no layer"
+                )
+    for layer, (_, module) in zip(layers, quantizable_modules(model), strict=True):
+        _check_layer(config, layer, module)
+    return report
+
+
+def _check_layer(config: RunConfig, layer: LayerRecipes, module: QuantizableModule) -> None:
+    kernels = [quantizer_for(recipe, "kernel") for recipe in (layer.training, layer.evaluation)]
+    if config.fp8_param and None not in kernels and kernels[0] != kernels[1]:
+        raise ValueError(
+            f"--fp8-param holds the kernels of {layer.module} as {recipe_label(layer.training)} has them, and its rule "
+            f"in --precision-config evaluates under {recipe_label(layer.evaluation)}; leave one of them out"
+        )
+    for recipe in filter(None, (layer.training, layer.evaluation)):
+        for kernel in module.kernels:
+            rows, *columns = getattr(module, kernel).get_value().shape
+            tokens = config.tokens_per_microbatch
+            sizes = {"input size": rows, "output size": math.prod(columns), "tokens of a microbatch": tokens}
+            for what, size in sizes.items():
+                if size % recipe.alignment:
+                    raise ValueError(
+                        f"--precision-config: {layer.module} runs under {recipe.name}, whose sizes must be multiples "
+                        f"of {recipe.alignment}, and the {what} of its {kernel} is {size}; keep this layer in high "
+                        "precision, or change the size"
+                    )
+
+
+def _recipes_in_use(config: RunConfig) -> list[Recipe | None]:
+    """Every recipe that a layer trains under."""
+    rules, ambient = config.quantization_rules(), config.make_recipe()
+    if rules is None:
+        kept = config.bf16_layers_start or config.bf16_layers_end
+        return [ambient, None] if kept else [ambient]
+    model = abstract_model(config)
+    apply_rules(model, rules)
+    return list(dict.fromkeys(layer.training for layer in layer_recipes(model)))
+
+
+def _attention(config: RunConfig) -> AttentionSpec:
+    d = config.hidden_size // config.num_heads
+    return AttentionSpec(
+        dtype=jnp.dtype(config.compute_dtype),
+        batch=config.batch_size // config.microbatches,
+        q_length=config.seq_len,
+        kv_length=config.seq_len,
+        heads=config.num_heads,
+        groups=config.num_query_groups,
+        head_dim=d,
+        mask_type="causal",
+        scale=d**-0.5,
+        dropout_rate=config.dropout,
+        packed=config.position_embedding != "rope" and config.num_heads == config.num_query_groups,
+    )

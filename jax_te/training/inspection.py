@@ -1,0 +1,267 @@
+"""Statistics of every tensor that a model quantizes, and scales for delayed scaling from them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.layers import name_modules, quantizable_modules
+from jax_te.parallel import constrain
+from jax_te.quantize import ROLES, QuantizedKernel, max_merging, prepare_quantization, split_model
+from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
+from jax_te.training.gradients import LossFn, check_loss
+from jax_te.training.masters import full_precision
+from jax_te.training.state import TrainState
+from jax_te.typing import Array, PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorStatistics:
+    """What quantization does to one tensor of a model, see `jax_te.quantize.observe.quantization_statistics`.
+
+    Where a tensor is quantized more than once, ``amax`` is the largest, ``scale`` the smallest, and the others are
+    means.
+
+    Args:
+        module: path of the layer; with the kernel's name behind it where a layer has two.
+        role: ``"x"`` (the input), ``"kernel"`` or ``"grad"`` (the gradient of the output).
+        format: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``.
+        amax, scale, underflow, saturation, mse, relative_mse: the statistics.
+    """
+
+    module: str
+    role: str
+    format: str
+    amax: float
+    scale: float
+    underflow: float
+    saturation: float
+    mse: float
+    relative_mse: float
+
+    @property
+    def error_db(self) -> float:
+        """``relative_mse`` in decibels: ``10 log10``; -inf where nothing was lost.
+
+        >>> zeros = dict.fromkeys(("amax", "scale", "underflow", "saturation", "mse"), 0.0)
+        >>> TensorStatistics(module="proj", role="x", format="e4m3", relative_mse=0.001, **zeros).error_db
+        -30.0
+        """
+        if math.isnan(self.relative_mse):
+            return math.nan
+        return 10.0 * math.log10(self.relative_mse) if self.relative_mse > 0.0 else -math.inf
+
+
+def inspect_precision(
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Array | None = None, loss_scale: float | Array = 1.0
+) -> list[TensorStatistics]:
+    """Run a loss forward and backward, and look at every tensor that is quantized on the way.
+
+    Call it under the recipe, ``with autocast(recipe):``. The model stays as it is; delayed scaling uses the scales that
+    its states give (see `calibrate_delayed_scaling` for a model without a past).
+
+    Args:
+        model: any model with layers of `jax_te.layers`, in training mode.
+        loss_fn: ``(model, batch, key) -> [ ]``.
+        batch, key: what it gets.
+        loss_scale: multiplies the loss, as in fp16 training.
+
+    Returns:
+        One entry for each quantized tensor, layers in the model's order, roles in that of `ROLES`.
+
+    Raises:
+        ValueError: if nothing is quantized; if kernels are held quantized, so that there is nothing to compare with.
+
+    >>> from jax_te.layers import Linear
+    >>> with autocast(Float8CurrentScaling()):
+    ...     model = Linear(32, 16, rngs=nnx.Rngs(0))
+    ...     found = inspect_precision(model, lambda model, x, key: jnp.mean(model(x) ** 2), jnp.ones((16, 32)))
+    >>> [(tensor.role, tensor.format) for tensor in found]
+    [('x', 'e4m3'), ('kernel', 'e4m3'), ('grad', 'e5m2')]
+    """
+    graphdef, params, quantizers, rest = split_model(model)
+    if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
+        raise ValueError(
+            "the model holds quantized kernels, whose exact values are gone; inspect exact_model(state), which takes "
+            "the fp32 masters, or a model that was not given to quantize_parameters"
+        )
+    with observe_quantization() as observer:
+        _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, loss_scale)
+    if not observer.records:
+        raise ValueError(
+            "nothing was quantized; call it inside `with autocast(recipe):`, and have at least one layer of "
+            "jax_te.layers that is not kept in high precision"
+        )
+    return _statistics(observer)
+
+
+def make_inspection(
+    loss_fn: LossFn, *, microbatches: int = 1
+) -> Callable[[TrainState, PyTree], list[TensorStatistics]]:
+    """``inspect(state, batch)``: the statistics of the train step that would follow, which it does not touch.
+
+    It computes that step's gradients on its own, from the same parameters, scales, loss scale, dropout keys and
+    microbatches, and throws them away. So a step is the same, bit for bit, whether it was inspected or not. Compiled at
+    the first call.
+
+    Args:
+        loss_fn, microbatches: as for `make_train_step`.
+
+    >>> import optax
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.training.state import create_train_state
+    >>> inspect = make_inspection(lambda model, x, key: jnp.mean(model(x) ** 2))
+    >>> with autocast(Float8CurrentScaling()):
+    ...     state = create_train_state(lambda rngs: Linear(32, 16, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
+    ...     len(inspect(state, jnp.ones((16, 32))))
+    3
+    """
+    observer, probe = Observer(), _probe(loss_fn)
+
+    def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
+        params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
+        observer.records.clear()
+        with observe_quantization(observer):
+            for index in range(microbatches):
+                part = jax.tree.map(functools.partial(_part, index=index, parts=microbatches), batch)
+                part_key = jax.random.fold_in(key, index)
+                probe(state.graphdef, params, state.quantizers, state.rest, part, part_key, state.scaler.scale)
+        return _statistics(observer)
+
+    return inspect
+
+
+def exact_model(state: TrainState) -> Any:
+    """``state.model``, but kernels that are held quantized (``fp8_param``) are their fp32 masters.
+
+    >>> import optax
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.training.state import create_train_state
+    >>> with autocast(Float8CurrentScaling()):
+    ...     make = lambda rngs: Linear(32, 16, rngs=rngs)
+    ...     state = create_train_state(make, optax.sgd(0.1), key=jax.random.key(0), fp8_param=True)
+    >>> exact_model(state).kernel.get_value().dtype
+    dtype('float32')
+    """
+    return nnx.merge(state.graphdef, _exact_parameters(state), state.quantizers, state.rest, copy=True)
+
+
+def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
+    """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that its scales fit at once.
+
+    Without a past, delayed scaling quantizes its first step with scale 1, which loses nearly all gradients. The amaxes
+    are those of a pass under `Float8CurrentScaling` of the same format.
+
+    Args:
+        model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest.
+        loss_fn, batch: as for `inspect_precision`.
+        recipe: if it has no state, the model's states are taken away and nothing is computed.
+
+    >>> from jax_te.layers import Linear
+    >>> model, recipe = Linear(32, 16, rngs=nnx.Rngs(0)), DelayedScaling(amax_history_len=2)
+    >>> calibrate_delayed_scaling(model, lambda model, x, key: jnp.mean(model(x) ** 2), jnp.ones((16, 32)), recipe)
+    >>> model.quantizers["x"]["amax_history"].tolist()
+    [1.0, 0.0]
+    """
+    prepare_quantization(model, recipe)
+    if not isinstance(recipe, DelayedScaling):
+        return
+    with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
+        found = {(tensor.module, tensor.role): tensor.amax for tensor in inspect_precision(model, loss_fn, batch)}
+    for path, module in quantizable_modules(model):
+        for kernel, attribute in module.kernels.items():
+            variable = getattr(module, attribute)
+            if variable is None:
+                continue
+            name = (path or "unnamed") if len(module.kernels) == 1 else f"{path}.{kernel}"
+            state = variable.get_value()
+            for role in ROLES:
+                history = state[role]["amax_history"].at[..., 0].set(found[name, role])
+                state = {**state, role: {**state[role], "amax_history": history}}
+            variable.set_value(state)
+
+
+def _probe(loss_fn: LossFn) -> Callable[..., Array]:
+    """A jitted forward and backward pass that gives the loss, and is there for what its tensors show on the way."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def probe(
+        graphdef: Any,
+        params: PyTree,
+        quantizers: PyTree,
+        rest: PyTree,
+        batch: PyTree,
+        key: Array | None,
+        loss_scale: float | Array,
+    ) -> Array:
+        batch = jax.tree.map(lambda leaf: constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1))), batch)
+
+        def scaled_loss(params: PyTree, quantizers: PyTree) -> Array:
+            model = nnx.merge(graphdef, params, quantizers, rest, copy=True)
+            name_modules(model)
+            return check_loss(loss_fn(model, batch, key)).astype(jnp.float32) * loss_scale
+
+        # allow_int: the dtype of max_merging is no ordinary float.
+        differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), allow_int=True)
+        return differentiate(params, max_merging(quantizers))[0]
+
+    return probe
+
+
+def _exact_parameters(state: TrainState) -> nnx.State:
+    """The parameters, with fp32 masters in place of those that are held quantized."""
+    full = dict(nnx.to_flat_state(full_precision(state.params, state.masters)))
+    return nnx.from_flat_state(
+        [
+            (path, full[path] if isinstance(variable.get_value(), QuantizedKernel) else variable)
+            for path, variable in nnx.to_flat_state(state.params)
+        ]
+    )
+
+
+def _part(leaf: Any, *, index: int, parts: int) -> Any:
+    size = leaf.shape[0] // parts
+    return leaf[index * size : (index + 1) * size]
+
+
+def _statistics(observer: Observer) -> list[TensorStatistics]:
+    return [
+        TensorStatistics(module=module, role=role, format=observer.formats[module, role], **_merged(rows))
+        for (module, role), rows in sorted(observer.records.items(), key=lambda item: _order(*item[0]))
+    ]
+
+
+def _merged(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Several observations of one tensor as one; nan wins."""
+    columns = {name: [row[name] for row in rows] for name in STATISTICS}
+    return {name: _MERGE.get(name, _mean)(values) for name, values in columns.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def _max(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _min(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else min(values)
+
+
+_MERGE: dict[str, Callable[[list[float]], float]] = {"amax": _max, "scale": _min}
+
+
+def _order(module: str, role: str) -> tuple[Any, ...]:
+    """Sorting key with which layer 2 comes before layer 10."""
+    parts = tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", module))
+    return parts, ROLES.index(role)  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""Which recipe each layer of a model runs under, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flax import nnx
+
+from jax_te.layers import QuantizableModule, quantizable_modules
+from jax_te.megatron import TwoModeRecipe
+from jax_te.recipe import Recipe, current_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecipes:
+    """The recipes of one quantizable layer.
+
+    Args:
+        module: its path in the model.
+        kind: name of its class.
+        training, evaluation: recipe in each mode; None is high precision.
+        why: what decided it, in words.
+    """
+
+    module: str
+    kind: str
+    training: Recipe | None
+    evaluation: Recipe | None
+    why: str
+
+
+def layer_recipes(model: nnx.Module) -> list[LayerRecipes]:
+    """The recipes that the quantizable layers of ``model`` run under here, i.e. under the ambient recipe.
+
+    >>> from jax_te.layers import MultiheadAttention, keep_in_high_precision
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> model = MultiheadAttention(16, 2, rngs=nnx.Rngs(0))
+    >>> _ = keep_in_high_precision(model.proj)
+    >>> with autocast(Float8CurrentScaling()):
+    ...     [(layer.module, layer.why) for layer in layer_recipes(model)]
+    [('proj', 'kept in high precision, as a first or last layer'), ('qkv', 'the ambient recipe')]
+    """
+    return [_describe(path, module) for path, module in quantizable_modules(model)]
+
+
+def recipe_label(recipe: Recipe | None) -> str:
+    """A recipe's short name, or that there is none.
+
+    >>> recipe_label(None)
+    'high precision'
+    """
+    return "high precision" if recipe is None else recipe.name
+
+
+def _describe(path: str, module: QuantizableModule) -> LayerRecipes:
+    ambient, own = None if module.high_precision else current_recipe(), module.module_recipe
+    training, evaluation = (ambient if own is None else own.resolve(ambient, training=mode) for mode in (True, False))
+    reasons = [_why(module, ambient, training=mode) for mode in (True, False)]
+    why = reasons[0] if reasons[0] == reasons[1] else f"in training: {reasons[0]}; in evaluation: {reasons[1]}"
+    return LayerRecipes(module=path, kind=type(module).__name__, training=training, evaluation=evaluation, why=why)
+
+
+def _why(module: QuantizableModule, ambient: Recipe | None, *, training: bool) -> str:
+    own = module.module_recipe
+    outside = "the ambient recipe" if current_recipe() is not None else "no ambient recipe"
+    if module.high_precision:
+        outside = "kept in high precision, as a first or last layer"
+    if own is None:
+        return outside
+    flags = own.in_evaluation if isinstance(own, TwoModeRecipe) and not training else own
+    if ambient is None:
+        acts, where = flags.override_nonquantized_autocast, "nothing else is quantized"
+    else:
+        acts, where = flags.override_quantized_autocast, "there is an ambient recipe"
+    return "its own rule" if acts else f"{outside}; its own rule does not act where {where}"

@@ -1,0 +1,213 @@
+"""How much quantizing each layer alone changes a model's loss and gradients, and rules that keep the worst out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import yaml
+from flax import nnx
+
+from jax_te.layers import quantizable_modules
+from jax_te.layers.quantizable import keep_kernels, quantizable_kernels
+from jax_te.megatron import TE_CONFIG_TYPE_KEY
+from jax_te.parallel import constrain
+from jax_te.quantize import QuantizedKernel, split_model
+from jax_te.recipe import Recipe, autocast
+from jax_te.training.gradients import LossFn, check_loss
+from jax_te.training.inspection import calibrate_delayed_scaling
+from jax_te.typing import Array, PyTree
+
+Measure = Callable[[PyTree, PyTree], tuple[Array, PyTree]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSensitivity:
+    """What quantizing one layer, and no other, does.
+
+    Args:
+        module: path of the layer.
+        kind: name of its class.
+        loss_increase: the mean loss with it quantized, minus that with nothing quantized.
+        gradient_error: ``|g - g0| / |g0|``, with ``g`` and ``g0`` the gradients of all parameters with it quantized and
+            with nothing quantized, over all batches.
+    """
+
+    module: str
+    kind: str
+    loss_increase: float
+    gradient_error: float
+
+
+def sensitivity(
+    model: nnx.Module, loss_fn: LossFn, batches: Sequence[PyTree], recipe: Recipe
+) -> list[ModuleSensitivity]:
+    """Quantize each layer alone, and rank the layers by what it does to the gradient, worst first.
+
+    All layers are treated alike: whatever rules they have of their own, here they run under ``recipe`` or in high
+    precision. One program is compiled, with a switch for each layer; it runs once for each layer and batch. Delayed
+    scaling is calibrated on the first batch, see `calibrate_delayed_scaling`.
+
+    The gradient's error is the better signal: it is never negative, and far from 0 where the loss's difference drowns
+    in rounding. A layer's share of the loss is for seeing that the ranking matters at all.
+
+    Args:
+        model: stays as it is. Gradients of kernels are taken in fp32, those of other parameters in their dtype.
+        loss_fn: ``(model, batch, key) -> [ ]``; it gets the key None.
+        batches: at least one.
+        recipe: to quantize with.
+
+    Raises:
+        TypeError: if ``recipe`` is None.
+        ValueError: without batches; if no layer can be quantized, or kernels are held quantized (see `exact_model`).
+
+    >>> from jax_te.layers import MultiheadAttention
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> model = MultiheadAttention(32, 2, rngs=nnx.Rngs(0))
+    >>> batch = jax.random.normal(jax.random.key(0), (2, 16, 32))
+    >>> found = sensitivity(model, lambda model, x, key: jnp.mean(model(x) ** 2), [batch], Float8CurrentScaling())
+    >>> sorted(layer.module for layer in found), 0.0 < found[-1].gradient_error <= found[0].gradient_error
+    (['proj', 'qkv'], True)
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"sensitivity needs a recipe to quantize with, got {recipe!r}; e.g. Float8CurrentScaling()")
+    if not batches:
+        raise ValueError("sensitivity needs at least one batch, got none")
+    model = _plain_copy(model)
+    calibrate_delayed_scaling(model, loss_fn, batches[0], recipe)
+    kinds = {path: type(module).__name__ for path, module in quantizable_modules(model)}
+    measure, off = _switched_measure(model, loss_fn)
+    totals = {path: [0.0, 0.0] for path in kinds}
+    norm = 0.0
+    with autocast(recipe):
+        for batch in batches:
+            loss0, gradient0 = measure(off, batch)
+            norm += float(_squared_norm(gradient0))
+            for path, total in totals.items():
+                loss, gradient = measure(_turned_on(off, path), batch)
+                total[0] += float(loss) - float(loss0)
+                total[1] += float(_squared_distance(gradient, gradient0))
+    found = [
+        ModuleSensitivity(
+            module=path,
+            kind=kinds[path],
+            loss_increase=increase / len(batches),
+            gradient_error=(distance / norm) ** 0.5 if norm > 0.0 else float("nan"),
+        )
+        for path, (increase, distance) in totals.items()
+    ]
+    return sorted(found, key=lambda layer: -layer.gradient_error)
+
+
+def keep_in_bf16_rules(modules: Sequence[str]) -> str:
+    """A precision file that keeps these layers in high precision and leaves the others to the ambient recipe.
+
+    Args:
+        modules: paths of layers, at least one.
+
+    Returns:
+        YAML as `jax_te.megatron.load_quantization_recipe` reads it.
+
+    Raises:
+        ValueError: for no path.
+
+    >>> print(keep_in_bf16_rules(["layers.0.layernorm_mlp"]))
+    configs:
+      bf16:
+        transformer_engine_config_type: TEQuantizationParams
+        training_recipe: {}
+    matchers:
+      layers.0.layernorm_mlp:
+        enabled: true
+        type: glob
+        pattern: layers.0.layernorm_mlp
+        config: bf16
+    <BLANKLINE>
+    """
+    if not modules:
+        raise ValueError("keep_in_bf16_rules needs the path of at least one layer")
+    payload = {TE_CONFIG_TYPE_KEY: "TEQuantizationParams", "training_recipe": {}}
+    rules = {path: {"enabled": True, "type": "glob", "pattern": path, "config": "bf16"} for path in modules}
+    return yaml.safe_dump({"configs": {"bf16": payload}, "matchers": rules}, sort_keys=False)
+
+
+class _Switch(nnx.Variable):
+    """Whether a layer is quantized, bool ``[]``: an input of the compiled program."""
+
+
+@functools.cache
+def _switched(kind: type) -> type:
+    """The layer class with a switch: its calls are quantized, or not, as the program's input says."""
+
+    class Switched(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            def quantized() -> Any:
+                return kind.__call__(self, *args, **kwargs)
+
+            def plain() -> Any:
+                with autocast(None):
+                    return kind.__call__(self, *args, **kwargs)
+
+            return jax.lax.cond(self.switch[...], quantized, plain)
+
+    return Switched
+
+
+def _plain_copy(model: nnx.Module) -> Any:
+    """The model in variables of its own, its layers without rules of their own."""
+    graphdef, params, quantizers, rest = split_model(model)
+    if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
+        raise ValueError(
+            "the model holds quantized kernels, which cannot be computed without their quantization; give "
+            "exact_model(state), which takes the fp32 masters"
+        )
+    copy: Any = nnx.merge(graphdef, params, quantizers, rest, copy=True)
+    for _, module in quantizable_modules(copy):
+        module.module_recipe, module.high_precision = None, False
+    return copy
+
+
+def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
+    """``measure(switches, batch) -> (loss, gradients)``, and the switches, all off. Gives the layers switches."""
+    for _, module in quantizable_modules(model):
+        kind: Any = type(module)
+        module.__class__ = _switched(kind)
+        setattr(module, "switch", _Switch(jnp.zeros((), bool)))  # noqa: B010 - an attribute of the class given above
+    graphdef, switches, params, rest = nnx.split(model, _Switch, nnx.Param, ...)
+    kernels = [getattr(module, name).get_value() for _, module, name in quantizable_kernels(model)]
+    places = [None if kernel.dtype == jnp.float32 else jnp.zeros_like(kernel, jnp.float32) for kernel in kernels]
+
+    @jax.jit
+    def run(switches: PyTree, params: PyTree, rest: PyTree, places: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+        batch = jax.tree.map(lambda leaf: constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1))), batch)
+
+        def loss(params: PyTree, places: list[Array | None]) -> Array:
+            model = nnx.merge(graphdef, switches, params, rest, copy=True)
+            keep_kernels(model, [None] * len(places), places)
+            return check_loss(loss_fn(model, batch, None)).astype(jnp.float32)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, places)
+
+    return lambda switches, batch: run(switches, params, rest, places, batch), switches
+
+
+def _turned_on(switches: nnx.State, path: str) -> nnx.State:
+    flat = [
+        (key, variable.replace(jnp.asarray(".".join(map(str, key[:-1])) == path)))
+        for key, variable in nnx.to_flat_state(switches)
+    ]
+    return nnx.from_flat_state(flat)
+
+
+def _squared_norm(tree: PyTree) -> Array:
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)), jnp.float32(0.0))
+
+
+@jax.jit
+def _squared_distance(one: PyTree, other: PyTree) -> Array:
+    wide = (jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree) for tree in (one, other))
+    return _squared_norm(jax.tree.map(jnp.subtract, *wide))

@@ -1,0 +1,159 @@
+"""jax-te inspect on a micro run."""
+
+import json
+
+import pytest
+import yaml
+
+from jax_te.cli.main import main
+from jax_te.megatron import load_quantization_recipe
+from tests.cli.runs import MICRO, assert_refused
+
+OPTIONS = ["--num-layers", "2", "--steps", "4", "--recipe", "current", "--bf16-layers-start", "1", "--fp8-param"]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """The folder of a finished run under current scaling whose first layer is not quantized."""
+    output = tmp_path_factory.mktemp("runs") / "quantized"
+    assert main(["train", "--output", str(output), *MICRO, *OPTIONS]) == 0
+    return output
+
+
+def inspect(output, *argv):
+    return main(["inspect", "--output", str(output), *map(str, argv)])
+
+
+def as_json(capsys, output, *argv):
+    capsys.readouterr()
+    assert inspect(output, *argv, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def rules(folder, pattern, recipe="{}"):
+    payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": yaml.safe_load(recipe)}
+    rule = {"enabled": True, "type": "glob", "pattern": pattern, "config": "mine"}
+    (folder / "rules.yaml").write_text(yaml.safe_dump({"configs": {"mine": payload}, "matchers": {"rule": rule}}))
+    return folder / "rules.yaml"
+
+
+def test_a_table_of_every_quantized_tensor(quantized, capsys):
+    capsys.readouterr()
+    assert inspect(quantized) == 0
+    shown = capsys.readouterr()
+    header, ruler, *rows = shown.out.splitlines()
+    assert header.split() == ["module", "tensor", "format", "amax", "scale", "underflow", "%", "saturation", "%",
+                              "error", "dB"]  # fmt: skip
+    assert set(ruler) == {"-", " "}
+    assert len(rows) == 4 * 3
+    assert rows[0].split()[:3] == ["layers.1.layernorm_mlp.wi_kernel", "x", "e4m3"]
+    assert rows[2].split()[1:3] == ["grad", "e5m2"]
+    assert shown.err == f"{quantized}, step 4, recipe current\n"
+
+
+@pytest.mark.parametrize(("recipe", "low", "high"), [("delayed", -36, -20), ("nvfp4", -25, -10)])
+def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high):
+    found = as_json(capsys, quantized, "--recipe", recipe, "--batch-size", "2")
+    assert (found["recipe"], found["step"]) == (recipe, 4)
+    assert len(found["tensors"]) == 12
+    for tensor in found["tensors"]:
+        assert low < tensor["error_db"] < high
+        assert tensor["underflow"] < 0.3
+
+
+def test_recipes_and_why(quantized, tmp_path, capsys):
+    modules = {module.pop("module"): module for module in as_json(capsys, quantized, "--recipes")["modules"]}
+    assert modules["layers.0.layernorm_mlp"] == {
+        "kind": "LayerNormMLP",
+        "training": "high precision",
+        "evaluation": "high precision",
+        "why": "kept in high precision, as a first or last layer",
+    }
+    assert modules["layers.1.self_attention.proj"]["why"] == "the ambient recipe"
+    file = rules(tmp_path, "layers.1.*mlp", "{fp8_quantization_recipe: mxfp8}")
+    assert inspect(quantized, "--recipes", "--precision-config", file) == 0
+    report, table = capsys.readouterr().out.split("\n\n")
+    assert "layers left to the ambient recipe: layers.0.layernorm_mlp" in report
+    assert any(line.split()[:4] == ["layers.1.layernorm_mlp", "LayerNormMLP", "mxfp8", "mxfp8"] for line in
+               table.splitlines())  # fmt: skip
+    assert as_json(capsys, quantized, "--recipes", "--precision-config", file)["rules"][3]["matcher"] == "rule"
+
+
+def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
+    found = as_json(capsys, quantized, "--precision-config", rules(tmp_path, "*qkv"))
+    assert {tensor["module"] for tensor in found["tensors"]} == {
+        "layers.1.layernorm_mlp.wi_kernel", "layers.1.layernorm_mlp.wo_kernel", "layers.1.self_attention.proj"
+    }  # fmt: skip
+    assert found["unused_matchers"] == []
+
+
+def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
+    file = tmp_path / "keep.yaml"
+    found = as_json(capsys, quantized, "--sensitivity", "--batches", "1", "--keep-bf16", "2", "--write", file)
+    errors = [module["gradient_error"] for module in found["modules"]]
+    assert errors == sorted(errors, reverse=True)
+    assert len(errors) == 6
+    assert all(1e-5 < error < 1.0 for error in errors)
+    assert found["keep_bf16"] == [module["module"] for module in found["modules"][:2]]
+    assert [matcher.pattern for matcher in load_quantization_recipe(file).matchers] == found["keep_bf16"]
+    assert "at step 4" in file.read_text()
+    options = [*MICRO, *OPTIONS[:4], "--recipe", "current", "--precision-config", str(file)]
+    assert main(["train", "--output", str(tmp_path / "run"), *options]) == 0
+    assert capsys.readouterr().err == ""
+    modules = as_json(capsys, tmp_path / "run", "--recipes")["modules"]
+    kept = {module["module"] for module in modules if module["training"] == "high precision"}
+    assert kept == set(found["keep_bf16"])
+    assert {module["why"] for module in modules} == {"its own rule", "the ambient recipe"}
+
+
+def test_sensitivity_as_a_table(quantized, capsys):
+    capsys.readouterr()
+    assert inspect(quantized, "--sensitivity", "--batches", "1", "--keep-bf16", "1") == 0
+    header, _, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["module", "class", "keep", "gradient", "error", "loss", "increase"]
+    assert first.split()[2] == "bf16"
+    assert "bf16" not in second
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["--output", "nowhere"], ["nowhere holds no run", "jax-te train --output nowhere"]),
+        (["--recipes", "--sensitivity"], ["--recipes and --sensitivity"]),
+        (["--batches", "2"], ["--batches is for --sensitivity"]),
+        (["--keep-bf16", "2"], ["--keep-bf16 is for --sensitivity"]),
+        (["--sensitivity", "--write", "new.yaml"], ["--write is for --keep-bf16"]),
+        (["--sensitivity", "--keep-bf16", "1", "--write", __file__], ["--write", "exists"]),
+        (["--sensitivity", "--keep-bf16", "7"], ["--keep-bf16 7", "6 layers"]),
+        (["--sensitivity", "--precision-config", "x.yaml"], ["leave --precision-config out"]),
+        (["--recipes", "--data", "."], ["--recipes computes nothing", "--data"]),
+        (["--batch-size", "1", "--recipe", "mxfp8", "--data", "no/such"], ["no such file or folder", "no/such"]),
+        (["--precision-config", "no.yaml"], ["no.yaml: No such file"]),
+    ],
+)
+def test_what_is_refused(quantized, argv, texts, capsys):
+    argv = argv if "--output" in argv else ["--output", str(quantized), *argv]
+    status = main(["inspect", *argv])
+    error = capsys.readouterr().err.removeprefix(f"{quantized}, step 4, recipe current\n")
+    error = error.removeprefix(f"{quantized}, step 4, recipe mxfp8\n")
+    assert_refused(status, error, *texts)
+
+
+def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
+    for argv in ([], ["--sensitivity"]):
+        status = inspect(trained, *argv)
+        error = capsys.readouterr().err.removeprefix(f"{trained}, step 12, recipe high precision\n")
+        assert_refused(status, error, "--recipe")
+    found = as_json(capsys, trained, "--recipe", "current")
+    assert len(found["tensors"]) == 12
+    assert inspect(trained, "--recipes") == 0
+    assert "no ambient recipe" in capsys.readouterr().out
+
+
+def test_tokens_that_a_recipe_cannot_take(tmp_path, capsys):
+    options = [*MICRO, "--seq-len", "24", "--steps", "2", "--warmup-steps", "0"]
+    assert main(["train", "--output", str(tmp_path), *options]) == 0
+    capsys.readouterr()
+    status = inspect(tmp_path, "--recipe", "mxfp8", "--batch-size", "1")
+    error = capsys.readouterr().err.removeprefix(f"{tmp_path}, step 2, recipe mxfp8\n")
+    assert_refused(status, error, "--batch-size 1 of 24 bytes", "multiple of 32")

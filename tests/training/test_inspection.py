@@ -1,0 +1,266 @@
+"""Statistics of quantized tensors: against NumPy, on meshes, and without a trace in the training they look at."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import Linear, keep_in_high_precision, quantize_parameters
+from jax_te.models import GPTModel
+from jax_te.quantize import prepare_quantization
+from jax_te.quantize.observe import STATISTICS
+from jax_te.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    ModuleRecipe,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    autocast,
+)
+from jax_te.training import DynamicLossScale, create_train_state, make_train_step
+from jax_te.training.inspection import (
+    TensorStatistics,
+    calibrate_delayed_scaling,
+    exact_model,
+    inspect_precision,
+    make_inspection,
+)
+from jax_te.training.module_recipes import layer_recipes
+from tests.meshes import use_mesh
+from tests.numerics import draw
+from tests.training.toy import assert_same
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 64}
+LIMITS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}
+
+
+def gpt(rngs, num_layers=1, **changes):
+    config = TransformerConfig(num_layers=num_layers, **SIZES)
+    return GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=rngs, **changes)
+
+
+def gpt_loss(model, batch, key):
+    return model.loss(batch["tokens"], batch["labels"], dropout_key=key)
+
+
+def gpt_batch(size=8):
+    tokens = np.random.default_rng(0).integers(0, 64, (size, 17)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+class Pair(nnx.Module):
+    """Two layers with an activation between them."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([Linear(32, 64, rngs=rngs), Linear(64, 32, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](jax.nn.gelu(self.layers[0](x)))
+
+
+def pair_loss(model, batch, key):
+    noise = jax.random.normal(key, batch.shape)  # as dropout would, it depends on the step and the microbatch
+    return jnp.mean(jnp.square(model(batch + noise) - batch))
+
+
+def linear_loss(model, batch, key):
+    """Its gradient with respect to the layer's output is ``batch["dy"]``."""
+    return jnp.vdot(model(batch["x"]), batch["dy"])
+
+
+def linear_batch():
+    x = np.asarray(draw("x", (32, 64))).copy()
+    x[3, 5] = 300.0  # so that small values underflow
+    x[:, 7] *= 1e-4
+    return {"x": jnp.asarray(x), "dy": draw("dy", (32, 48), scale=1e-6)}
+
+
+def in_numpy(x, name, scale=None):
+    """The statistics of a per-tensor quantization, computed another way."""
+    kind, limit = LIMITS[name]
+    x = np.asarray(x, np.float64)
+    scale = float(np.float32(limit) / np.float32(np.abs(x).max())) if scale is None else scale
+    values = np.clip(x * scale, -limit, limit).astype(np.float32).astype(kind).astype(np.float64) / scale
+    return {
+        "amax": np.abs(x).max(),
+        "scale": scale,
+        "underflow": ((values == 0) & (x != 0)).sum() / (x != 0).sum(),
+        "saturation": (np.abs(x) > limit / scale * (1 + 1e-6)).mean(),
+        "mse": ((values - x) ** 2).mean(),
+        "relative_mse": ((values - x) ** 2).mean() / (x**2).mean(),
+    }
+
+
+def assert_statistics(tensor, expected):
+    for name in STATISTICS:
+        assert getattr(tensor, name) == pytest.approx(expected[name], rel=1e-4, abs=1e-30), (tensor, name)
+
+
+def test_statistics_are_those_that_numpy_computes():
+    batch = linear_batch()
+    with autocast(Float8CurrentScaling()):
+        model = Linear(64, 48, bias=False, rngs=nnx.Rngs(0))
+        found = {tensor.role: tensor for tensor in inspect_precision(model, linear_loss, batch)}
+    tensors = {"x": (batch["x"], "e4m3"), "kernel": (model.kernel[...], "e4m3"), "grad": (batch["dy"], "e5m2")}
+    assert list(found) == list(tensors)
+    for role, (array, name) in tensors.items():
+        assert found[role].format == name
+        assert_statistics(found[role], in_numpy(array, name))
+    assert found["x"].underflow > 0.0
+    assert found["x"].error_db == pytest.approx(10 * np.log10(found["x"].relative_mse))
+
+
+def test_a_scale_from_smaller_amaxes_saturates():
+    batch, recipe = linear_batch(), DelayedScaling(amax_history_len=2)
+    with autocast(recipe):
+        model = Linear(64, 48, bias=False, rngs=nnx.Rngs(0))
+        calibrate_delayed_scaling(model, linear_loss, batch, recipe)
+        state = model.quantizers.get_value()
+        history = state["x"]["amax_history"].at[0].set(1.5)
+        model.quantizers.set_value({**state, "x": {**state["x"], "amax_history": history}})
+        x, kernel, grad = inspect_precision(model, linear_loss, batch)
+    expected = in_numpy(batch["x"], "e4m3", scale=448.0 / 1.5)
+    assert 0.05 < expected["saturation"] < 0.2
+    assert_statistics(x, expected)
+    for tensor, array, name in ((kernel, model.kernel[...], "e4m3"), (grad, batch["dy"], "e5m2")):
+        assert_statistics(tensor, in_numpy(array, name))  # as if scaled by itself: that is what calibration is for
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(MXFP8BlockScaling(), "e4m3"), (NVFP4BlockScaling(), "e2m1")])
+def test_block_recipes_and_both_kernels_of_a_layer(recipe, name):
+    with autocast(recipe):
+        found = inspect_precision(gpt(nnx.Rngs(0)), gpt_loss, gpt_batch())
+    modules = ["layernorm_mlp.wi_kernel", "layernorm_mlp.wo_kernel", "self_attention.proj", "self_attention.qkv"]
+    modules = [f"layers.0.{module}" for module in modules]
+    assert [(t.module, t.role) for t in found] == [(m, r) for m in modules for r in ("x", "kernel", "grad")]
+    low, high = {"e4m3": (-36.0, -26.0), "e2m1": (-24.0, -14.0)}[name]
+    for tensor in found:
+        assert tensor.format == name
+        assert low < tensor.error_db < high
+        assert 0.0 < tensor.scale < 1e30
+
+
+def test_only_what_is_quantized_is_listed():
+    with autocast(Float8CurrentScaling()):
+        model = gpt(nnx.Rngs(0), num_layers=2)
+        keep_in_high_precision(model.layers[0])
+        model.layers[1].layernorm_mlp.module_recipe = ModuleRecipe(training=MXFP8BlockScaling())
+        model.layers[1].self_attention.proj.module_recipe = ModuleRecipe(training=None)
+        found = inspect_precision(model, gpt_loss, gpt_batch())
+        names = ("layernorm_mlp.wi_kernel", "layernorm_mlp.wo_kernel", "self_attention.qkv")
+        assert {t.module for t in found} == {f"layers.1.{name}" for name in names}
+        assert {t.format for t in found if "mlp" in t.module and t.role == "grad"} == {"e4m3"}
+        whys = {layer.module: (layer.training, layer.why) for layer in layer_recipes(model)}
+    assert whys["layers.0.self_attention.qkv"] == (None, "kept in high precision, as a first or last layer")
+    assert whys["layers.1.layernorm_mlp"] == (MXFP8BlockScaling(), "its own rule")
+    assert whys["layers.1.self_attention.qkv"] == (Float8CurrentScaling(), "the ambient recipe")
+
+
+def test_rules_that_do_not_act_are_explained():
+    layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    layer.module_recipe = ModuleRecipe(training=Float8CurrentScaling(), evaluation=None)
+    assert layer_recipes(layer)[0].why == (
+        "no ambient recipe; its own rule does not act where nothing else is quantized"
+    )
+    layer.high_precision = True
+    with autocast(MXFP8BlockScaling()):
+        assert layer_recipes(layer)[0].training is None
+        assert layer_recipes(layer)[0].why.startswith("kept in high precision, as a first or last layer; its own rule")
+        layer.high_precision = False
+        found = layer_recipes(layer)[0]
+    assert (found.training, found.evaluation, found.why) == (Float8CurrentScaling(), None, "its own rule")
+
+
+def test_a_model_that_quantizes_nothing_or_cannot_be_compared_is_refused():
+    batch, layer = linear_batch(), Linear(64, 48, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"nothing was quantized; call it inside `with autocast"):
+        inspect_precision(layer, linear_loss, batch)
+    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match=r"exact values are gone.*exact_model"):
+        inspect_precision(quantize_parameters(layer), linear_loss, batch)
+
+
+def steps(count, recipe, inspect, *, microbatches=2, fp8_param=False, scaler=None):
+    """Run some steps, inspecting each or none; the last state and what was seen."""
+    tx, seen, batch = optax.adam(1e-2), [], draw("batch", (64, 32))
+    look = make_inspection(pair_loss, microbatches=microbatches)
+    with autocast(recipe):
+        state = create_train_state(Pair, tx, key=jax.random.key(0), fp8_param=fp8_param, scaler=scaler)
+        step = make_train_step(pair_loss, tx, microbatches=microbatches)
+        for _ in range(count):
+            if inspect:
+                seen.append(look(state, batch))
+            state, metrics = step(state, batch)
+    return state, metrics, seen
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), NVFP4BlockScaling()])
+def test_looking_changes_nothing(recipe):
+    plain, metrics, _ = steps(3, recipe, inspect=False)
+    watched, same_metrics, seen = steps(3, recipe, inspect=True)
+    assert_same(plain, watched)
+    assert_same(metrics, same_metrics)
+    assert [len(found) for found in seen] == [6, 6, 6]
+    assert seen[0] != seen[2]
+
+
+def test_the_scales_are_those_of_the_step():
+    """Delayed scaling: what was inspected is what the next state has recorded."""
+    recipe = DelayedScaling(amax_history_len=4)
+    state, _, seen = steps(2, recipe, inspect=True)
+    assert len(seen[-1]) == 6
+    for tensor in seen[-1]:
+        known = state.model.layers[int(tensor.module[-1])].quantizers.get_value()[tensor.role]
+        assert tensor.scale == float(known["scale"])
+        assert tensor.amax == float(known["amax_history"][0])
+
+
+def test_loss_scale_and_quantized_parameters():
+    recipe = Float8CurrentScaling()
+    _, _, (plain,) = steps(1, recipe, inspect=True)
+    _, _, (scaled,) = steps(1, recipe, inspect=True, scaler=DynamicLossScale(initial_scale=64.0))
+    state, _, (held,) = steps(1, recipe, inspect=True, fp8_param=True)
+    assert held == plain  # kernels are looked at as their masters
+    for one, other in zip(plain, scaled, strict=True):
+        factor = 64.0 if one.role == "grad" else 1.0
+        assert other.amax == pytest.approx(factor * one.amax, rel=1e-6)
+    assert exact_model(state).layers[0].kernel[...].dtype == jnp.float32
+
+
+def test_recompute_changes_nothing():
+    with autocast(Float8CurrentScaling()):
+        plain = inspect_precision(gpt(nnx.Rngs(0)), gpt_loss, gpt_batch())
+        again = inspect_precision(gpt(nnx.Rngs(0), remat="full"), gpt_loss, gpt_batch())
+    for one, other in zip(plain, again, strict=True):
+        assert (one.module, one.role) == (other.module, other.role)
+        assert other.relative_mse == pytest.approx(one.relative_mse, rel=0.05)
+
+
+def test_on_meshes():
+    tx, look, found = optax.sgd(0.1), make_inspection(gpt_loss), {}
+    for mode in ("no mesh", "auto", "explicit"):
+        with use_mesh(mode), autocast(Float8CurrentScaling()):
+            state = create_train_state(gpt, tx, key=jax.random.key(0))
+            found[mode] = look(state, gpt_batch())
+    for mode in ("auto", "explicit"):
+        assert len(found[mode]) == 12
+        for one, other in zip(found["no mesh"], found[mode], strict=True):
+            assert (one.module, one.role) == (other.module, other.role)
+            for name in ("amax", "scale", "relative_mse"):
+                assert getattr(other, name) == pytest.approx(getattr(one, name), rel=0.02)
+
+
+def test_calibration_takes_states_away_where_there_are_none():
+    model = prepare_quantization(Linear(64, 48, rngs=nnx.Rngs(0)), DelayedScaling())
+    calibrate_delayed_scaling(model, linear_loss, linear_batch(), Float8CurrentScaling())
+    assert model.quantizers is None
+
+
+def test_decibels():
+    values = dict.fromkeys(STATISTICS, 0.0)
+    exact = TensorStatistics(module="proj", role="x", format="e4m3", **values)
+    assert exact.error_db == -np.inf
+    assert np.isnan(TensorStatistics(module="", role="x", format="e4m3", **values | {"relative_mse": np.nan}).error_db)
