@@ -151,8 +151,8 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure a transformer layer beside te.jax's",
         description="Forward and backward of one transformer layer (causal, GELU, biases, bf16): jax_te's and te.jax's "
-        "own, measured in turn in one process; for a recipe that te.jax has not, its bf16 layer. speed_ratio is the peer's time over the row's, memory_ratio the row's "
-        "temporary memory over the peer's.",
+        "own, measured in turn in one process; for a recipe that te.jax has not, its bf16 layer. "
+        "speed_ratio is the peer's time over the row's, memory_ratio the row's temporary memory over the peer's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--recipes", nargs="+", default=["none", "delayed", "current"], help="recipes to measure")

@@ -27,7 +27,7 @@ from tests.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 
-B, S, H, F, N = 2, 64, 128, 256, 2
+B, S, H, F, N = 2, 128, 128, 256, 2
 RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=3)}
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
 OFF = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
