@@ -110,15 +110,23 @@ def _round_e2m1(x: Array, bits: Array | None) -> Array:
     return jnp.sign(x) * (below + up.astype(jnp.float32)) * step
 
 
-def _random_bits(x: Array, columnwise: bool) -> Array:
-    """uint16 like ``x [R, C]``; the key is a checksum of values and places, which does not depend on the sharding."""
+def rounding_key(x: Array) -> Array:
+    """The key of a tensor's stochastic rounding: a checksum of the values and places of ``x [R, C]``.
+
+    It does not depend on the sharding.
+    """
     words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (0, 1))
     words = _mixed(_mixed(words + rows * jnp.uint32(0x9E3779B1)) + columns * jnp.uint32(0x85EBCA77))
     key = jax.random.key(0, impl="threefry2x32")  # the one whose bits do not depend on the sharding, either
     for checksum in (words, words * words):
         key = jax.random.fold_in(key, jnp.sum(checksum, dtype=jnp.uint32))
-    return jax.random.bits(jax.random.fold_in(key, columnwise), x.shape, jnp.uint16)
+    return key
+
+
+def _random_bits(x: Array, columnwise: bool) -> Array:
+    """uint16 like ``x [R, C]``."""
+    return jax.random.bits(jax.random.fold_in(rounding_key(x), columnwise), x.shape, jnp.uint16)
 
 
 def _mixed(words: Array) -> Array:

@@ -21,7 +21,16 @@ from jax_te.ops.te.quantizer import inside_te
 from jax_te.quantize import MXQuantizer, NVFP4Quantizer, hadamard_matrix, quantize
 from jax_te.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.cases import make_case
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, draw, quick_jit, with_vjp
+from tests.numerics import (
+    TOLERANCE,
+    assert_bitwise,
+    assert_close,
+    assert_same_rounding,
+    draw,
+    quick_jit,
+    relative_l2,
+    with_vjp,
+)
 
 pytestmark = pytest.mark.te
 
@@ -170,6 +179,33 @@ def test_mxfp8_on_tes_backend(name):
             check(gradients[key], gradient, 2e-3 if vector else 4 * TOLERANCE["float32"], what=f"d{key}")
 
 
-def test_nvfp4_runs_in_xla_only():
-    with pytest.raises(BackendUnavailableError, match="recipe 'nvfp4' runs in XLA only"):
-        explain_backend("dense", recipe=NVFP4BlockScaling(), backend="te")
+ROWS = {"disable_2d_quantization": True}
+NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True, **ROWS)
+PLAIN = NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True, **ROWS)
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, NEAREST, NVFP4BlockScaling(**ROWS)], ids=["plain", "rotated", "stochastic"])
+@pytest.mark.parametrize("name", ["dense", "layernorm_dense"])
+def test_nvfp4_on_tes_backend(name, recipe, e4m3_rounding):
+    """As for MXFP8. Operands err by about 0.1 each; both backends err alike but where a rounding differs. The
+    stochastic ones have other random bits. Not with 16 x 16 blocks: te.jax's pure-JAX mode tiles their scales where it should
+    repeat them (its result is further from the exact one than ours); its GPU kernels are not concerned.
+    """
+    ok, reason = te.helper.is_scaling_mode_supported(te.ScalingMode.NVFP4_1D_SCALING, gpu_id=0)
+    if not ok:
+        choice = explain_backend("dense", recipe=recipe)
+        assert choice.backend == "xla"
+        assert reason in choice.reason
+        return
+    (y, (gradients,)), (expected_y, (expected,)) = both(name, recipe, "bfloat16")
+    high_y, (high,) = both(name, None, "bfloat16")[1]
+    stochastic = not recipe.disable_stochastic_rounding
+    for key, mine, other, plain in [("y", y, expected_y, high_y)] + [
+        (key, gradients[key], gradient, high[key]) for key, gradient in expected.items() if gradient is not None
+    ]:
+        if key == "bias" or mine.ndim == 1:  # not quantized
+            continue
+        error = relative_l2(other, plain)
+        assert 0.02 < error < 0.3, key
+        limit = 1.6 * error if stochastic and key != "y" else 0.25 * error
+        assert relative_l2(mine, other) < limit, (key, float(error))

@@ -12,7 +12,14 @@ from types import ModuleType
 from jax_te.ops.attention_spec import AttentionSpec
 from jax_te.ops.te.load import available
 from jax_te.parallel import current_mesh
-from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from jax_te.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 __all__ = ["available", "primitives", "supports"]
 
@@ -40,7 +47,7 @@ def supports(op: str, *, recipe: Recipe | None = None, attention: AttentionSpec 
 
 
 def _recipe_supports(recipe: Recipe) -> tuple[bool, str]:
-    if isinstance(recipe, DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling):
+    if isinstance(recipe, DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | NVFP4BlockScaling):
         return primitives().recipe_supports(recipe)
     if isinstance(recipe, Float8BlockScaling):
         return True, "norms, activations and attention by TE, quantization and GEMMs by jax_te's own kernels"

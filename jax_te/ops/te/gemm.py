@@ -21,6 +21,7 @@ from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax
+from jax_te.quantize.tensor import as_matrix
 from jax_te.typing import Array, DTypeLike
 
 OURS = (QuantizedOperand, BlockOperand)
@@ -33,9 +34,9 @@ def quantize_operand(
     """``x`` as an operand, rows ending at ``axis``, and its amax where the quantizer reports one."""
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, quantizer, scale, axis=axis)
+    axis = axis if axis < 0 else axis - x.ndim
+    te_q = te_quantizer(quantizer, scale, as_matrix(x, axis))
     with inside_te():
-        te_q = te_quantizer(quantizer, scale)
-        axis = axis if axis < 0 else axis - x.ndim
         return tex.quantize(x, quantizer=te_q, flatten_axis=axis, amax_scope=AmaxScope.LOCAL), seen_amax(te_q)
 
 

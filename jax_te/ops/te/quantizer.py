@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
-from jax_te.quantize import MXQuantizer, Quantizer, TensorQuantizer
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer, TensorQuantizer
+from jax_te.quantize.nvfp4 import rounding_key
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from jax_te.typing import Array, DTypeLike
 
 
@@ -34,6 +35,7 @@ def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
         DelayedScaling: mode.DELAYED_TENSOR_SCALING,
         Float8CurrentScaling: mode.CURRENT_TENSOR_SCALING,
         MXFP8BlockScaling: mode.MXFP8_1D_SCALING,
+        NVFP4BlockScaling: mode.NVFP4_1D_SCALING,
     }
     ok, reason = te_quantize.helper.is_scaling_mode_supported(modes[type(recipe)], gpu_id=0)
     return bool(ok), reason or "TE supports it on this device"
@@ -43,20 +45,30 @@ def is_te_quantizer(quantizer: Quantizer | None) -> bool:
     """Whether TE's kernels quantize so; the others are jax_te's own (`jax_te.ops.xla`)."""
     if isinstance(quantizer, TensorQuantizer):
         return not quantizer.power_of_two
-    return quantizer is None or isinstance(quantizer, MXQuantizer)
+    return quantizer is None or isinstance(quantizer, MXQuantizer | NVFP4Quantizer)
 
 
-def te_quantizer(quantizer: Quantizer | None, scale: Array | None) -> Any:
+def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | None = None) -> Any:
     """TE's quantizer that does what ``quantizer`` says, or None.
 
     Hopper's FP8 GEMM contracts the last axis of both operands only, so each tensor is kept rowwise and transposed where
-    the hardware needs it. MXFP8 is quantized once for each direction.
+    the hardware needs it. MXFP8 and NVFP4 are quantized once for each direction. Stochastic rounding takes its random
+    state from ``x``, the tensor as a matrix.
     """
     if quantizer is None:
         return None
     mode, layouts = te_quantize.ScalingMode, te_quantize.QuantizeLayout
     if isinstance(quantizer, MXQuantizer):
         return te_quantize.QuantizerFactory.create(1, mode.MXFP8_1D_SCALING, quantizer.dtype, layouts.ROWWISE_COLWISE)
+    if isinstance(quantizer, NVFP4Quantizer):
+        return te_quantize.QuantizerFactory.create(
+            1,
+            mode.NVFP4_2D_SCALING if quantizer.two_dimensional else mode.NVFP4_1D_SCALING,
+            quantizer.dtype,
+            layouts.ROWWISE_COLWISE,
+            use_rht=quantizer.hadamard,
+            stochastic_rounding_rng_state=_rounding_state(x) if quantizer.stochastic_rounding else None,
+        )
     assert isinstance(quantizer, TensorQuantizer)
     both = not te_quantize.is_fp8_gemm_with_all_layouts_supported()
     layout = layouts.ROWWISE_COLWISE if both else layouts.ROWWISE
@@ -68,6 +80,13 @@ def te_quantizer(quantizer: Quantizer | None, scale: Array | None) -> Any:
     return te_quantize.QuantizerFactory.create(
         1, mode.DELAYED_TENSOR_SCALING, quantizer.dtype, layout, scale=scale.reshape(1), amax_history=probe
     )
+
+
+def _rounding_state(x: Array | None) -> Array:
+    """TE's random state for one device, ``u32[1, 4]``."""
+    assert x is not None
+    words = jax.random.key_data(rounding_key(x))
+    return jnp.concatenate([words, jnp.zeros((2,), jnp.uint32)])[None]
 
 
 def seen_amax(quantizer: Any) -> Array | None:
