@@ -188,8 +188,8 @@ PLAIN = NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True, **
 @pytest.mark.parametrize("name", ["dense", "layernorm_dense"])
 def test_nvfp4_on_tes_backend(name, recipe, e4m3_rounding):
     """As for MXFP8. Operands err by about 0.1 each; both backends err alike but where a rounding differs. The
-    stochastic ones have other random bits. Not with 16 x 16 blocks: te.jax's pure-JAX mode tiles their scales where it should
-    repeat them (its result is further from the exact one than ours); its GPU kernels are not concerned.
+    stochastic ones have other random bits. Not with 16 x 16 blocks: te.jax's pure-JAX mode tiles their scales where
+    it should repeat them (its result is further from the exact one than ours); its GPU kernels are not concerned.
     """
     ok, reason = te.helper.is_scaling_mode_supported(te.ScalingMode.NVFP4_1D_SCALING, gpu_id=0)
     if not ok:
