@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te.cli.bench_step import bench_step
 from jax_te.layers import TransformerLayer
 from jax_te.ops import te, use_backend
 from jax_te.quantize import split_model
@@ -161,6 +162,11 @@ def add_parser(subparsers: Any) -> None:
         help="batch, sequence, hidden size, heads, feed-forward size",
     )  # fmt: skip
     parser.add_argument("--backend", choices=["auto", "te", "xla"], default="auto", help="backend of jax_te's layer")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M",
+        help="measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
+        "quantized once a step beside in every microbatch",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="rounds of measurement; the median counts")
     parser.add_argument("--calls", type=int, default=10, help="calls in a round")
     parser.add_argument("--output", metavar="FILE", help="write the rows to this JSON file")
@@ -172,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     """Run ``jax-te bench`` with parsed arguments."""
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
-    rows = bench_layer(args)
+    rows = bench_layer(args) if args.microbatches is None else bench_step(args)
     if args.output:
         Path(args.output).write_text(json.dumps({"device": device.device_kind, "jax": jax.__version__, "rows": rows}))
     return 0

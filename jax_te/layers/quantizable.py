@@ -213,7 +213,7 @@ def quantize_parameters(model: nnx.Module) -> nnx.Module:
     return model
 
 
-def keep_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
+def use_kept_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
     """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them."""
     for (_, module, kernel), quantized, gradient in zip(quantizable_kernels(model), kept, gradients, strict=True):
         if quantized is not None or gradient is not None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers.quantizable import drop_kept_kernels, keep_kernels, quantizable_kernels, quantize_kernels
+from jax_te.layers.quantizable import drop_kept_kernels, quantizable_kernels, quantize_kernels, use_kept_kernels
 from jax_te.parallel import constrain
 from jax_te.quantize import QuantizedKernel, max_merging, merge_quantizers, plain_states, split_model
 from jax_te.training.masters import full_precision
@@ -29,14 +29,15 @@ def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array) -> 
 
 
 def accumulated_gradients(
-    loss_fn: LossFn, state: TrainState, parts: PyTree, key: Array, microbatches: int
+    loss_fn: LossFn, state: TrainState, parts: PyTree, key: Array, microbatches: int, keep_kernels: bool = True
 ) -> Gradients:
     """As `gradients`, the mean over microbatches, in one scan; ``parts`` has leaves ``[m, b / m, ...]``.
 
-    Kernels are quantized before the scan. Each gradient is added to its fp32 sum where it is made, so that no second
-    copy of all gradients exists.
+    Kernels are quantized before the scan, with ``keep_kernels``. Each gradient is added to its fp32 sum where it is
+    made, so that no second copy of all gradients exists.
     """
-    kept = quantize_kernels(nnx.merge(state.graphdef, state.params, state.quantizers, state.rest))
+    model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
+    kept = quantize_kernels(model) if keep_kernels else None
 
     def body(carry: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
         total, sums, rest = carry
@@ -70,7 +71,7 @@ def _differentiate(
     def scaled_loss(plain: PyTree, places: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
         params = nnx.merge_state(plain, quantized)
         model = nnx.merge(state.graphdef, params, quantizers, rest, copy=True)
-        keep_kernels(model, [None] * len(kernels) if kept is None else kept, list(places.values()))
+        use_kept_kernels(model, [None] * len(kernels) if kept is None else kept, list(places.values()))
         loss = check_loss(loss_fn(model, batch, key)).astype(jnp.float32)
         drop_kept_kernels(model)
         return state.scaler.scale_loss(loss), (loss, split_model(model)[3])

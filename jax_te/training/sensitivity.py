@@ -13,7 +13,7 @@ import yaml
 from flax import nnx
 
 from jax_te.layers import quantizable_modules
-from jax_te.layers.quantizable import keep_kernels, quantizable_kernels
+from jax_te.layers.quantizable import quantizable_kernels, use_kept_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.parallel import constrain
 from jax_te.quantize import QuantizedKernel, split_model
@@ -187,7 +187,7 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
 
         def loss(params: PyTree, places: list[Array | None]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
-            keep_kernels(model, [None] * len(places), places)
+            use_kept_kernels(model, [None] * len(places), places)
             return check_loss(loss_fn(model, batch, None)).astype(jnp.float32)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, places)

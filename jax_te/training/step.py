@@ -22,7 +22,7 @@ from jax_te.typing import Array, PyTree
 
 
 def make_train_step(
-    loss_fn: LossFn, tx: optax.GradientTransformation, *, microbatches: int = 1
+    loss_fn: LossFn, tx: optax.GradientTransformation, *, microbatches: int = 1, keep_kernels: bool = True
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """A jitted ``step(state, batch) -> (state, metrics)`` that takes the state's buffers over (donates them).
 
@@ -41,6 +41,8 @@ def make_train_step(
             state of the model is kept.
         tx: the transformation that the state was created with.
         microbatches: parts of a batch, >= 1.
+        keep_kernels: quantize each kernel once a step and keep it for all microbatches. False: in each of them, which
+            takes longer and saves the memory of one quantized copy of all kernels. The values are the same.
 
     The step's arguments and results:
 
@@ -73,7 +75,9 @@ def make_train_step(
             loss, grads, quantizers, rest = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
         else:
             parts = _shard_batch(batch, microbatches)
-            loss, grads, quantizers, rest = accumulated_gradients(loss_fn, state, parts, key, microbatches)
+            loss, grads, quantizers, rest = accumulated_gradients(
+                loss_fn, state, parts, key, microbatches, keep_kernels
+            )
         grads = state.scaler.unscale(grads)
         finite = _all_finite((loss, grads))
         next_quantizers = write_back(state.quantizers, quantizers, keep_old=~finite)
