@@ -132,6 +132,16 @@ def test_microbatches_give_the_mean_gradient_of_their_own_forward_passes(name):
     assert_same(jax.tree.leaves(merged), jax.tree.leaves(together.quantizers))
 
 
+def test_kernels_quantized_in_every_microbatch_give_the_same_bits():
+    with autocast(Float8CurrentScaling()):
+        states = []
+        for keep in (True, False):
+            state = create_train_state(Net, TX, key=jax.random.key(0))
+            step = make_train_step(loss_fn, TX, microbatches=4, keep_kernels=keep)
+            states.append(step(state, batch())[0])
+    assert_same(*(jax.tree.leaves(state.params) for state in states))
+
+
 def test_gradients_of_bf16_kernels_are_not_rounded_to_bf16():
     """The masters move by an fp32 gradient: with sgd(1) the update of a master has bits that bf16 has not."""
     for microbatches in (1, 2):
