@@ -51,14 +51,15 @@ def test_a_table_of_every_quantized_tensor(quantized, capsys):
     assert shown.err == f"{quantized}, step 4, recipe current\n"
 
 
-@pytest.mark.parametrize(("recipe", "low", "high"), [("delayed", -36, -20), ("nvfp4", -25, -10)])
-def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high):
+@pytest.mark.parametrize(("recipe", "low", "high", "lost"), [("delayed", -36, -20, 0.3), ("nvfp4", -25, -10, 0.5)])
+def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high, lost):
+    """E2M1 loses what is below 1/24 of the largest of its block: a good part of a gradient."""
     found = as_json(capsys, quantized, "--recipe", recipe, "--batch-size", "2")
     assert (found["recipe"], found["step"]) == (recipe, 4)
     assert len(found["tensors"]) == 12
     for tensor in found["tensors"]:
         assert low < tensor["error_db"] < high
-        assert tensor["underflow"] < 0.3
+        assert tensor["underflow"] < lost
 
 
 def test_recipes_and_why(quantized, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Tests on a GPU with Transformer Engine: ``pytest -m gpu tests/gpu``. One device, small shapes, about two minutes."""
+"""Tests on a GPU with Transformer Engine: ``pytest -n 0 -m gpu tests/gpu``: one process on one device."""
 
 import jax
 import pytest

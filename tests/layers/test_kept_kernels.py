@@ -148,8 +148,8 @@ def test_states_are_prepared_for_each_layers_own_recipe():
         assert np.isfinite(np.asarray(layer(draw("x", (2, 16, 32))))).all()
 
 
-def small_gpt(**options):
-    config = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=2, **options)
+def small_gpt(layers=4, **options):
+    config = TransformerConfig(num_layers=layers, hidden_size=32, num_attention_heads=2, **options)
     return lambda rngs: GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=rngs)
 
 
@@ -208,7 +208,7 @@ def test_a_running_model_changes_its_recipe(held):
     """bf16 (or FP8), then delayed scaling, then NVFP4, in one run; parameters and optimizer state go on."""
     tx = optax.adam(1e-3)
     with autocast(CURRENT if held else None):
-        state = create_train_state(small_gpt(), tx, key=jax.random.key(0), fp8_param=held)
+        state = create_train_state(small_gpt(1), tx, key=jax.random.key(0), fp8_param=held)
     losses = []
     for recipe in (CURRENT if held else None, DelayedScaling(amax_history_len=4), NVFP4BlockScaling()):
         changed = change_recipe(state, recipe)

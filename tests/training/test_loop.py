@@ -120,12 +120,16 @@ def test_a_signal_after_a_steps_checkpoint_ends_the_run_after_the_next_step(tmp_
 
 
 def test_a_second_signal_acts_as_usual():
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.signal == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts without it
+    try:
+        with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert stop.signal == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_that_has_lost_its_loss_is_given_up(tmp_path):
