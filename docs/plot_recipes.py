@@ -1,4 +1,4 @@
-"""Plot the held-out losses of several runs, and their distance from the first: ``python docs/plot_recipes.py OUT RUN...``.
+"""Plot held-out losses of several runs, and their distance from the first: ``python docs/plot_recipes.py OUT RUN...``.
 
 Each RUN is a folder of ``jax-te train``; its name is the label. The first is the one the others are compared with.
 """

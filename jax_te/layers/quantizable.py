@@ -80,6 +80,11 @@ class QuantizableModule(nnx.Module):
             portable=portable,
         )
 
+    def hold_quantized(self, kernel: str) -> None:
+        """Replace a kernel's exact value by its quantized form, in plain arrays."""
+        variable = getattr(self, kernel)
+        variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
+
     def linear_arguments(self, kernel: str, is_first_microbatch: bool | None) -> dict[str, Any]:
         """Arguments that an op takes for one kernel: the kernel or its kept form, the state, where the gradient goes.
 
@@ -132,11 +137,15 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
         for path, module in nnx.iter_modules(model)
         if isinstance(module, QuantizableModule)
     ]
-    return sorted(found, key=lambda item: _natural(item[0]))
+    return sorted(found, key=lambda item: natural_order(item[0]))
 
 
-def _natural(path: str) -> list[tuple[int, str]]:
-    """Sorting key with which layer 2 comes before layer 10."""
+def natural_order(path: str) -> list[tuple[int, str]]:
+    """Sorting key for paths with which layer 2 comes before layer 10.
+
+    >>> sorted(["layers.10", "layers.2"], key=natural_order)
+    ['layers.2', 'layers.10']
+    """
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
@@ -188,7 +197,7 @@ def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
     return kept
 
 
-def quantize_parameters(model: nnx.Module) -> nnx.Module:
+def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
     """Hold kernels in the form that their layers' recipes give them, in place of fp32 or bf16; returns ``model``.
 
     A kernel then takes about one byte a value (half of one under NVFP4), and no call quantizes it again. Its exact
@@ -196,6 +205,10 @@ def quantize_parameters(model: nnx.Module) -> nnx.Module:
     layers that run in high precision stay as they are.
 
     Call it under the recipe, ``with autocast(recipe):``.
+
+    Args:
+        model: changed in place.
+        only_marked: only in layers whose own `ModuleRecipe` sets ``fp8_param`` or ``fp4_param``.
 
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
 
@@ -207,9 +220,11 @@ def quantize_parameters(model: nnx.Module) -> nnx.Module:
     dtype(float8_e4m3fn)
     """
     for _, module, kernel in quantizable_kernels(model):
-        value = getattr(module, kernel).get_value()
+        own, value = module.module_recipe, getattr(module, kernel).get_value()
+        if only_marked and (own is None or not own.holds_kernels):
+            continue
         if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe, "kernel") is not None:
-            getattr(module, kernel).set_value(module.quantized(kernel, value, portable=True))
+            module.hold_quantized(kernel)
     return model
 
 

@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds; an empty file holds ``{}``. Plain data only, as PyYAML's safe loader reads it.
+    """What a YAML file holds, see `parse_yaml`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -35,9 +35,24 @@ def read_yaml(path: str | Path) -> Any:
     >>> read_yaml("example.yaml")
     {'a': {'b': [1, 2]}}
     """
-    text = Path(path).read_text(encoding="utf-8")
+    return parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def parse_yaml(text: str, name: str = "the text") -> Any:
+    """What a YAML text holds; an empty one holds ``{}``. Plain data only, as PyYAML's safe loader reads it.
+
+    Args:
+        text: YAML.
+        name: what to call it in an error.
+
+    Raises:
+        ValueError: if it is not YAML, or a mapping has a key twice.
+
+    >>> parse_yaml("a: 1")
+    {'a': 1}
+    """
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{name} cannot be read: {error}") from error
     return {} if content is None else content

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,7 @@ def generate(
 def _generate(
     model: GPTModel, prompt: Array, key: Array, temperature: Array, *, steps: int, top_k: int | None, greedy: bool
 ) -> Array:
+    cached = cast(Callable[..., tuple[Array, Cache]], model)  # what it returns for a cache
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 
     def next_token(logits: Array, index: Array) -> Array:
@@ -78,11 +81,11 @@ def _generate(
 
     def step(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], Array]:
         token, cache = carry
-        logits, cache = model(token[:, None], cache=cache)
+        logits, cache = cached(token[:, None], cache=cache)
         following = next_token(logits, index)
         return (following, cache), following
 
-    logits, cache = model(prompt, cache=model.init_cache(prompt.shape[0], prompt.shape[1] + steps))
+    logits, cache = cached(prompt, cache=model.init_cache(prompt.shape[0], prompt.shape[1] + steps))
     first = next_token(logits, jnp.int32(0))
     _, rest = jax.lax.scan(step, (first, cache), jnp.arange(1, steps, dtype=jnp.int32))
     join = auto_region(lambda *parts: jnp.concatenate([*parts[:2], parts[2].T], axis=1), ("batch", None))

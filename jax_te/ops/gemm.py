@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-import jax
-
 from jax_te.ops.backend import primitives
 from jax_te.parallel import constrain
 from jax_te.quantize import ROLES, GemmQuantizers, GemmState, QuantizedKernel, Quantizer, TensorRole, quantizer_for
@@ -118,7 +116,6 @@ def _check_alignment(op: str, recipe: Recipe, x_shape: tuple[int, ...], kernel_s
             )
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Forms:
     """One tensor as the GEMMs that read it want it: as it is, quantized, or both."""

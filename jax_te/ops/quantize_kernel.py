@@ -6,6 +6,7 @@ import functools
 from typing import Any, cast
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from jax_te.ops.backend import BackendName, primitives, select
 from jax_te.parallel import auto_region, current_mesh
@@ -114,7 +115,7 @@ def _without_gradient(kernel: QuantizedKernel) -> QuantizedKernel:
 @functools.partial(_without_gradient.defjvp, symbolic_zeros=True)
 def _refuse(primals: tuple[QuantizedKernel], tangents: tuple[Any]) -> Any:
     (kernel,) = primals
-    if any(type(leaf).__name__ != "SymbolicZero" for leaf in jax.tree.leaves(tangents)):
+    if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)):
         raise TypeError(
             "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, which "
             "takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend import core
 from jax.extend.core import primitives
+
+Closed: TypeAlias = Any
+"""A jaxpr with its constants: a class of its own, ClosedJaxpr, before JAX 0.12, and Jaxpr since."""
 
 _CALLS = {
     primitives.jit_p: "jaxpr",
@@ -78,7 +81,7 @@ def _free(eqn: core.JaxprEqn) -> bool:
 # --- opening equations
 
 
-def open_equations(closed: core.ClosedJaxpr, needed: Sequence[bool]) -> core.ClosedJaxpr:
+def open_equations(closed: Closed, needed: Sequence[bool]) -> Closed:
     """The same function, with every equation opened that can be and that has results for both halves."""
     while openers := _openers(closed.jaxpr, needed):
         closed = jax.make_jaxpr(functools.partial(_run_opened, closed, openers))(*closed.in_avals)
@@ -103,7 +106,7 @@ def _openers(jaxpr: core.Jaxpr, needed: Sequence[bool]) -> dict[int, Opener]:
     return openers
 
 
-def _run_opened(closed: core.ClosedJaxpr, openers: Mapping[int, Opener], *args: Any) -> list[Any]:
+def _run_opened(closed: Closed, openers: Mapping[int, Opener], *args: Any) -> list[Any]:
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     for i, eqn in enumerate(jaxpr.eqns):
@@ -157,9 +160,7 @@ def _scan_sizes(eqn: core.JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _run_scans(
-    eqn: core.JaxprEqn, body: core.ClosedJaxpr, halves: Halves, needed: list[bool], args: list[Any]
-) -> list[Any]:
+def _run_scans(eqn: core.JaxprEqn, body: Closed, halves: Halves, needed: list[bool], args: list[Any]) -> list[Any]:
     """The two halves of a scan, the second fed with what the first kept of every step."""
     jaxpr, (consts, carries) = body.jaxpr, _scan_sizes(eqn)
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars[:consts]], [*body.consts, *args[:consts]], strict=True))
@@ -241,7 +242,7 @@ def content(jaxpr: core.Jaxpr) -> Any:
 
 def _frozen(value: Any) -> Any:
     """A parameter of an equation, hashable. What is known by nothing but its identity counts as itself."""
-    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+    if hasattr(value, "eqns"):  # a jaxpr, with constants or without
         return content(getattr(value, "jaxpr", value)), tuple(map(id, getattr(value, "consts", ())))
     if isinstance(value, dict):
         return tuple((key, _frozen(value[key])) for key in sorted(value))

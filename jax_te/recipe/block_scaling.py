@@ -10,7 +10,26 @@ from jax_te.recipe.format import Format
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8BlockScaling(Recipe):
+class _BlockScaling(Recipe):
+    """What these recipes share: E4M3 everywhere, and sums of blocks that are scaled in fp32."""
+
+    fp8_format: Format = Format.E4M3
+    fp8_gemm_fprop: MMParams = PRECISE
+    fp8_gemm_dgrad: MMParams = PRECISE
+    fp8_gemm_wgrad: MMParams = PRECISE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not getattr(self, name).use_split_accumulator:
+                raise ValueError(
+                    f"{type(self).__name__} scales every block's sum in fp32, so {name} cannot be "
+                    "MMParams(use_split_accumulator=False); leave it out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(_BlockScaling):
     """FP8 with one fp32 scale for every 1 x 128 values of inputs and gradients and every 128 x 128 of a kernel.
 
     ``scale = max_fp8 / amax(block)``, rounded down to a power of two; a block whose amax is 0 or inf has scale 1. A
@@ -33,15 +52,7 @@ class Float8BlockScaling(Recipe):
     <Format.E4M3: 'e4m3'>
     """
 
-    fp8_format: Format = Format.E4M3
-    fp8_gemm_fprop: MMParams = PRECISE
-    fp8_gemm_dgrad: MMParams = PRECISE
-    fp8_gemm_wgrad: MMParams = PRECISE
     use_f32_scales: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _always_precise(self)
 
     @property
     def name(self) -> str:
@@ -56,7 +67,7 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(_BlockScaling):
     """FP8 with a power-of-two scale for every 32 values along the axis that a GEMM contracts (OCP MXFP8).
 
     The stored reciprocal scale is E8M0: ``2**ceil(log2(amax(block) / max_fp8))``. Every tensor is quantized once for
@@ -79,15 +90,6 @@ class MXFP8BlockScaling(Recipe):
 
     alignment: ClassVar[int] = 32
 
-    fp8_format: Format = Format.E4M3
-    fp8_gemm_fprop: MMParams = PRECISE
-    fp8_gemm_dgrad: MMParams = PRECISE
-    fp8_gemm_wgrad: MMParams = PRECISE
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _always_precise(self)
-
     @property
     def name(self) -> str:
         return "mxfp8"
@@ -97,7 +99,7 @@ class MXFP8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVFP4BlockScaling(Recipe):
+class NVFP4BlockScaling(_BlockScaling):
     """FP4 (E2M1) with an E4M3 scale for every 16 values and one fp32 scale for the tensor.
 
     Three measures keep training accurate: kernels share a scale over 16 x 16 blocks, so that both directions see the
@@ -130,14 +132,9 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     fp4_format: Format = Format.E2M1
-    fp8_format: Format = Format.E4M3
-    fp8_gemm_fprop: MMParams = PRECISE
-    fp8_gemm_dgrad: MMParams = PRECISE
-    fp8_gemm_wgrad: MMParams = PRECISE
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _always_precise(self)
         if self.fp4_format is not Format.E2M1:
             raise ValueError(f"fp4_format must be Format.E2M1, got {self.fp4_format!r}")
         if self.fp8_format is not Format.E4M3:
@@ -151,15 +148,6 @@ class NVFP4BlockScaling(Recipe):
 
     def _native(self, capability: float) -> Support:
         return _blackwell("NVFP4", capability)
-
-
-def _always_precise(recipe: Recipe) -> None:
-    for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-        if not getattr(recipe, name).use_split_accumulator:
-            raise ValueError(
-                f"{type(recipe).__name__} scales every block's sum in fp32, so {name} cannot be "
-                "MMParams(use_split_accumulator=False); leave it out"
-            )
 
 
 def _blackwell(kind: str, capability: float) -> Support:

@@ -41,6 +41,11 @@ class ModuleRecipe:
             if not (value is None or isinstance(value, Recipe) or (name == "evaluation" and value == "training")):
                 raise TypeError(f"{name} must be a recipe or None, got {value!r}")
 
+    @property
+    def holds_kernels(self) -> bool:
+        """Whether the module's kernels are parameters in quantized form."""
+        return self.fp8_param or self.fp4_param
+
     def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
         """The recipe to run under where ``ambient`` is the ambient one.
 

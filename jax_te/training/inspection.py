@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.layers import name_modules, quantizable_modules
+from jax_te.layers.quantizable import natural_order
 from jax_te.parallel import constrain
 from jax_te.quantize import ROLES, QuantizedKernel, max_merging, prepare_quantization, split_model
 from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization
@@ -236,7 +236,10 @@ def _part(leaf: Any, *, index: int, parts: int) -> Any:
 def _statistics(observer: Observer) -> list[TensorStatistics]:
     return [
         TensorStatistics(module=module, role=role, format=observer.formats[module, role], **_merged(rows))
-        for (module, role), rows in sorted(observer.records.items(), key=lambda item: _order(*item[0]))
+        for (module, role), rows in sorted(
+            observer.records.items(),
+            key=lambda item: (natural_order(item[0][0]), ROLES.index(item[0][1])),  # type: ignore[arg-type]
+        )
     ]
 
 
@@ -259,9 +262,3 @@ def _min(values: list[float]) -> float:
 
 
 _MERGE: dict[str, Callable[[list[float]], float]] = {"amax": _max, "scale": _min}
-
-
-def _order(module: str, role: str) -> tuple[Any, ...]:
-    """Sorting key with which layer 2 comes before layer 10."""
-    parts = tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", module))
-    return parts, ROLES.index(role)  # type: ignore[arg-type]

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
 from flax import nnx
 
 from jax_te.layers import quantizable_modules
-from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config, load_quantization_recipe
+from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config
+from jax_te.megatron.yaml_file import parse_yaml
 from jax_te.quantize import prepare_quantization
 from jax_te.recipe import current_recipe
 
@@ -24,7 +24,7 @@ def read_rules(path: str | Path) -> str:
     """
     text = Path(path).read_text(encoding="utf-8")
     with _naming(f"--precision-config {path}"):
-        load_quantization_recipe(path)
+        RecipeConfig.from_config_dict(parse_yaml(text, str(path)))
     return text
 
 
@@ -38,11 +38,7 @@ def quantization_rules(text: str) -> RecipeConfig:
     ()
     """
     with _naming("--precision-config"):
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"not YAML: {error}") from error
-        return RecipeConfig.from_config_dict({} if content is None else content)
+        return RecipeConfig.from_config_dict(parse_yaml(text))
 
 
 def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:

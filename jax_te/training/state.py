@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
-from jax_te.layers.quantizable import quantizable_kernels, quantize_parameters
+from jax_te.layers.quantizable import quantizable_kernels, quantizable_modules, quantize_parameters
 from jax_te.parallel import auto_region, logical_to_spec, named_sharding
 from jax_te.quantize import QuantizedKernel, prepare_quantization, split_model
 from jax_te.recipe import Recipe, autocast
@@ -117,7 +117,8 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
-        fp8_param: hold the kernels quantized, see `quantize_parameters`, and fp32 masters of them. Create the state,
+        fp8_param: hold all kernels quantized, see `quantize_parameters`, and fp32 masters of them; False: those of
+            layers whose own `ModuleRecipe` says so. Create the state,
             and call the step, under the recipe. Kernels are quantized from their fp32 values: with fp32 parameters a
             step gives the same bits as without, with bf16 ones it leaves out a rounding to bf16.
 
@@ -169,9 +170,9 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     exact = dict(nnx.to_flat_state(state.masters))
     for path, module, kernel in held:
         getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
-    if held:
-        with autocast(recipe):
-            quantize_parameters(model)
+    with autocast(recipe):
+        for _, module, kernel in held:
+            module.hold_quantized(kernel)
     graphdef, params, quantizers, rest = split_model(model)
     return replace(state, graphdef=graphdef, params=params, quantizers=quantizers, rest=rest)
 
@@ -239,8 +240,10 @@ def _builder(
             model: Any = model_or_fn(nnx.Rngs(init_key))
             definition, params, quantizers, rest = split_model(model)
         exact = params
-        if fp8_param:
-            model = quantize_parameters(nnx.merge(definition, params, quantizers, rest, copy=True))
+        model = nnx.merge(definition, params, quantizers, rest, copy=True)
+        own = [module.module_recipe for _, module in quantizable_modules(model)]
+        if fp8_param or any(recipe is not None and recipe.holds_kernels for recipe in own):
+            quantize_parameters(model, only_marked=not fp8_param)
             definition, params, quantizers, rest = split_model(model)
         masters = masters_of(exact, params)
         with jax.numpy_dtype_promotion("standard"):  # optax relies on it; a caller may have set "strict"

@@ -48,7 +48,10 @@ def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):
     assert [r for r in records(output) if "loss" in r] == losses[1]
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["delayed", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in ("none", "delayed"))],
+)
 def test_every_recipe_trains_and_resumes(tmp_path, recipe):
     assert train(tmp_path / "whole", "--recipe", recipe, "--microbatches", "2") == 0
     assert (

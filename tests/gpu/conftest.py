@@ -1,7 +1,13 @@
 """Tests on a GPU with Transformer Engine: ``pytest -n 0 -m gpu tests/gpu``: one process on one device."""
 
+import os
+
 import jax
 import pytest
+
+# What kernels and programs do here is what they do for users, see tests/conftest.py.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
+jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
 from jax_te.ops.pallas.block_quantize import _power_of_two
 from tests.numerics import assert_bitwise, assert_close, draw, without_type_checker
@@ -212,7 +213,7 @@ def test_not_supported_without_a_gpu():
 
 @pytest.mark.skipif(not OLD, reason="what JAX before 0.11 is told")
 def test_old_jax_is_refused():
-    with pytest.raises(NotImplementedError, match=r"need JAX 0\.11"):
+    with pytest.raises(BackendUnavailableError, match=r"need JAX 0\.11"):
         block_quantize(jnp.ones((16, 16)), E4M3, interpret=True)
 
 

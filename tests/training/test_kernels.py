@@ -13,9 +13,17 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import LayerNormMLP, Linear
-from jax_te.quantize import QuantizedKernel
-from jax_te.recipe import RECIPES, DelayedScaling, Float8CurrentScaling, autocast, recipe_from_name
-from jax_te.training import create_train_state, make_train_step
+from jax_te.quantize import BlockQuantizer, QuantizedKernel
+from jax_te.recipe import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    ModuleRecipe,
+    autocast,
+    recipe_from_name,
+)
+from jax_te.training import change_recipe, create_train_state, make_train_step
 from tests.training.toy import assert_same
 
 QUANTIZED = [name for name in RECIPES if name != "none"]
@@ -58,18 +66,44 @@ def run(recipe, *, steps: int = 3, microbatches: int = 1, dtype=jnp.float32, cal
     return state, losses
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_held_quantized_equals_quantized_anew_bitwise(name):
-    for microbatches in (1, 2):
-        plain, losses = run(recipe_from_name(name), microbatches=microbatches)
-        held, held_losses = run(recipe_from_name(name), microbatches=microbatches, fp8_param=True)
-        assert losses == held_losses
-        assert losses[-1] < losses[0]
-        kernel = held.params["head"]["kernel"].get_value()
-        assert isinstance(kernel, QuantizedKernel)
-        assert kernel.operand.rowwise.data.dtype.itemsize == 1
-        assert_same(jax.tree.leaves(plain.params["head"]["kernel"]), jax.tree.leaves(held.masters["head"]["kernel"]))
-        assert_same(plain.quantizers, held.quantizers)
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [
+        ("delayed", 1),
+        *((name, 2) for name in QUANTIZED if name != "mxfp8"),
+        pytest.param("mxfp8", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_held_quantized_equals_quantized_anew_bitwise(name, microbatches):
+    plain, losses = run(recipe_from_name(name), microbatches=microbatches)
+    held, held_losses = run(recipe_from_name(name), microbatches=microbatches, fp8_param=True)
+    assert losses == held_losses
+    assert losses[-1] < losses[0]
+    kernel = held.params["head"]["kernel"].get_value()
+    assert isinstance(kernel, QuantizedKernel)
+    assert kernel.operand.rowwise.data.dtype.itemsize == 1
+    assert_same(jax.tree.leaves(plain.params["head"]["kernel"]), jax.tree.leaves(held.masters["head"]["kernel"]))
+    assert_same(plain.quantizers, held.quantizers)
+
+
+def test_a_layers_own_recipe_may_hold_its_kernels_quantized():
+    def build(rngs):
+        net = Net(rngs)
+        net.head.module_recipe = ModuleRecipe(training=Float8BlockScaling(), fp8_param=True)
+        return net
+
+    with autocast(Float8CurrentScaling()):
+        state = create_train_state(build, TX, key=jax.random.key(0))
+        held = state.params["head"]["kernel"].get_value()
+        assert isinstance(held, QuantizedKernel)
+        assert held.quantizer == BlockQuantizer(dtype=jnp.float8_e4m3fn, two_dimensional=True)
+        assert not isinstance(state.params["mlp"]["wi_kernel"].get_value(), QuantizedKernel)
+        assert [path[0] for path, _ in nnx.to_flat_state(state.masters)] == ["head"]
+        first, metrics = make_train_step(loss_fn, TX)(state, batch())
+    assert float(metrics["skipped"]) == 0.0
+    changed = change_recipe(first, DelayedScaling(amax_history_len=2))
+    assert isinstance(changed.params["head"]["kernel"].get_value(), QuantizedKernel)
+    assert not isinstance(changed.params["mlp"]["wi_kernel"].get_value(), QuantizedKernel)
 
 
 def test_bf16_parameters_held_quantized_train():

@@ -77,7 +77,7 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"recipe": "current", "bf16_layers_start": 3, "bf16_layers_end": 1}, r"leave none of --num-layers 4"),
         ({"recipe": "current", "bf16_layers_start": 9}, r"--bf16-layers-start 9"),
         ({"recipe": "mxfp8", "hidden_size": 144, "num_heads": 1, "num_query_groups": 1}, r"multiple of 32 .* 160"),
-        ({"precision_config": "configs: ["}, r"--precision-config: not YAML"),
+        ({"precision_config": "configs: ["}, r"--precision-config: the text cannot be read"),
         ({"precision_config": "matcher: {}"}, r"--precision-config: unknown section 'matcher'"),
         ({"precision_config": "matchers: {a: {enabled: true}}"}, r"--precision-config: matcher 'a' lacks 'type'"),
         ({"precision_config": "matchers: {a: {enabled: true, type: re}}"}, r"--precision-config: .* has type 're'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_te.errors import BackendUnavailableError
 from jax_te.typing import Array
 
 BLOCK = 128
@@ -41,7 +42,7 @@ def supported() -> tuple[bool, str]:
 def check_jax() -> None:
     """Raise where JAX is too old to run or interpret the kernels."""
     if jax.__version_info__[:2] < OLDEST_JAX:
-        raise NotImplementedError(f"{_too_old()}; update JAX, or take another backend")
+        raise BackendUnavailableError(f"{_too_old()}; update JAX, or take another backend")
 
 
 def _too_old() -> str:

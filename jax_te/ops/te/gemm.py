@@ -35,8 +35,8 @@ def quantize_operand(
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, quantizer, scale, axis=axis)
     axis = axis if axis < 0 else axis - x.ndim
-    te_q = te_quantizer(quantizer, scale, as_matrix(x, axis))
     with inside_te():
+        te_q = te_quantizer(quantizer, scale, as_matrix(x, axis))
         return tex.quantize(x, quantizer=te_q, flatten_axis=axis, amax_scope=AmaxScope.LOCAL), seen_amax(te_q)
 
 
