@@ -30,7 +30,6 @@ def mesh_mode(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles as users do, whatever `PLAIN_CODE` says."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", PLAIN_CODE == "1")
