@@ -10,8 +10,8 @@ import pytest
 
 # Most of a test's time is compiling, and plain code compiles in half the time. Set it to 0 to run what users run;
 # .ci/run does both. In the environment as well: tests start processes.
-PLAIN_CODE = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-jax.config.update("jax_disable_most_optimizations", PLAIN_CODE == "1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
 # Before anything asks for devices. Not XLA_FLAGS: that would reach the processes that tests start.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,11 +25,3 @@ def mesh_mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
     with use_mesh(request.param):
         yield request.param
-
-
-@pytest.fixture
-def optimized() -> Iterator[None]:
-    """Compiles as users do, whatever `PLAIN_CODE` says."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", PLAIN_CODE == "1")

@@ -109,6 +109,13 @@ def quick_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fn, compiler_options=_quick_options() or None)
 
 
+def optimized_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit`` that compiles as for users, whatever tests/conftest.py has set."""
+    return jax.jit(
+        fn, compiler_options={"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    )
+
+
 def with_vjp(fn: Callable[..., Any], args: tuple[Any, ...], g: Any) -> tuple[Any, tuple[Any, ...]]:
     """``fn(*args)`` and the gradients of all its arguments for the output gradient ``g``."""
     y, vjp = jax.vjp(fn, *args)
