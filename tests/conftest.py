@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import jax
@@ -12,6 +13,13 @@ import pytest
 # .ci/run does both. In the environment as well: tests start processes.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
+# And many tests compile the same: they, the other test process and the processes that tests start share what XLA made.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="jax_te-tests-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # Before anything asks for devices. Not XLA_FLAGS: that would reach the processes that tests start.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -166,33 +166,53 @@ def norm_vjp(
 
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1.0 + np.exp(-1.702 * x)),
     "relu": lambda x: np.where(x > 0, x, 0.0),
+    "squared_relu": lambda x: np.where(x > 0, x * x, 0.0),
     "silu": lambda x: x / (1.0 + np.exp(-x)),
+    "sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)),
     "linear": lambda x: x,
 }
 COMPONENTS = {
     "gelu": ("gelu",),
-    "relu": ("relu",),
-    "silu": ("silu",),
     "geglu": ("gelu", "linear"),
+    "qgelu": ("quick_gelu",),
+    "qgeglu": ("quick_gelu", "linear"),
+    "relu": ("relu",),
     "reglu": ("relu", "linear"),
+    "srelu": ("squared_relu",),
+    "sreglu": ("squared_relu", "linear"),
+    "silu": ("silu",),
     "swiglu": ("silu", "linear"),
+    "glu": ("sigmoid", "linear"),
+    "clamped_swiglu": ("clamped_silu", "clamped_linear"),
 }
 
 
-def activation(x: np.ndarray, name: str) -> np.ndarray:
+def functions(
+    name: str, *, limit: float = 7.0, alpha: float = 1.702, linear_offset: float = 1.0
+) -> list[Callable[[np.ndarray], np.ndarray]]:
+    """The functions of an activation's components."""
+    clamped = {
+        "clamped_silu": lambda x: np.minimum(x, limit) / (1.0 + np.exp(-alpha * np.minimum(x, limit))),
+        "clamped_linear": lambda x: np.clip(x, -limit, limit) + linear_offset,
+    }
+    return [(FUNCTIONS | clamped)[part] for part in COMPONENTS[name]]
+
+
+def activation(x: np.ndarray, name: str, **params: float) -> np.ndarray:
     """``x [..., n_act, f]``."""
     out = np.ones(())
-    for i, part in enumerate(COMPONENTS[name]):
-        out = out * FUNCTIONS[part](x[..., i, :])
+    for i, f in enumerate(functions(name, **params)):
+        out = out * f(x[..., i, :])
     return out
 
 
-def activation_vjp(dz: np.ndarray, x: np.ndarray, name: str) -> np.ndarray:
+def activation_vjp(dz: np.ndarray, x: np.ndarray, name: str, **params: float) -> np.ndarray:
     """By central differences of each function: every output depends on one element of each component."""
     step, values, slopes = 1e-5, [], []
-    for i, part in enumerate(COMPONENTS[name]):
-        f, u = FUNCTIONS[part], x[..., i, :]
+    for i, f in enumerate(functions(name, **params)):
+        u = x[..., i, :]
         values.append(f(u))
         slopes.append((f(u + step) - f(u - step)) / (2 * step))
     if len(values) == 1:
@@ -225,28 +245,49 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool = False,
+    bottom_right: bool = False,
     q_lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
     mask: np.ndarray | None = None,
+    window: tuple[int, int] = (-1, -1),
+    pre_scale_bias: np.ndarray | None = None,
+    post_scale_bias: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
+    softcap: float | None = None,
+    sink: np.ndarray | None = None,
+    max_logit: bool = False,
 ) -> np.ndarray:
-    """Head by head and query by query, over the keys each query may see."""
+    """Head by head and query by query, over the keys each query may see.
+
+    ``sink [n]`` adds ``exp(sink)`` to a head's denominators; ``max_logit`` gives each head's largest logit instead.
+    """
     (batch, sq, n, d), (skv, groups) = q.shape, k.shape[1:3]
-    out = np.zeros_like(q)
-    mask = np.zeros((1, 1, 1, 1), bool) if mask is None else mask
-    mask = np.broadcast_to(mask, (batch, n, sq, skv))
+    full = (batch, n, sq, skv)
+    out, largest = np.zeros((batch, sq, n, v.shape[-1])), np.full(n, -np.inf)
+    mask = np.broadcast_to(np.zeros((1, 1, 1, 1), bool) if mask is None else mask, full)
+    before, after = (np.broadcast_to(np.zeros(()) if b is None else b, full) for b in (pre_scale_bias, post_scale_bias))
     for b, head, i in np.ndindex(batch, n, sq):
-        seen = ~mask[b, head, i]
-        if causal:
-            seen = seen & (np.arange(skv) <= i)
-        if kv_lengths is not None:
-            seen = seen & (np.arange(skv) < kv_lengths[b])
-        if (q_lengths is not None and i >= q_lengths[b]) or not seen.any():
+        q_length = sq if q_lengths is None else q_lengths[b]
+        kv_length = skv if kv_lengths is None else kv_lengths[b]
+        away = np.arange(skv) - i - (kv_length - q_length if bottom_right else 0)
+        seen = ~mask[b, head, i] & (np.arange(skv) < kv_length)
+        seen &= (away <= 0) | (not causal)
+        seen &= ((window[0] < 0) | (away >= -window[0])) & ((window[1] < 0) | (away <= window[1]))
+        if i >= q_length or not seen.any():
             continue
         group = head // (n // groups)
-        scores = k[b, seen, group] @ q[b, i, head] * (d**-0.5 if scale is None else scale)
+        scores = k[b, seen, group] @ q[b, i, head] + before[b, head, i, seen]
+        scores = scores * (d**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = scores + after[b, head, i, seen]
+        if slopes is not None:
+            scores = scores - slopes[head] * np.abs(away[seen])
+        largest[head] = max(largest[head], scores.max())
         weights = np.exp(scores - scores.max())
-        out[b, i, head] = weights / weights.sum() @ v[b, seen, group]
-    return out
+        rest = 0.0 if sink is None else np.exp(sink[head] - scores.max())
+        out[b, i, head] = weights / (weights.sum() + rest) @ v[b, seen, group]
+    return largest if max_logit else out
 
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -317,14 +358,16 @@ def norm_mlp_layer(
     g: np.ndarray,
     *,
     name: str = "gelu",
+    params: dict[str, float] | None = None,
     **spec: object,
 ) -> dict[str, np.ndarray]:
     """Norm, linear, activation, linear; each linear layer has its own scales."""
+    params = {} if params is None else params
     wide_x, wide_scale, wide_ln_bias, wide_wi_bias = wide(x, scale, ln_bias, wi_bias)
     normed = q[0].forms("x", norm(wide_x, wide_scale, wide_ln_bias, **spec), x.ndim - 1)[0]
     pre = linear(normed, q[0].forms("kernel", wi, 1)[1], wide_wi_bias)
-    second = dense_layer(q[1], activation(pre, name), wo, wo_bias, g)
-    dpre = activation_vjp(second["x"], pre, name)
+    second = dense_layer(q[1], activation(pre, name, **params), wo, wo_bias, g)
+    dpre = activation_vjp(second["x"], pre, name, **params)
     first = norm_dense_layer(q[0], x, scale, ln_bias, wi, wi_bias, dpre, **spec)
     return {
         "y": second["y"],

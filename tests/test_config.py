@@ -28,7 +28,7 @@ def test_defaults_follow_from_the_sizes():
         ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
         ({"ffn_hidden_size": -1}, "ffn_hidden_size must be an integer >= 1, got -1"),
         ({"normalization": "BatchNorm"}, "normalization must be 'LayerNorm' or 'RMSNorm', got 'BatchNorm'"),
-        ({"activation": "tanh"}, "unknown activation 'tanh'; allowed: gelu, relu, silu, geglu, reglu, swiglu"),
+        ({"activation": "tanh"}, "unknown activation 'tanh'; allowed: gelu, geglu, qgelu, qgeglu, relu, reglu"),
         ({"layernorm_epsilon": 0.0}, "layernorm_epsilon must be > 0, got 0.0"),
         ({"attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0"),
         ({"hidden_dropout": -0.1}, r"hidden_dropout must be in \[0, 1\), got -0.1"),
@@ -42,8 +42,8 @@ def test_a_wrong_value_is_named(changes, message):
 
 
 def test_unknown_fields_are_refused():
-    with pytest.raises(TypeError, match="fp8"):
-        TransformerConfig(**SIZES, fp8="hybrid")
+    with pytest.raises(TypeError, match="fp9"):
+        TransformerConfig(**SIZES, fp9="hybrid")
     with pytest.raises(TypeError):
         TransformerConfig(2, 64, 4)  # keyword-only
 

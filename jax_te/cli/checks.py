@@ -113,6 +113,7 @@ def _attention(config: RunConfig) -> AttentionSpec:
         heads=config.num_heads,
         groups=config.num_query_groups,
         head_dim=d,
+        v_head_dim=d,
         mask_type="causal",
         scale=d**-0.5,
         dropout_rate=config.dropout,

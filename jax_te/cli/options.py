@@ -13,7 +13,10 @@ from jax_te.cli.presets import PRESETS, preset_table
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
 GEMMS = ("fprop", "dgrad", "wgrad")
 DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = ("gelu", "relu", "silu", "geglu", "reglu", "swiglu")
+ACTIVATIONS = (
+    *("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "glu"),
+    "clamped_swiglu",
+)
 POSITIONS = ("learned_absolute", "rope", "none")
 PRESET = "(default: the preset's)"
 FLAG = argparse.BooleanOptionalAction

@@ -1,16 +1,19 @@
 """NNX layers in Transformer Engine's vocabulary."""
 
-from jax_te.layers.attention import DotProductAttention
-from jax_te.layers.dropout import dropout
+from jax_te.layers.attention import DotProductAttention, alibi_slopes
+from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.embedding import Embedding
 from jax_te.layers.initializers import normal_init, scaled_normal_init
-from jax_te.layers.kv_cache import KVCache, init_kv_cache
+from jax_te.layers.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
+from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import parameter_axes
+from jax_te.layers.qk_clip import clip_qk
 from jax_te.layers.quantizable import (
     QuantizableModule,
     keep_in_high_precision,
@@ -18,7 +21,9 @@ from jax_te.layers.quantizable import (
     quantizable_modules,
     quantize_parameters,
 )
+from jax_te.layers.relative_bias import RelativePositionBias
 from jax_te.layers.rotary import Rotary, apply_rotary, rotary_embedding
+from jax_te.layers.rotary_scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.layers.transformer import TransformerLayer
 
 __all__ = [
@@ -29,15 +34,28 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LoRA",
     "MultiheadAttention",
+    "PackedSeqParams",
     "QuantizableModule",
     "RMSNorm",
+    "RelativePositionBias",
     "Rotary",
+    "RotaryScaling",
     "TransformerLayer",
+    "WindowKVCache",
+    "YarnScaling",
+    "alibi_slopes",
     "apply_rotary",
+    "clip_qk",
+    "drop_path",
     "dropout",
     "init_kv_cache",
+    "init_window_kv_cache",
     "keep_in_high_precision",
+    "lora_labels",
     "make_norm",
     "name_modules",
     "normal_init",

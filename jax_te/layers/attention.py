@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import check_positive, check_rate
+from jax_te.layers.packed import PackedSeqParams
+from jax_te.layers.parameters import constant, value_or_none
+from jax_te.layers.qkv import HEAD_AXES
 from jax_te.ops import dot_product_attention
-from jax_te.ops.attention_spec import MASK_TYPES, QKV
-from jax_te.typing import Array, LogicalAxes
-
-HEAD_AXES: LogicalAxes = ("batch", "sequence", "heads", None)
-"""Logical axes of queries, keys, values and the attention's result, ``[b, s, n, d]``."""
+from jax_te.ops.attention_spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, Window, normal_window
+from jax_te.typing import Array
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
@@ -25,26 +26,49 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
     return groups
 
 
+def alibi_slopes(num_attention_heads: int) -> Array:
+    """ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``, and for an ``n`` that is no power of two those
+    of the next smaller power, then every second one of twice that many.
+
+    Source: Press et al. 2021, "Train short, test long".
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    check_positive(num_attention_heads=num_attention_heads)
+    power = 2 ** (num_attention_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_attention_heads - power) + 1, 2)]
+    return jnp.array(slopes, jnp.float32)
+
+
 class DotProductAttention(nnx.Module):
-    """``softmax(scale · q kᵀ + mask) v`` per head; no parameters.
+    """``softmax(scale · q kᵀ + bias + mask) v`` per head.
 
     Args:
         num_attention_heads: query heads ``n``.
-        kv_channels: head size ``d``.
+        kv_channels: head size ``d``, or ``(d, dv)`` where values have another size than queries and keys.
         num_gqa_groups: key/value heads ``g``, a divisor of ``n``; query head ``i`` reads group ``i // (n / g)``.
             None: ``n``.
         attention_dropout: dropout probability of the softmax's result, in [0, 1).
-        attn_mask_type: ``"causal"``, ``"no_mask"``, ``"padding"``, ``"padding_causal"`` or ``"arbitrary"``. The
-            padding types take lengths at the call, ``"arbitrary"`` a mask.
+        attn_mask_type: ``"causal"``, ``"no_mask"``, ``"padding"``, ``"padding_causal"``, the last queries aligned with
+            the last keys ``"causal_bottom_right"`` and ``"padding_causal_bottom_right"``, or ``"arbitrary"``. The
+            padding types take lengths or `PackedSeqParams` at the call, ``"arbitrary"`` a mask.
+        window_size: ``(left, right)`` positions seen beside a query's own, -1: all. None: no window.
         softmax_scale: None: ``1 / sqrt(d)``.
+        softmax_type: ``"vanilla"``; ``"off-by-one"``: 1 more in the denominator; ``"learnable"``:
+            ``exp(softmax_offset)`` more, a parameter ``[n]`` in fp32, 0 at first, whatever the backend.
+        logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
+        return_max_logit: calls also return the largest logit of each head, for `clip_qk`.
+        num_splits: kept as an attribute; it tunes one CUDA kernel and has no effect on results.
+        rngs: taken like in every layer; there is nothing to draw.
 
     Raises:
-        ValueError: for sizes that do not divide or an unknown mask type; when called, for a mask or lengths that the
-            mask type lacks or does not use, or heads of another number or size.
+        ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
+            call lacks or does not use, or heads of another number or size.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
 
-    >>> import jax.numpy as jnp
     >>> q = jnp.ones((2, 8, 4, 16))
     >>> DotProductAttention(4, 16)(q, q, q).shape
     (2, 8, 4, 16)
@@ -53,23 +77,45 @@ class DotProductAttention(nnx.Module):
     def __init__(
         self,
         num_attention_heads: int,
-        kv_channels: int,
+        kv_channels: int | tuple[int, int],
         *,
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         attn_mask_type: str = "causal",
+        window_size: Window | None = None,
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        logit_softcap: float | None = None,
+        return_max_logit: bool = False,
+        num_splits: int | None = None,
+        rngs: nnx.Rngs | None = None,
     ):
+        del rngs
         self.num_gqa_groups = check_heads(num_attention_heads, num_gqa_groups)
-        check_positive(kv_channels=kv_channels)
+        d, dv = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        check_positive(kv_channels=d, v_channels=dv)
         check_rate(attention_dropout=attention_dropout)
         if attn_mask_type not in MASK_TYPES:
             raise ValueError(f"unknown attn_mask_type {attn_mask_type!r}; allowed: {', '.join(MASK_TYPES)}")
+        if softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(f"unknown softmax_type {softmax_type!r}; allowed: {', '.join(SOFTMAX_TYPES)}")
+        if logit_softcap is not None and not logit_softcap > 0.0:
+            raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {logit_softcap!r}")
+        normal_window(window_size, attn_mask_type)
         self.num_attention_heads = num_attention_heads
-        self.kv_channels = kv_channels
+        self.kv_channels = d
+        self.v_channels = dv
         self.attention_dropout = attention_dropout
         self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
         self.softmax_scale = softmax_scale
+        self.softmax_type = softmax_type
+        self.logit_softcap = logit_softcap
+        self.return_max_logit = return_max_logit
+        self.num_splits = num_splits
+        self.softmax_offset = (
+            constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
+        )
 
     def __call__(
         self,
@@ -80,56 +126,93 @@ class DotProductAttention(nnx.Module):
         attention_mask: Array | None = None,
         q_lengths: Array | None = None,
         kv_lengths: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
         dropout_key: Array | None = None,
         attn_mask_type: str | None = None,
+        window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
-    ) -> Array:
+    ) -> Any:
         """Apply attention.
 
         Args:
-            query: ``[b, sq, n, d]``; or all three packed, ``[b, s, 3, n, d]``, without ``key`` and ``value``.
-            key, value: ``[b, skv, g, d]``.
+            query: ``[b, sq, n, d]``; or all three packed, ``[b, s, 3, n, d]``, without ``key`` and ``value``. With
+                ``packed_seq_params`` of one row also ``[t, n, d]``, as are then the others and the result.
+            key: ``[b, skv, g, d]``.
+            value: ``[b, skv, g, dv]``.
             attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
             q_lengths, kv_lengths: int32 ``[b]``, valid tokens at the start of each sequence; for the padding types.
                 ``q_lengths`` None: ``kv_lengths``.
+            packed_seq_params: several sequences in each row; for the padding types.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
+            core_attention_bias: broadcastable to ``[b, n, sq, skv]``.
+            alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
             dropout_key: turns dropout on.
-            attn_mask_type: in place of the layer's own.
+            attn_mask_type, window_size: in place of the layer's own.
             checkpoint_core_attention: recompute in backward what attention computed, in place of keeping it.
 
         Returns:
-            ``[b, sq, n, d]`` in the dtype of ``query``.
+            ``[b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` a tuple of it and fp32 ``[n]``.
         """
         mask_type: Any = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        bias_type: Any = core_attention_bias_type
+        bias = core_attention_bias
+        if bias_type == "alibi" and bias is None:
+            bias = _slopes(self.num_attention_heads) if alibi_slopes is None else alibi_slopes
+        elif alibi_slopes is not None:
+            raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")
+        row = packed_seq_params is not None and query.ndim == 3
+        if row:
+            query, key, value = query[None], *(None if array is None else array[None] for array in (key, value))
         self._check_operands(query, key, value)
         rate = 0.0 if dropout_key is None else self.attention_dropout
+        segments = None if packed_seq_params is None else packed_seq_params.segments
+        arrays = AttentionArrays(
+            attention_mask, q_lengths, kv_lengths, segments, bias, value_or_none(self.softmax_offset), dropout_key
+        )
 
-        def attend(
-            qkv: QKV, mask: Array | None, q_lengths: Array | None, kv_lengths: Array | None, rng: Array | None
-        ) -> Array:
+        def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
             return dot_product_attention(
                 qkv,
                 mask_type=mask_type,
-                mask=mask,
-                q_lengths=q_lengths,
-                kv_lengths=kv_lengths,
+                mask=arrays.mask,
+                q_lengths=arrays.q_lengths,
+                kv_lengths=arrays.kv_lengths,
+                segments=arrays.segments,
+                window=self.window_size if window_size is None else window_size,
+                bias_type=bias_type,
+                bias=arrays.bias,
+                softmax_type=self.softmax_type,  # type: ignore[arg-type]
+                softmax_offset=arrays.softmax_offset,
+                logit_softcap=self.logit_softcap,
                 scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
                 dropout_rate=rate,
-                dropout_key=rng if rate > 0.0 else None,
+                dropout_key=arrays.dropout_key if rate > 0.0 else None,
+                return_max_logit=self.return_max_logit,
                 out_axes=HEAD_AXES,
             )
 
         with jax.named_scope("DotProductAttention"):
             qkv = (query,) if key is None or value is None else (query, key, value)
             run = jax.checkpoint(attend) if checkpoint_core_attention else attend
-            return run(qkv, attention_mask, q_lengths, kv_lengths, dropout_key)
+            result = run(qkv, arrays)
+            if not row:
+                return result
+            return (result[0][0], result[1]) if self.return_max_logit else result[0]
 
     def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
-        n, g, d = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
+        n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
         shapes = [array.shape for array in (query, key, value) if array is not None]
-        if len(shapes) == 1 and query.shape[2:] == (3, n, d) and g == n:
+        if len(shapes) == 1 and query.shape[2:] == (3, n, d) and g == n and d == dv:
             return
-        if [shape[2:] for shape in shapes] != [(n, d), (g, d), (g, d)]:
-            packed = f", or one array [b, s, 3, {n}, {d}]" if g == n else ""
+        if [shape[2:] for shape in shapes] != [(n, d), (g, d), (g, dv)]:
+            packed = f", or one array [b, s, 3, {n}, {d}]" if (g, dv) == (n, d) else ""
             raise ValueError(
-                f"attention needs query [b, s, {n}, {d}], key and value [b, s, {g}, {d}]{packed}; got shapes {shapes}"
+                f"attention needs query [b, s, {n}, {d}], key [b, s, {g}, {d}] and value [b, s, {g}, {dv}]{packed}; "
+                f"got shapes {shapes}"
             )
+
+
+_slopes = alibi_slopes  # a call's argument has the same name

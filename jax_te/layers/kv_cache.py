@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -56,13 +57,66 @@ class KVCache:
         put = auto_region(write, _AXES)
         return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])
 
-    def mask(self, sq: int) -> Array:
-        """Which places the newest ``sq`` tokens, already appended, must not see: bool ``[1, 1, sq, max_len]``, True
-        is masked out.
+    def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
+        """Mask type and lengths with which the newest ``sq`` tokens of ``b`` sequences, already appended, attend."""
+        ones = jnp.ones((b,), jnp.int32)
+        return "padding_causal_bottom_right", {"q_lengths": ones * sq, "kv_lengths": ones * self.length}
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "length"], meta_fields=["left"])
+@dataclass(frozen=True, kw_only=True)
+class WindowKVCache:
+    """As `KVCache`, for attention in a window: a ring that forgets what no later token sees.
+
+    Args:
+        k, v: ``[b, c, g, d]``: position ``p`` is in place ``p % c``.
+        length: int32 ``[]``, tokens seen so far.
+        left: positions before its own that a token sees. ``c`` must be at least ``left`` plus the tokens of one call.
+
+    >>> cache = init_window_kv_cache(1, 4, 2, 2, 8)
+    >>> cache.k.shape, int(cache.append(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 2, 8))).length)
+    ((1, 6, 2, 8), 2)
+    """
+
+    k: Array
+    v: Array
+    length: Array
+    left: int
+
+    @property
+    def places(self) -> int:
+        """Tokens it holds at most."""
+        return self.k.shape[1]
+
+    def append(self, k: Array, v: Array) -> WindowKVCache:
+        """The cache with ``k, v [b, s, g, d]`` after what it holds.
+
+        Raises:
+            ValueError: if the first of the ``s`` tokens would no longer see its window.
         """
-        query = self.length - sq + jnp.arange(sq, dtype=jnp.int32)
-        key = jnp.arange(self.max_len, dtype=jnp.int32)
-        return (key[None, :] > query[:, None])[None, None]
+        if k.shape[1] + self.left > self.places:
+            raise ValueError(
+                f"{k.shape[1]} tokens and the {self.left} before them do not fit a cache of {self.places} places; give "
+                f"at most {self.places - self.left} tokens a call, or build it for more"
+            )
+        place = (self.length + jnp.arange(k.shape[1], dtype=jnp.int32)) % self.places
+
+        def write(old: Array, new: Array, place: Array) -> Array:
+            return old.at[:, place].set(new.astype(old.dtype))
+
+        put = auto_region(write, _AXES)
+        return WindowKVCache(
+            k=put(self.k, k, place), v=put(self.v, v, place), length=self.length + k.shape[1], left=self.left
+        )
+
+    def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
+        """Mask type and mask with which the newest ``sq`` tokens, already appended, attend."""
+        del b
+        last = self.length - 1
+        key = last - (last - jnp.arange(self.places, dtype=jnp.int32)) % self.places
+        query = (last - sq + 1 + jnp.arange(sq, dtype=jnp.int32))[:, None]
+        hidden = (key[None] < 0) | (key[None] > query) | (key[None] < query - self.left)
+        return "arbitrary", {"attention_mask": hidden[None, None]}
 
 
 def init_kv_cache(
@@ -82,3 +136,25 @@ def init_kv_cache(
     # Two arrays, not one twice: a jitted step may donate its cache.
     k, v = (constrain(jnp.zeros(shape, dtype), _AXES) for _ in range(2))
     return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
+
+
+def init_window_kv_cache(
+    batch: int,
+    left: int,
+    tokens_per_call: int,
+    num_gqa_groups: int,
+    kv_channels: int,
+    dtype: DTypeLike = jnp.float32,
+) -> WindowKVCache:
+    """An empty `WindowKVCache` for tokens that see ``left`` positions before their own, given ``tokens_per_call`` at a
+    time at most.
+
+    Raises:
+        ValueError: for a size that is not positive or an unknown dtype.
+
+    >>> init_window_kv_cache(2, 8, 1, 4, 16, jnp.bfloat16).k.shape
+    (2, 9, 4, 16)
+    """
+    check_positive(left=left, tokens_per_call=tokens_per_call)
+    cache = init_kv_cache(batch, left + tokens_per_call, num_gqa_groups, kv_channels, dtype)
+    return WindowKVCache(k=cache.k, v=cache.v, length=cache.length, left=left)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.parameters import leading_axes, value_or_none
+from jax_te.layers.parameters import value_or_none
 from jax_te.ops import layernorm, layernorm_dense
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
@@ -25,7 +25,10 @@ class LayerNormLinear(Linear):
         zero_centered_gamma: store the norm's scale as an offset from 1.
         return_layernorm_output: also return the norm's output, e.g. for a residual connection that starts there. It
             then exists in full precision in memory, so the norm is no longer fused with quantization.
-        init_method, params_dtype, parallel_mode, return_bias, kernel_axes, out_axes, rngs: as in `Linear`.
+        skip_weight_param_allocation: have no kernel and no bias, as in `Linear`; the norm has its parameters.
+        init_method, sequence_parallel, tp_group, tp_size, parallel_mode, fuse_wgrad_accumulation, return_bias,
+            params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each tensor rank of a
+            column-parallel layer normalizes its part of the sequence, and the norm's output is returned so.
 
     Parameters are ``scale [h]``, ``ln_bias [h]`` (LayerNorm only), ``kernel [h, *n]`` and ``bias [*n]``. Errors as in
     `Linear`, and ValueError for an unknown normalization.
@@ -45,11 +48,16 @@ class LayerNormLinear(Linear):
         *,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
-        return_layernorm_output: bool = False,
         init_method: Initializer | None = None,
-        params_dtype: DTypeLike = jnp.float32,
+        return_layernorm_output: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: str | None = None,
+        tp_size: int = 1,
         parallel_mode: str | None = None,
+        skip_weight_param_allocation: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
+        params_dtype: DTypeLike = jnp.float32,
         kernel_axes: LogicalAxes | None = None,
         out_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
@@ -59,9 +67,14 @@ class LayerNormLinear(Linear):
             out_features,
             bias,
             init_method=init_method,
-            params_dtype=params_dtype,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
             parallel_mode=parallel_mode,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             return_bias=return_bias,
+            params_dtype=params_dtype,
             kernel_axes=kernel_axes,
             out_axes=out_axes,
             rngs=rngs,
@@ -73,32 +86,48 @@ class LayerNormLinear(Linear):
     def _init_save_original_input(self) -> None:
         pass  # the input of the GEMM is the norm's output, which nobody else keeps
 
-    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
-            is_first_microbatch: as in `Linear`.
+            weight, bias, is_first_microbatch: as in `Linear`.
 
         Returns:
             ``y [..., *n]``, or a tuple of it and what was asked for, in this order: the bias, the norm's output
             ``[..., h]``.
         """
         with jax.named_scope("LayerNormLinear"):
-            scale, ln_bias = self.scale[...], value_or_none(self.ln_bias)
+            x, bias = self._enter(x), self._bias_of(bias)
             if self.return_layernorm_output:
-                normed = layernorm(x, scale, ln_bias, norm=self.norm, out_axes=(*leading_axes(x), "hidden"))
-                return self._result(self._dense(normed, is_first_microbatch), x, normed)
+                normed = self._normalize(x)
+                return self._result(self._dense(normed, weight, bias, is_first_microbatch), x, bias, normed)
             y = layernorm_dense(
                 x,
-                scale,
-                ln_bias,
-                bias=None if self.return_bias else value_or_none(self.bias),
+                *self._norm_parameters(),
+                bias=None if self.return_bias else bias,
                 norm=self.norm,
                 recipe=self.recipe,
-                out_axes=(*leading_axes(x), *self.feature_axes),
+                out_axes=self.output_axes(x),
                 kernel_axes=self.kernel_axes,
                 name=self.module_name,
-                **self.linear_arguments("kernel", is_first_microbatch),
+                **self._kernel_arguments(weight, is_first_microbatch),
             )
-            return self._result(y, x)
+            return self._result(y, x, bias)
+
+    def operand(self, x: Array) -> Array:
+        """What the kernel multiplies in a call with ``x``: the norm's output ``[..., h]``."""
+        return self._normalize(self._enter(x))
+
+    def _norm_parameters(self) -> tuple[Array, Array | None]:
+        parameters = self.scale[...], value_or_none(self.ln_bias)
+        return jax.lax.stop_gradient(parameters) if self.frozen else parameters
+
+    def _normalize(self, x: Array) -> Array:
+        return layernorm(x, *self._norm_parameters(), norm=self.norm, out_axes=self._input_axes(x))

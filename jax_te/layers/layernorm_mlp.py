@@ -8,45 +8,52 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import ACTIVATIONS, check_positive
+from jax_te.config import ACTIVATIONS, ActivationParams, check_positive
 from jax_te.layers.initializers import normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none
-from jax_te.layers.quantizable import QuantizableModule
+from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import activation as apply_activation
 from jax_te.ops import dense, layernorm, layernorm_mlp
+from jax_te.ops.spec import check_activation_params
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
-_WI_AXES: LogicalAxes = ("fsdp", "joined", "ffn")
-_WO_AXES: LogicalAxes = ("ffn", "fsdp")
 
-
-class LayerNormMLP(QuantizableModule):
+class LayerNormMLP(TensorParallelModule):
     """``y = act(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias`` as one operation.
 
     The first projection is column-parallel and the second row-parallel: ``f`` is split over the mesh's tensor axis. A
-    gated activation (``geglu``, ``reglu``, ``swiglu``) has two components (``n_act = 2``): the function of the first
-    times the second.
+    gated activation (``swiglu`` and others) has two components (``n_act = 2``): the function of the first times the
+    second.
 
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
         eps: added to the variance or mean square.
         bias: learn biases in both projections.
-        activation: a key of `jax_te.config.ACTIVATIONS`.
+        activation: a key of `jax_te.config.ACTIVATIONS`, see `jax_te.ops.activation`.
+        activation_params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: store the norm's scale as an offset from 1.
         init_method: initializer of ``wi_kernel``. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
         return_layernorm_output: also return the norm's output; then the norm is not fused with quantization.
+        set_parallel_mode: split the projections as said above, which TE does if told to; here the mesh decides whether
+            there is something to split. False: every tensor rank holds them whole and computes the same.
+        sequence_parallel: input, output and the norm's output ``[b, s, h]`` are split over the tensor ranks along
+            ``s``, as in `Linear`.
+        tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`.
         return_bias: do not add ``wo_bias`` but return it beside the output.
+        seq_length, micro_batch_size: sizes that TE warms its kernels up with; without effect, since ``jax.jit``
+            compiles for the shapes of each call.
         params_dtype: dtype of ``scale [h]``, ``ln_bias [h]``, ``wi_kernel [h, n_act, f]``, ``wi_bias [n_act, f]``,
             ``wo_kernel [f, h]``, ``wo_bias [h]``.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for a size that is not positive, or an unknown activation, normalization or dtype; when called,
-            for sizes that do not fit (FP8 needs multiples of 16).
+        TypeError: for another ``tp_group`` than None and ``"tensor"``.
+        ValueError: for a size that is not positive, an unknown activation, normalization or dtype, parameters of an
+            activation that has none, ``sequence_parallel`` without ``set_parallel_mode``; when called, as `Linear`.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.LayerNormMLP``; Shazeer 2020, "GLU variants improve Transformer".
@@ -65,33 +72,49 @@ class LayerNormMLP(QuantizableModule):
         bias: bool = True,
         *,
         activation: str = "gelu",
+        activation_params: ActivationParams | None = None,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         init_method: Initializer | None = None,
         output_layer_init_method: Initializer | None = None,
         return_layernorm_output: bool = False,
+        set_parallel_mode: bool = True,
+        sequence_parallel: bool = False,
+        tp_group: str | None = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: DTypeLike = jnp.float32,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
         rngs: nnx.Rngs,
     ):
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+        check_positive(**{name: size for name, size in warm_up.items() if size is not None})
+        check_activation_params(activation, activation_params)
+        self.tensor_parallel = TensorParallel(
+            group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
+        )
         h, f, n_act = hidden_size, ffn_hidden_size, len(ACTIVATIONS[activation])
         self.norm = norm_spec(normalization, eps, zero_centered_gamma)
         self.scale, self.ln_bias = norm_parameters(self.norm, h, params_dtype)
         wi_init = normal_init() if init_method is None else init_method
         wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
-        self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, _WI_AXES)
-        self.wi_bias = constant(0.0, (n_act, f), params_dtype, ("joined", "ffn")) if bias else None
-        self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, _WO_AXES)
+        ffn = "ffn" if set_parallel_mode else None
+        self.wi_axes: LogicalAxes = ("fsdp", "joined", ffn)
+        self.wo_axes: LogicalAxes = (ffn, "fsdp")
+        self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, self.wi_axes)
+        self.wi_bias = constant(0.0, (n_act, f), params_dtype, self.wi_axes[1:]) if bias else None
+        self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, self.wo_axes)
         self.wo_bias = constant(0.0, (h,), params_dtype, ("norm",)) if bias else None
         self._init_quantization()
-        self.activation = activation
+        self.activation, self.activation_params = activation, activation_params
         self.return_layernorm_output = return_layernorm_output
         self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
 
-    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
+    def __call__(self, x: Array, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
@@ -102,6 +125,7 @@ class LayerNormMLP(QuantizableModule):
             ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
             the norm's output.
         """
+        x = self.tensor_parallel.enter(x, self._axes(x))
         wi = self.linear_arguments("wi_kernel", is_first_microbatch)
         wo = self.linear_arguments("wo_kernel", is_first_microbatch)
         with jax.named_scope("LayerNormMLP"):
@@ -114,8 +138,11 @@ class LayerNormMLP(QuantizableModule):
         name = self.module_name
         return (None, None) if name is None else (f"{name}.wi_kernel", f"{name}.wo_kernel")
 
+    def _axes(self, x: Array) -> LogicalAxes:
+        """Logical axes of input and output."""
+        return (*sequence_axes(x, self.tensor_parallel.sequence_parallel), "hidden")
+
     def _fused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> Array:
-        lead = leading_axes(x)
         return layernorm_mlp(
             x,
             self.scale[...],
@@ -126,36 +153,37 @@ class LayerNormMLP(QuantizableModule):
             None if self.return_bias else value_or_none(self.wo_bias),
             norm=self.norm,
             activation=self.activation,
+            activation_params=self.activation_params,
             recipe=self.recipe,
             states=(wi["state"], wo["state"]),
             gradients=(wi["gradient"], wo["gradient"]),
             names=self._names(),
-            ffn_axes=(*lead, "ffn"),
-            out_axes=(*lead, "hidden"),
-            wi_axes=_WI_AXES,
-            wo_axes=_WO_AXES,
+            ffn_axes=(*leading_axes(x), self.wi_axes[-1]),
+            out_axes=self._axes(x),
+            wi_axes=self.wi_axes,
+            wo_axes=self.wo_axes,
         )
 
     def _unfused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> tuple[Array, Array]:
         """The same in four operations, so that the norm's output is there to return."""
-        lead, recipe, names = leading_axes(x), self.recipe, self._names()
-        normed = layernorm(x, self.scale[...], value_or_none(self.ln_bias), norm=self.norm, out_axes=(*lead, "hidden"))
+        lead, axes, recipe, names = leading_axes(x), self._axes(x), self.recipe, self._names()
+        normed = layernorm(x, self.scale[...], value_or_none(self.ln_bias), norm=self.norm, out_axes=axes)
         a = dense(
             normed,
             bias=value_or_none(self.wi_bias),
             recipe=recipe,
-            out_axes=(*lead, "joined", "ffn"),
-            kernel_axes=_WI_AXES,
+            out_axes=(*lead, *self.wi_axes[1:]),
+            kernel_axes=self.wi_axes,
             name=names[0],
             **wi,
         )
-        z = apply_activation(a, self.activation, out_axes=(*lead, "ffn"))
+        z = apply_activation(a, self.activation, params=self.activation_params, out_axes=(*lead, self.wi_axes[-1]))
         y = dense(
             z,
             bias=None if self.return_bias else value_or_none(self.wo_bias),
             recipe=recipe,
-            out_axes=(*lead, "hidden"),
-            kernel_axes=_WO_AXES,
+            out_axes=axes,
+            kernel_axes=self.wo_axes,
             name=names[1],
             **wo,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from flax import nnx
 
 from jax_te.config import check_positive
 from jax_te.layers.initializers import normal_init
-from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none
-from jax_te.layers.quantizable import QuantizableModule
+from jax_te.layers.parameters import constant, parameter, value_or_none
+from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import dense
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
@@ -38,7 +38,7 @@ def kernel_logical_axes(parallel_mode: str | None, ndim: int) -> LogicalAxes:
     return (inner, *("joined",) * (ndim - 2), outer)
 
 
-class Linear(QuantizableModule):
+class Linear(TensorParallelModule):
     """``y = x @ kernel + bias``, its three GEMMs quantized by the ambient recipe.
 
     Args:
@@ -46,22 +46,35 @@ class Linear(QuantizableModule):
         out_features: ``n``, size of the output's last axis, or sizes of several.
         bias: learn an additive bias.
         init_method: initializer of the kernel, ``init(key, shape, dtype)``. None: N(0, 0.023²).
-        params_dtype: dtype of ``kernel [k, *n]`` and ``bias [*n]``.
+        sequence_parallel: outside of the layer activations ``[b, s, h]`` are split over the tensor ranks along ``s``: a
+            column-parallel layer takes its input so, a row-parallel layer gives its output so (logical axis
+            ``sequence_parallel``). Values are the same; with one tensor rank, or no mesh, nothing is different.
+        tp_group: None or ``"tensor"``, the mesh axis that stands for TE's process group; the mesh says how many ranks
+            it has.
+        tp_size: 1 leaves it to the mesh; any other size must be that of the mesh's tensor axis, where one is set.
         parallel_mode: ``"column"`` splits the output features over the mesh's tensor axis, ``"row"`` the input
             features, None neither. It is a choice of logical axes; collectives follow from them.
+        skip_weight_param_allocation: have no parameters; each call is given ``weight`` and ``bias``.
+        fuse_wgrad_accumulation: stored, without effect: `jax_te.training.make_train_step` always adds kernel gradients
+            to fp32 sums, in a buffer that it reuses, where they are made.
         return_bias: do not add the bias but return it beside the output, for a fused operation to add.
+        params_dtype: dtype of ``kernel [k, *n]`` and ``bias [*n]``.
         kernel_axes: logical axes of the kernel, in place of those that ``parallel_mode`` stands for.
         out_axes: logical axes of the output features. None: the kernel's, with ``"fsdp"`` (an axis of weights) read
             as ``"hidden"``.
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
+        frozen: no gradient reaches the parameters, and none is computed for the kernel. False. `LoRA` sets it.
         save_original_input: keep the input itself for backward and quantize it there again, see `dense`. False.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 
     Raises:
-        ValueError: for a size that is not positive, an unknown mode or dtype; when called, for sizes that do not fit
-            (FP8 needs multiples of 16).
+        TypeError: for another ``tp_group``.
+        ValueError: for a size that is not positive, an unknown mode or dtype, ``sequence_parallel`` without a
+            ``parallel_mode``; when called, for sizes that do not fit (FP8 needs multiples of 16), a mesh with another
+            number of tensor ranks than ``tp_size``, a sequence that does not divide over them, weights or biases that
+            are missing, not wanted or of another shape.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.Linear``.
@@ -79,36 +92,64 @@ class Linear(QuantizableModule):
         bias: bool = True,
         *,
         init_method: Initializer | None = None,
-        params_dtype: DTypeLike = jnp.float32,
+        sequence_parallel: bool = False,
+        tp_group: str | None = None,
+        tp_size: int = 1,
         parallel_mode: str | None = None,
+        skip_weight_param_allocation: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
+        params_dtype: DTypeLike = jnp.float32,
         kernel_axes: LogicalAxes | None = None,
         out_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
         features = out_features if isinstance(out_features, tuple) else (out_features,)
         check_positive(in_features=in_features, **{f"out_features[{i}]": size for i, size in enumerate(features)})
-        axes = kernel_logical_axes(parallel_mode, 1 + len(features)) if kernel_axes is None else kernel_axes
+        mode_axes = kernel_logical_axes(parallel_mode, 1 + len(features))
+        axes = mode_axes if kernel_axes is None else kernel_axes
+        self.parallel_mode = None if parallel_mode is None else parallel_mode.lower()
+        self.tensor_parallel = TensorParallel(
+            group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=parallel_mode is not None
+        )
         init = normal_init() if init_method is None else init_method
-        self.kernel = parameter(init, rngs, (in_features, *features), params_dtype, axes)
-        bias_axes = tuple("norm" if name == "fsdp" else name for name in axes[1:])
-        self.bias = constant(0.0, features, params_dtype, bias_axes) if bias else None
-        self._init_quantization()
-        self._init_save_original_input()
-        self.return_bias = return_bias
+        self.kernel_shape = (in_features, *features)
         self.kernel_axes = axes
+        bias_axes = tuple("norm" if name == "fsdp" else name for name in axes[1:])
         self.feature_axes = (
             tuple("hidden" if name == "fsdp" else name for name in axes[1:]) if out_axes is None else out_axes
         )
+        skip = skip_weight_param_allocation
+        self.kernel = None if skip else parameter(init, rngs, self.kernel_shape, params_dtype, axes)
+        self.bias = constant(0.0, features, params_dtype, bias_axes) if bias and not skip else None
+        self.skip_weight_param_allocation = skip
+        self._init_quantization()
+        self._init_save_original_input()
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.frozen = False
 
     def _init_save_original_input(self) -> None:
         self.save_original_input = False
 
-    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
+    def axes_of(self, kernel: str) -> LogicalAxes:
+        """Logical axes of the kernel."""
+        return self.kernel_axes
+
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[..., k]``; its dtype is the dtype of computation and of the output.
+            weight: kernel ``[k, *n]`` to use in place of the layer's own; required if it has none.
+            bias: ``[*n]``, likewise; required of a layer without parameters if ``bias`` or ``return_bias`` was set.
             is_first_microbatch: True: quantize the kernel and keep it for later calls; False: use what was kept; None:
                 what the attribute of that name says, by default neither.
 
@@ -117,22 +158,71 @@ class Linear(QuantizableModule):
             none).
         """
         with jax.named_scope("Linear"):
-            return self._result(self._dense(x, is_first_microbatch), x)
+            x, bias = self._enter(x), self._bias_of(bias)
+            return self._result(self._dense(x, weight, bias, is_first_microbatch), x, bias)
 
-    def _dense(self, x: Array, is_first_microbatch: bool | None) -> Array:
+    def operand(self, x: Array) -> Array:
+        """What the kernel multiplies in a call with ``x``: ``x``."""
+        return self._enter(x)
+
+    def output_axes(self, x: Array) -> LogicalAxes:
+        """Logical axes of the output of a call with ``x``."""
+        split = self.tensor_parallel.sequence_parallel and self.parallel_mode == "row"
+        return (*sequence_axes(x, split), *self.feature_axes)
+
+    def _input_axes(self, x: Array) -> LogicalAxes:
+        split = self.tensor_parallel.sequence_parallel and self.parallel_mode == "column"
+        return (*sequence_axes(x, split), "hidden")
+
+    def _enter(self, x: Array) -> Array:
+        """The input, in the sharding it has outside of the layer."""
+        return self.tensor_parallel.enter(x, self._input_axes(x))
+
+    def _bias_of(self, bias: Array | None) -> Array | None:
+        """The bias of a call: the one that it was given, or the layer's own."""
+        features = self.kernel_shape[1:]
+        if bias is None:
+            if self.skip_weight_param_allocation and (self.use_bias or self.return_bias):
+                raise ValueError(
+                    f"the layer has no parameters (skip_weight_param_allocation=True): call it with bias=, {features}"
+                )
+            bias = value_or_none(self.bias)
+        elif not (self.use_bias or self.return_bias):
+            raise ValueError("the layer was built with bias=False and adds none; build it with bias=True")
+        elif bias.shape != features:
+            raise ValueError(f"bias must have shape {features}, got {bias.shape}")
+        return jax.lax.stop_gradient(bias) if self.frozen else bias
+
+    def _dense(self, x: Array, weight: Array | None, bias: Array | None, is_first_microbatch: bool | None) -> Array:
         return dense(
             x,
-            bias=None if self.return_bias else value_or_none(self.bias),
+            bias=None if self.return_bias else bias,
             recipe=self.recipe,
-            out_axes=(*leading_axes(x), *self.feature_axes),
+            out_axes=self.output_axes(x),
             kernel_axes=self.kernel_axes,
             save_original_input=getattr(self, "save_original_input", False),
             name=self.module_name,
-            **self.linear_arguments("kernel", is_first_microbatch),
+            **self._kernel_arguments(weight, is_first_microbatch),
         )
 
-    def _result(self, y: Array, x: Array, *more: Array) -> Array | tuple[Array | None, ...]:
+    def _kernel_arguments(self, weight: Array | None, is_first_microbatch: bool | None) -> dict[str, Any]:
+        """What an op takes for the kernel, see `linear_arguments`."""
+        if weight is None and self.kernel is None:
+            raise ValueError(
+                f"the layer has no parameters (skip_weight_param_allocation=True): call it with weight=, "
+                f"{self.kernel_shape}"
+            )
+        if weight is not None and weight.shape != self.kernel_shape:
+            raise ValueError(
+                f"weight must have shape {self.kernel_shape}, [in, *out], got {weight.shape}; Transformer Engine for "
+                "PyTorch has [out, in]"
+            )
+        arguments = self.linear_arguments("kernel", is_first_microbatch, weight)
+        if self.frozen:
+            arguments |= {name: jax.lax.stop_gradient(arguments[name]) for name in ("kernel", "gradient")}
+        return arguments
+
+    def _result(self, y: Array, x: Array, bias: Array | None, *more: Array) -> Array | tuple[Array | None, ...]:
         """What a call returns: the output, then the bias if asked for, then ``more``."""
-        bias = value_or_none(self.bias)
         extra = (None if bias is None else bias.astype(x.dtype),) if self.return_bias else ()
         return (y, *extra, *more) if extra or more else y

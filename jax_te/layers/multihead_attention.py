@@ -9,45 +9,38 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import check_positive
-from jax_te.layers.attention import HEAD_AXES, DotProductAttention, check_heads
-from jax_te.layers.kv_cache import KVCache
+from jax_te.layers.attention import DotProductAttention, check_heads
+from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.rotary import Rotary, apply_rotary
-from jax_te.parallel import auto_region
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+from jax_te.layers.norm import make_norm
+from jax_te.layers.packed import PackedSeqParams
+from jax_te.layers.parameters import value_or_none
+from jax_te.layers.qkv import (
+    HEAD_AXES,
+    merge_heads,
+    pack_qkv,
+    rotate,
+    split_key,
+    split_key_value,
+    split_qkv,
+    split_query,
+)
+from jax_te.layers.rotary import Rotary
+from jax_te.layers.tensor_parallel import set_tensor_parallel_group
+from jax_te.ops import layernorm
+from jax_te.ops.attention_spec import Window
+from jax_te.typing import Array, DTypeLike, Initializer
 
-
-def split_qkv(qkv: Array, groups: int, kv_channels: int, rotary: Rotary | None, *, packed: bool) -> tuple[Array, ...]:
-    """What the fused projection gives as operands of attention.
-
-    Args:
-        qkv: ``[b, s, r + 2, g·d]``: ``r`` query components, keys, values.
-        groups, kv_channels: ``g`` and ``d``.
-        rotary: rotates queries and keys.
-        packed: keep ``[b, s, 3, n, d]`` (``r = 1``, no rotation): no copy.
-
-    Returns:
-        ``(packed,)`` or ``(q [b, s, n, d], k [b, s, g, d], v [b, s, g, d])``; query head ``i`` is component ``i % r``
-        of group ``i // r``.
-    """
-    b, s, components, _ = qkv.shape
-    r = components - 2
-    qkv = qkv.reshape(b, s, components, groups, kv_channels)
-    if packed:
-        return (qkv,)
-    q = jnp.swapaxes(qkv[:, :, :r], 2, 3).reshape(b, s, groups * r, kv_channels)
-    k, v = qkv[:, :, r], qkv[:, :, r + 1]
-    if rotary is not None:
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-    return q, k, v
+ATTENTION_TYPES = ("self", "cross")
 
 
 class MultiheadAttention(nnx.Module):
-    """Normalization, fused query/key/value projection, attention, output projection.
+    """Normalization, query/key/value projections, attention, output projection.
 
-    The fused kernel is ``[h, r + 2, g·d]`` with ``r = n / g``; its last axis and the first of the output kernel
-    ``[n·d, h]`` are split over the mesh's tensor axis by whole groups.
+    In self-attention one fused kernel ``[h, r + 2, g·d]`` with ``r = n / g`` gives queries, keys and values. In
+    cross-attention ``query [h, r, g·d]`` reads the input and ``key_value [h, 2, g·d]`` the encoder's output. Their last
+    axis and the first of the output kernel ``[n·d, h]`` are split over the mesh's tensor axis by whole groups.
 
     Args:
         hidden_size: ``h``.
@@ -58,16 +51,26 @@ class MultiheadAttention(nnx.Module):
         layernorm_epsilon, normalization, zero_centered_gamma: of the norm in front.
         input_layernorm: have that norm.
         return_layernorm_output: also return its output.
-        attn_mask_type, softmax_scale: see `DotProductAttention`.
-        bias: biases in both projections.
-        init_method, output_layer_init_method: initializers of the two kernels. None: N(0, 0.023²).
+        attention_type: ``"self"`` or ``"cross"``.
+        attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits: see
+            `DotProductAttention`.
+        qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and keys over its ``d``
+            channels, with parameters of their own. None: do not.
+        qk_norm_before_rope: do so before the rotation by position, not after it.
+        fuse_qkv_params: False: ``query``, ``key`` and ``value`` are layers of their own, after a norm that is shared.
+        set_parallel_mode: split the projections over the mesh's tensor axis; False keeps them whole on every rank.
+        sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
+        return_bias: do not add the output projection's bias but return it.
+        bias: biases in all projections.
+        init_method, output_layer_init_method: initializers of the projections and of the output's. None: N(0, 0.023²).
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for sizes that are not positive or do not divide, and unknown names.
+        ValueError: for sizes that are not positive or do not divide, unknown names, options that exclude each other.
 
-    Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023.
+    Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
+    and keys: Henry et al. 2020.
 
     >>> MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 32))).shape
     (2, 8, 32)
@@ -86,8 +89,23 @@ class MultiheadAttention(nnx.Module):
         zero_centered_gamma: bool = False,
         input_layernorm: bool = True,
         return_layernorm_output: bool = False,
+        attention_type: str = "self",
         attn_mask_type: str = "causal",
+        window_size: Window | None = None,
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        logit_softcap: float | None = None,
+        return_max_logit: bool = False,
+        num_splits: int | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_before_rope: bool = False,
+        fuse_qkv_params: bool = True,
+        set_parallel_mode: bool = True,
+        sequence_parallel: bool = False,
+        tp_group: str | None = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
         bias: bool = True,
         init_method: Initializer | None = None,
         output_layer_init_method: Initializer | None = None,
@@ -96,123 +114,251 @@ class MultiheadAttention(nnx.Module):
     ):
         groups = check_heads(num_attention_heads, num_gqa_groups)
         check_positive(hidden_size=hidden_size)
+        if attention_type not in ATTENTION_TYPES:
+            raise ValueError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
                 "change one of them or give kv_channels"
             )
-        d = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         if return_layernorm_output and not input_layernorm:
             raise ValueError(
                 "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
             )
+        d = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        r, h = num_attention_heads // groups, hidden_size
+        self.attention_type = attention_type
         self.core_attention = DotProductAttention(
             num_attention_heads,
             d,
             num_gqa_groups=groups,
             attention_dropout=attention_dropout,
             attn_mask_type=attn_mask_type,
+            window_size=window_size,
             softmax_scale=softmax_scale,
+            softmax_type=softmax_type,
+            logit_softcap=logit_softcap,
+            return_max_logit=return_max_logit,
+            num_splits=num_splits,
         )
-        fused = (num_attention_heads // groups + 2, groups * d)
-        fused_axes: LogicalAxes = ("fsdp", "joined", "heads")
-        if input_layernorm:
-            self.qkv = LayerNormLinear(
-                hidden_size,
-                fused,
+        norm: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "rngs": rngs}
+        linear: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+            "rngs": rngs,
+        }
+        heads = "heads" if set_parallel_mode else None
+        column: dict[str, Any] = {
+            "parallel_mode": "column" if set_parallel_mode else None,
+            "init_method": init_method,
+            **linear,
+        }
+
+        def project(features: tuple[int, ...]) -> Linear:
+            axes = ("fsdp", *("joined",) * (len(features) - 1), heads)
+            return Linear(h, features, bias, kernel_axes=axes, **column)
+
+        def normalize_and_project(features: tuple[int, ...]) -> Linear:
+            if not input_layernorm:
+                return project(features)
+            return LayerNormLinear(
+                h,
+                features,
                 layernorm_epsilon,
                 bias,
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
                 return_layernorm_output=return_layernorm_output,
-                init_method=init_method,
-                params_dtype=params_dtype,
-                kernel_axes=fused_axes,
-                rngs=rngs,
+                kernel_axes=("fsdp", "joined", heads),
+                **column,
             )
+
+        separate = attention_type == "self" and not fuse_qkv_params
+        self.layernorm = (
+            make_norm(normalization, h, layernorm_epsilon, sequence_parallel=sequence_parallel, **norm)
+            if separate and input_layernorm
+            else None
+        )
+        self.return_layernorm_output = return_layernorm_output
+        if attention_type == "cross":
+            self.query = normalize_and_project((r, groups * d))
+            self.key_value = project((2, groups * d))
+        elif not separate:
+            self.qkv = normalize_and_project((r + 2, groups * d))
         else:
-            self.qkv = Linear(
-                hidden_size,
-                fused,
-                bias,
-                init_method=init_method,
-                params_dtype=params_dtype,
-                kernel_axes=fused_axes,
-                rngs=rngs,
-            )
+            self.query = project((r, groups * d))
+            self.key = project((groups * d,))
+            self.value = project((groups * d,))
+        self.fuse_qkv_params = fuse_qkv_params
+        self.q_norm = make_norm(qk_norm_type, d, layernorm_epsilon, **norm) if qk_norm_type is not None else None
+        self.k_norm = make_norm(qk_norm_type, d, layernorm_epsilon, **norm) if qk_norm_type is not None else None
+        self.qk_norm_before_rope = qk_norm_before_rope
         self.proj = Linear(
             num_attention_heads * d,
-            hidden_size,
+            h,
             bias,
+            parallel_mode="row" if set_parallel_mode else None,
             init_method=output_layer_init_method,
-            params_dtype=params_dtype,
-            kernel_axes=("heads", "fsdp"),
-            rngs=rngs,
+            return_bias=return_bias,
+            kernel_axes=(heads, "fsdp"),
+            **linear,
         )
+
+    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        set_tensor_parallel_group(self, tp_group)
 
     def __call__(
         self,
         x: Array,
-        *,
         attention_mask: Array | None = None,
+        encoder_output: Array | None = None,
+        *,
         sequence_lengths: Array | None = None,
+        encoder_lengths: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         rotary_pos_emb: Rotary | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
         dropout_key: Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
-    ) -> Array | tuple[Array | KVCache, ...]:
-        """Self-attention over ``x``.
+    ) -> Any:
+        """Attention over ``x``, or from ``x`` to the encoder's output.
 
         Args:
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
-            attention_mask: bool, broadcastable to ``[b, n, s, s]``, True is masked out; for mask type ``"arbitrary"``.
-            sequence_lengths: int32 ``[b]``, valid tokens at the start of each sequence; for the padding types.
-            rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``.
+            attention_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out; for mask type
+                ``"arbitrary"``.
+            encoder_output: ``[b, skv, h]``, in cross-attention.
+            sequence_lengths: int32 ``[b]``, valid tokens at the start of each sequence of ``x``; for the padding types.
+            encoder_lengths: likewise of ``encoder_output``; with it, ``sequence_lengths`` None is all of ``x``.
+            packed_seq_params: several sequences in each row.
+            rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
+            core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
+                `DotProductAttention`.
             dropout_key: turns dropout on.
-            cache: keys and values of the tokens before ``x``; causal attention only.
+            cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: recompute the attention core in backward.
-            is_first_microbatch: as in `Linear`, for both projections.
+            is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
-            ``y [b, s, h]``, or a tuple of it and what there is of, in this order: the norm's output ``[b, s, h]``,
-            the cache with ``x`` appended.
+            ``y [b, s, h]``, or a tuple of it and what there is of, in this order: the output bias, the norm's output
+            ``[b, s, h]``, the largest logit of each head, the cache with ``x`` appended.
         """
-        core, g, d = self.core_attention, self.core_attention.num_gqa_groups, self.core_attention.kv_channels
+        core = self.core_attention
+        mask_type = core.attn_mask_type if attn_mask_type is None else attn_mask_type
+        masks: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
+        if self.attention_type == "self":
+            masks["kv_lengths"] = sequence_lengths
+        else:
+            if encoder_lengths is not None and sequence_lengths is None:
+                sequence_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+            masks |= {"q_lengths": sequence_lengths, "kv_lengths": encoder_lengths}
+        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache)
         with jax.named_scope("MultiheadAttention"):
-            projected: Any = self.qkv(x, is_first_microbatch=is_first_microbatch)
-            qkv, *normed = projected if isinstance(projected, tuple) else (projected,)
-            packed = g == core.num_attention_heads and rotary_pos_emb is None and cache is None
-            axes = (("batch", "sequence", "joined", "heads", None),) if packed else (HEAD_AXES,) * 3
-            split = auto_region(lambda qkv, rotary: split_qkv(qkv, g, d, rotary, packed=packed), axes)
-            operands = split(qkv, rotary_pos_emb)
-            mask_type, masks = core.attn_mask_type, {"attention_mask": attention_mask, "kv_lengths": sequence_lengths}
+            operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
             if cache is not None:
-                if mask_type != "causal" or attention_mask is not None or sequence_lengths is not None:
+                given = [value for value in masks.values() if value is not None]
+                if mask_type != "causal" or given or core_attention_bias_type != "no_bias":
                     raise ValueError(
-                        "a KV cache is for causal attention without a mask or lengths; "
-                        f"this layer's mask type is {mask_type!r}"
+                        "a KV cache is for causal attention without masks, lengths or biases; "
+                        f"this call's mask type is {mask_type!r}, its bias type {core_attention_bias_type!r}"
                     )
                 query, key, value = operands
                 cache = cache.append(key, value)
                 operands = (query, cache.k, cache.v)
-                mask_type, masks = _cached_mask(cache, *x.shape[:2])
-            context = core(
+                mask_type, masks = cache.masks(*x.shape[:2])
+            attended = core(
                 *operands,
                 **masks,
+                core_attention_bias_type=core_attention_bias_type,
+                core_attention_bias=core_attention_bias,
+                alibi_slopes=alibi_slopes,
                 attn_mask_type=mask_type,
+                window_size=(-1, -1) if isinstance(cache, WindowKVCache) else window_size,
                 dropout_key=dropout_key,
                 checkpoint_core_attention=checkpoint_core_attention,
             )
-            merge = auto_region(lambda c: c.reshape(*c.shape[:2], -1), ("batch", "sequence", "heads"))
-            y: Any = self.proj(merge(context), is_first_microbatch=is_first_microbatch)
-            extra = (*normed, *(() if cache is None else (cache,)))
+            context, *logits = attended if core.return_max_logit else (attended,)
+            projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
+            y, *bias = projected if isinstance(projected, tuple) else (projected,)
+            extra = (*bias, *normed, *logits, *(() if cache is None else (cache,)))
             return (y, *extra) if extra else y
 
+    def _check_call(
+        self,
+        encoder_output: Array | None,
+        encoder_lengths: Array | None,
+        rotary: Rotary | None,
+        cache: KVCache | WindowKVCache | None,
+    ) -> None:
+        if (self.attention_type == "cross") != (encoder_output is not None):
+            raise ValueError(
+                "cross-attention needs encoder_output"
+                if encoder_output is None
+                else "self-attention takes no encoder_output; build the layer with attention_type='cross'"
+            )
+        if self.attention_type == "self":
+            if encoder_lengths is not None:
+                raise ValueError("self-attention takes no encoder_lengths; give sequence_lengths")
+        elif rotary is not None or cache is not None:
+            raise ValueError("rotary_pos_emb and cache are for self-attention; cross-attention takes neither")
+        if isinstance(cache, WindowKVCache) and self.core_attention.window_size != (cache.left, 0):
+            raise ValueError(
+                f"the cache keeps a window of ({cache.left}, 0), the layer's is {self.core_attention.window_size}; "
+                "make them equal"
+            )
 
-def _cached_mask(cache: KVCache, b: int, s: int) -> tuple[str, dict[str, Array]]:
-    """Mask type and masks with which the newest ``s`` tokens attend to a cache; one token sees all that is valid."""
-    if s == 1:
-        ones = jnp.ones((b,), jnp.int32)
-        return "padding", {"q_lengths": ones, "kv_lengths": ones * cache.length}
-    return "arbitrary", {"attention_mask": cache.mask(s)}
+    def _operands(
+        self,
+        x: Array,
+        encoder_output: Array | None,
+        rotary: Rotary | None,
+        cache: KVCache | WindowKVCache | None,
+        is_first_microbatch: bool | None,
+    ) -> tuple[tuple[Array, ...], list[Array]]:
+        """Operands of the core, and the norm's output if it is to be returned."""
+        g, d = self.core_attention.num_gqa_groups, self.core_attention.kv_channels
+
+        def project(layer: Any, x: Array) -> tuple[Array, list[Array]]:
+            result: Any = layer(x, is_first_microbatch=is_first_microbatch)
+            return (result[0], list(result[1:])) if isinstance(result, tuple) else (result, [])
+
+        if encoder_output is not None:
+            projected, normed = project(self.query, x)
+            q = split_query(projected, g, d)
+            k, v = split_key_value(project(self.key_value, encoder_output)[0], g, d)
+        elif self.fuse_qkv_params:
+            qkv, normed = project(self.qkv, x)
+            plain = rotary is None and cache is None and self.q_norm is None
+            if plain and g == self.core_attention.num_attention_heads:
+                return (pack_qkv(qkv, g, d),), normed
+            q, k, v = split_qkv(qkv, g, d)
+        else:
+            inner = x if self.layernorm is None else self.layernorm(x)
+            normed = [inner] if self.return_layernorm_output else []
+            q = split_query(project(self.query, inner)[0], g, d)
+            k, v = (split_key(project(layer, inner)[0], g, d) for layer in (self.key, self.value))
+        if self.qk_norm_before_rope:
+            q, k = self._normalize(q, k)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        if not self.qk_norm_before_rope:
+            q, k = self._normalize(q, k)
+        return (q, k, v), normed
+
+    def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+
+        def apply(layer: Any, x: Array) -> Array:
+            return layernorm(x, layer.scale[...], value_or_none(layer.bias), norm=layer.norm, out_axes=HEAD_AXES)
+
+        return apply(self.q_norm, q), apply(self.k_norm, k)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import check_positive
-from jax_te.layers.parameters import constant, leading_axes, value_or_none
+from jax_te.layers.parameters import constant, value_or_none
+from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import NormSpec, layernorm
 from jax_te.typing import Array, DTypeLike
 
@@ -48,20 +49,22 @@ class _Norm(nnx.Module):
         hidden_size: int,
         eps: float = 1e-5,
         *,
-        zero_centered_gamma: bool = False,
+        sequence_parallel: bool = False,
         params_dtype: DTypeLike = jnp.float32,
+        zero_centered_gamma: bool = False,
         rngs: nnx.Rngs,
     ):
         del rngs  # the initial values are constants
         check_positive(hidden_size=hidden_size)
         self.norm = norm_spec(self.normalization, eps, zero_centered_gamma)
         self.scale, self.bias = norm_parameters(self.norm, hidden_size, params_dtype)
+        self.sequence_parallel = sequence_parallel
 
     def __call__(self, x: Array) -> Array:
-        """Normalize the last axis. ``x [..., h]`` -> the same shape, dtype and sharding; statistics in fp32."""
+        """Normalize the last axis. ``x [..., h]`` -> the same shape and dtype; statistics in fp32."""
         with jax.named_scope(self.normalization):
-            bias = value_or_none(self.bias)
-            return layernorm(x, self.scale[...], bias, norm=self.norm, out_axes=(*leading_axes(x), "hidden"))
+            axes = (*sequence_axes(x, self.sequence_parallel), "hidden")
+            return layernorm(x, self.scale[...], value_or_none(self.bias), norm=self.norm, out_axes=axes)
 
 
 class LayerNorm(_Norm):
@@ -70,12 +73,15 @@ class LayerNorm(_Norm):
     Args:
         hidden_size: ``h``.
         eps: added to the variance.
-        zero_centered_gamma: store the scale as an offset from 1, so that weight decay pulls the factor to 1.
+        sequence_parallel: normalize an activation ``[b, s, h]`` that is split over the tensor ranks along ``s``
+            (logical axis ``sequence_parallel``). Values are the same.
         params_dtype: dtype of ``scale`` and ``bias``, ``[h]`` each; replicated on a mesh.
+        zero_centered_gamma: store the scale as an offset from 1, so that weight decay pulls the factor to 1.
         rngs: taken like in every layer; the initial values are constants.
 
     Raises:
-        ValueError: for a size or ``eps`` that is not positive, or an unknown dtype.
+        ValueError: for a size or ``eps`` that is not positive, or an unknown dtype; when called with
+            ``sequence_parallel``, for an input without a sequence or one that does not divide over the tensor ranks.
 
     Source: ``transformer_engine.pytorch.LayerNorm``; Ba et al. 2016.
 
@@ -103,8 +109,9 @@ def make_norm(
     hidden_size: int,
     eps: float = 1e-5,
     *,
-    zero_centered_gamma: bool = False,
+    sequence_parallel: bool = False,
     params_dtype: DTypeLike = jnp.float32,
+    zero_centered_gamma: bool = False,
     rngs: nnx.Rngs,
 ) -> LayerNorm | RMSNorm:
     """`LayerNorm` or `RMSNorm` by name.
@@ -116,4 +123,11 @@ def make_norm(
     """
     norm_spec(normalization, eps, zero_centered_gamma)
     layer = LayerNorm if normalization == "LayerNorm" else RMSNorm
-    return layer(hidden_size, eps, zero_centered_gamma=zero_centered_gamma, params_dtype=params_dtype, rngs=rngs)
+    return layer(
+        hidden_size,
+        eps,
+        sequence_parallel=sequence_parallel,
+        params_dtype=params_dtype,
+        zero_centered_gamma=zero_centered_gamma,
+        rngs=rngs,
+    )

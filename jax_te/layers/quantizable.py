@@ -85,16 +85,27 @@ class QuantizableModule(nnx.Module):
         variable = getattr(self, kernel)
         variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
 
-    def linear_arguments(self, kernel: str, is_first_microbatch: bool | None) -> dict[str, Any]:
+    def linear_arguments(
+        self, kernel: str, is_first_microbatch: bool | None, given: Array | None = None
+    ) -> dict[str, Any]:
         """Arguments that an op takes for one kernel: the kernel or its kept form, the state, where the gradient goes.
 
         A kept form that was made under another recipe than the call's is passed over.
+
+        Args:
+            kernel: its name.
+            is_first_microbatch: as in a layer's call.
+            given: the kernel that the call was given. None: the layer's own. A layer that has its own quantizes another
+                one in each call.
 
         Raises:
             ValueError: if a kept form is asked for and there is none.
         """
         state = self.gemm_state(kernel)
-        value: Any = getattr(self, kernel).get_value()
+        own = getattr(self, kernel)
+        if given is not None and own is not None:
+            return {"kernel": given, "state": state, "gradient": None}
+        value: Any = given if own is None else own.get_value()
         kept: Any = getattr(self, cache_name(kernel))
         quantized, gradient = (None, None) if kept is None else kept.get_value()
         quantizer = self.kernel_quantizer
@@ -176,12 +187,16 @@ def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
 
 
 def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], QuantizableModule, str]]:
-    """Path in ``nnx.state(model)``, layer and attribute name of every kernel that a recipe can quantize."""
+    """Path in ``nnx.state(model)``, layer and attribute name of every kernel that a recipe can quantize.
+
+    Layers without a kernel of their own (``skip_weight_param_allocation``) are left out.
+    """
     return [
         ((*path, kernel), module, kernel)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, QuantizableModule)
         for kernel in module.kernels
+        if getattr(module, kernel) is not None
     ]
 
 
@@ -249,5 +264,6 @@ def drop_kept_kernels(model: nnx.Module) -> None:
     >>> layer.kernel_cache is None
     True
     """
-    for _, module, kernel in quantizable_kernels(model):
-        setattr(module, cache_name(kernel), nnx.data(None))
+    for _, module in quantizable_modules(model):
+        for kernel in module.kernels:
+            setattr(module, cache_name(kernel), nnx.data(None))

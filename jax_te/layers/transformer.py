@@ -8,49 +8,65 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import check_rate
-from jax_te.layers.dropout import dropout
-from jax_te.layers.kv_cache import KVCache
+from jax_te.config import check_positive, check_rate
+from jax_te.layers.dropout import drop_path, dropout
+from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import make_norm
+from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.rotary import Rotary
+from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
+from jax_te.ops.attention_spec import Window
 from jax_te.parallel import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
-_AXES: LogicalAxes = ("batch", "sequence", "hidden")
+LAYER_TYPES = ("encoder", "decoder")
 
 
 class TransformerLayer(nnx.Module):
-    """Self-attention block and feed-forward block, each with a residual connection.
+    """Self-attention block, in a decoder a cross-attention block, and feed-forward block, with residual connections.
 
-    ``x = x + dropout(attention(norm(x)))``, then ``x + dropout(mlp(norm(x)))``.
+    Every block adds to its input: ``x = x + drop_path(dropout(block(norm(x))))``.
 
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
         num_attention_heads: query heads ``n``.
         layernorm_epsilon: added to variances.
-        hidden_dropout: dropout probability of both blocks' outputs.
+        hidden_dropout: dropout probability of the blocks' outputs.
         attention_dropout: dropout probability of the softmax's result.
-        init_method: initializer of the query/key/value and first MLP kernels. None: N(0, 0.023²).
-        output_layer_init_method: initializer of the two output projections. None: N(0, 0.023²).
+        init_method: initializer of the projections into attention and of the first MLP kernel. None: N(0, 0.023²).
+        output_layer_init_method: initializer of the output projections. None: N(0, 0.023²).
         apply_residual_connection_post_layernorm: take the residual connections from the norms' outputs.
-        output_layernorm: normalize the layer's output, and not the attention block's input.
-        layer_type: ``"encoder"``: self-attention only, causal or not by its mask type.
+        layer_number: the layer's place in the stack, from 1; kept as an attribute.
+        apply_query_key_layer_scaling: in TE, divides scores by ``layer_number`` in half precision and multiplies again
+            in fp32. Scores are fp32 from the start here, so it changes nothing.
+        output_layernorm: normalize the layer's output, and not the self-attention block's input.
+        attention_softmax_in_fp32: TE's choice of the softmax's dtype; it is always fp32 here.
+        layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: cross-attention to an
+            encoder's output follows it.
         kv_channels: head size ``d``. None: ``h / n``.
-        self_attn_mask_type: see `DotProductAttention`.
+        self_attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, num_splits: see
+            `DotProductAttention`.
+        enc_dec_attn_mask_type, enc_dec_window_size: of cross-attention.
+        qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
+        set_parallel_mode: split the projections over the mesh's tensor axis; False keeps them whole on every rank.
+        sequence_parallel: between the blocks, split activations over the tensor ranks along the sequence.
+        tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
+        drop_path_rate: probability with which an example skips a block.
         num_gqa_groups: key/value heads ``g``. None: ``n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: store the norms' scales as offsets from 1.
         activation: a key of `jax_te.config.ACTIVATIONS`.
         bias: biases in all linear layers.
+        seq_length, micro_batch_size: sizes that TE warms its kernels up with; nothing is to be warmed up here.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1) and unknown names; when
-            called, for an input that is not ``[b, s, h]``.
+            called, for an input that is not ``[b, s, h]``, or an encoder's output where there should be none.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -72,39 +88,95 @@ class TransformerLayer(nnx.Module):
         init_method: Initializer | None = None,
         output_layer_init_method: Initializer | None = None,
         apply_residual_connection_post_layernorm: bool = False,
+        layer_number: int | None = None,
+        apply_query_key_layer_scaling: bool = True,
         output_layernorm: bool = False,
+        attention_softmax_in_fp32: bool = False,
         layer_type: str = "encoder",
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: Window | None = None,
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        logit_softcap: float | None = None,
+        num_splits: int | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_before_rope: bool = False,
+        fuse_qkv_params: bool = True,
+        set_parallel_mode: bool = True,
+        sequence_parallel: bool = False,
+        tp_group: str | None = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
+        drop_path_rate: float = 0.0,
         num_gqa_groups: int | None = None,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         activation: str = "gelu",
         bias: bool = True,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if layer_type != "encoder":
-            later = "; 'decoder' comes with cross-attention in a later version" if layer_type == "decoder" else ""
-            raise ValueError(f"layer_type must be 'encoder', got {layer_type!r}{later}")
-        check_rate(hidden_dropout=hidden_dropout)
+        del apply_query_key_layer_scaling, attention_softmax_in_fp32  # nothing depends on them
+        optional = {"layer_number": layer_number, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
+        check_positive(**{name: size for name, size in optional.items() if size is not None})
+        if layer_type not in LAYER_TYPES:
+            raise ValueError(f"layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
+        check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
+        norm: dict[str, Any] = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+        initial: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "params_dtype": params_dtype,
+            "rngs": rngs,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        attention: dict[str, Any] = {
+            "num_gqa_groups": num_gqa_groups,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "softmax_scale": softmax_scale,
+            "softmax_type": softmax_type,
+            "logit_softcap": logit_softcap,
+            "num_splits": num_splits,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "fuse_qkv_params": fuse_qkv_params,
+            "bias": bias,
+            **norm,
+            **initial,
+        }
+        from_norm = apply_residual_connection_post_layernorm
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
-            num_gqa_groups=num_gqa_groups,
-            kv_channels=kv_channels,
-            attention_dropout=attention_dropout,
-            layernorm_epsilon=layernorm_epsilon,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
             input_layernorm=not output_layernorm,
-            return_layernorm_output=apply_residual_connection_post_layernorm and not output_layernorm,
+            return_layernorm_output=from_norm and not output_layernorm,
             attn_mask_type=self_attn_mask_type,
-            bias=bias,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            params_dtype=params_dtype,
-            rngs=rngs,
+            window_size=window_size,
+            **attention,
+        )
+        self.inter_attention = (
+            MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                attention_type="cross",
+                return_layernorm_output=from_norm,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                **attention,
+            )
+            if layer_type == "decoder"
+            else None
         )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
@@ -112,19 +184,16 @@ class TransformerLayer(nnx.Module):
             layernorm_epsilon,
             bias,
             activation=activation,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            return_layernorm_output=apply_residual_connection_post_layernorm,
-            params_dtype=params_dtype,
-            rngs=rngs,
+            return_layernorm_output=from_norm,
+            **norm,
+            **initial,
         )
         self.layernorm = (
             make_norm(
                 normalization,
                 hidden_size,
                 layernorm_epsilon,
+                sequence_parallel=sequence_parallel,
                 zero_centered_gamma=zero_centered_gamma,
                 params_dtype=params_dtype,
                 rngs=rngs,
@@ -132,31 +201,50 @@ class TransformerLayer(nnx.Module):
             if output_layernorm
             else None
         )
+        self.layer_number = layer_number
         self.hidden_size = hidden_size
         self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
+        self.sequence_parallel = sequence_parallel
 
     def __call__(
         self,
         x: Array,
-        *,
         attention_mask: Array | None = None,
+        encoder_output: Array | None = None,
+        enc_dec_attn_mask: Array | None = None,
+        *,
         sequence_lengths: Array | None = None,
+        encoder_lengths: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         rotary_pos_emb: Rotary | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        self_attn_mask_type: str | None = None,
+        enc_dec_attn_mask_type: str | None = None,
         dropout_key: Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
-    ) -> Array | tuple[Array, KVCache]:
+    ) -> Any:
         """Apply the layer.
 
         Args:
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
             attention_mask: bool, broadcastable to ``[b, n, s, s]``, True is masked out; for mask type ``"arbitrary"``.
-            sequence_lengths: int32 ``[b]``, valid tokens at the start of each sequence; for the padding types.
+            encoder_output: ``[b, skv, h]``, for a decoder.
+            enc_dec_attn_mask: bool, broadcastable to ``[b, n, s, skv]``, for cross-attention of mask type
+                ``"arbitrary"``.
+            sequence_lengths: int32 ``[b]``, valid tokens at the start of each sequence of ``x``; for the padding types.
+            encoder_lengths: likewise of ``encoder_output``.
+            packed_seq_params: several sequences in each row of ``x``; for the padding types.
             rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``.
-            dropout_key: turns dropout on; None is evaluation.
-            cache: keys and values of the tokens before ``x``.
-            checkpoint_core_attention: recompute the attention core in backward, in place of keeping its results.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention, see `DotProductAttention`.
+            self_attn_mask_type, enc_dec_attn_mask_type: in place of the layer's own.
+            dropout_key: turns dropout and stochastic depth on; None is evaluation.
+            cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
+            checkpoint_core_attention: recompute the attention cores in backward, in place of keeping their results.
             is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
@@ -164,28 +252,67 @@ class TransformerLayer(nnx.Module):
         """
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
-        attention_key, *hidden_keys = (None,) * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
+        if self.inter_attention is None and (encoder_output is not None or enc_dec_attn_mask is not None):
+            raise ValueError(
+                "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
+            )
+        keys = (None,) * 5 if dropout_key is None else _keys(dropout_key)
         with jax.named_scope("TransformerLayer"):
-            x = constrain(x, _AXES)
+            x = constrain(x, self._axes(x))
             attended: Any = self.self_attention(
                 x,
-                attention_mask=attention_mask,
+                attention_mask,
                 sequence_lengths=sequence_lengths,
+                packed_seq_params=packed_seq_params,
                 rotary_pos_emb=rotary_pos_emb,
-                dropout_key=attention_key,
+                core_attention_bias_type=core_attention_bias_type,
+                core_attention_bias=core_attention_bias,
+                alibi_slopes=alibi_slopes,
+                attn_mask_type=self_attn_mask_type,
+                dropout_key=keys[0],
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
                 is_first_microbatch=is_first_microbatch,
             )
-            y, *extra = attended if isinstance(attended, tuple) else (attended,)
-            cache = None if cache is None else extra.pop()
-            x = self._add(extra[0] if extra else x, y, hidden_keys[0])
-            transformed: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
-            y, *extra = transformed if isinstance(transformed, tuple) else (transformed,)
-            x = self._add(extra[0] if extra else x, y, hidden_keys[1])
+            if cache is not None:
+                *attended, cache = attended
+            x = self._add(x, attended, keys[1])
+            if self.inter_attention is not None:
+                attended = self.inter_attention(
+                    x,
+                    enc_dec_attn_mask,
+                    encoder_output,
+                    sequence_lengths=sequence_lengths if encoder_lengths is not None else None,
+                    encoder_lengths=encoder_lengths,
+                    attn_mask_type=enc_dec_attn_mask_type,
+                    dropout_key=keys[3],
+                    checkpoint_core_attention=checkpoint_core_attention,
+                    is_first_microbatch=is_first_microbatch,
+                )
+                x = self._add(x, attended, keys[4])
+            x = self._add(x, self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), keys[2])
             if self.layernorm is not None:
                 x = self.layernorm(x)
             return x if cache is None else (x, cache)
 
-    def _add(self, residual: Array, y: Array, key: Array | None) -> Array:
-        return constrain(residual + dropout(y, self.hidden_dropout, key, axes=_AXES), _AXES)
+    def _add(self, x: Array, block: Any, key: Array | None) -> Array:
+        """A block's output added to its input, or to the norm's output that it returned as well."""
+        y, *normed = block if isinstance(block, (tuple, list)) else (block,)
+        axes = self._axes(x)
+        y = dropout(y, self.hidden_dropout, key, axes=axes)
+        path_key = None if key is None else jax.random.fold_in(key, 1)
+        y = drop_path(y, self.drop_path_rate, path_key, axes=axes)
+        return constrain((normed[0] if normed else x) + y, axes)
+
+    def _axes(self, x: Array) -> LogicalAxes:
+        """Logical axes of what flows between the blocks."""
+        return (*sequence_axes(x, self.sequence_parallel), "hidden")
+
+    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        set_tensor_parallel_group(self, tp_group)
+
+
+def _keys(key: Array) -> tuple[Array, ...]:
+    """Keys of attention, the two blocks after it that every layer has, cross-attention and its output."""
+    return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))

@@ -1,7 +1,15 @@
-"""Megatron-Core's vocabulary over the layers: quantization files, module base classes, the half-precision wrapper."""
+"""Megatron-Core's vocabulary over the layers: linear layers and norms, quantization files, module base classes."""
 
+from jax_te.megatron.attention import TEDotProductAttention, is_layer_window_attention
 from jax_te.megatron.delayed import TEDelayedScaling
-from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, Fp4Recipe, Fp8Recipe, TransformerEngineConfigType
+from jax_te.megatron.enums import (
+    TE_CONFIG_TYPE_KEY,
+    AttnMaskType,
+    AttnType,
+    Fp4Recipe,
+    Fp8Recipe,
+    TransformerEngineConfigType,
+)
 from jax_te.megatron.float16 import (
     Float16Module,
     conversion_helper,
@@ -10,7 +18,11 @@ from jax_te.megatron.float16 import (
     fp32_to_float16,
     mark_keep_in_fp32,
 )
+from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
+from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
+from jax_te.megatron.model_recipe import recipe_from_config
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
+from jax_te.megatron.norm import TENorm
 from jax_te.megatron.quant_apply import ModuleQuantization, QuantizationReport, apply_quantization_config
 from jax_te.megatron.quant_autocast import (
     _get_fp8_autocast_for_quant_params,
@@ -35,11 +47,16 @@ from jax_te.megatron.quant_config import (
 from jax_te.megatron.quant_layer import finish_init, set_save_original_input, will_execute_quantized
 from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
 from jax_te.megatron.quant_recipe import TEQuantizationRecipe, resolve_factory
+from jax_te.megatron.sharded_state import sharded_state_dict
+from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
+from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
 
 __all__ = [
     "SYMMETRIC_AR_TYPES",
     "TE_CONFIG_TYPE_KEY",
+    "AttnMaskType",
+    "AttnType",
     "Float16Module",
     "Fp4Recipe",
     "Fp8Recipe",
@@ -52,16 +69,24 @@ __all__ = [
     "QuantizationConfig",
     "QuantizationReport",
     "RecipeConfig",
+    "TEColumnParallelLinear",
     "TEDelayedScaling",
+    "TEDotProductAttention",
+    "TELayerNormColumnParallelLinear",
+    "TELinear",
+    "TENorm",
     "TEQuantizationParams",
     "TEQuantizationRecipe",
+    "TERowParallelLinear",
     "TransformerEngineConfigType",
     "TwoModeRecipe",
+    "_get_extra_te_kwargs",
     "_get_fp8_autocast_for_quant_params",
     "_get_fp8_autocast_for_quant_recipe",
     "_get_should_context_be_quantized_params",
     "_get_should_context_be_quantized_recipe",
     "apply_quantization_config",
+    "condition_init_method",
     "conversion_helper",
     "convert_module_to_dtype_except_fp32_marked",
     "finish_init",
@@ -72,13 +97,17 @@ __all__ = [
     "get_quant_config_or_none",
     "get_should_context_be_quantized_params",
     "get_should_context_be_quantized_recipe",
+    "is_layer_window_attention",
     "load_quantization_recipe",
     "load_state_dict",
     "mark_keep_in_fp32",
     "match_context",
     "param_is_not_shared",
+    "recipe_from_config",
     "resolve_factory",
     "set_save_original_input",
+    "sharded_state_dict",
+    "split_te_layernorm_column_parallel_linear",
     "state_dict",
     "will_execute_quantized",
 ]

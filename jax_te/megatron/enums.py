@@ -50,3 +50,33 @@ TE_CONFIG_TYPE_KEY = "transformer_engine_config_type"
 """The key that says which `TransformerEngineConfigType` a payload is."""
 
 _TE_CONFIG_TYPE_KEY = TE_CONFIG_TYPE_KEY  # Megatron's spelling
+
+
+class AttnMaskType(enum.Enum):
+    """Mask types of attention; a member's name is the mask type of `jax_te.layers.DotProductAttention`.
+
+    Source: ``megatron.core.transformer.enums.AttnMaskType``.
+
+    >>> AttnMaskType.causal.value
+    2
+    """
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+class AttnType(enum.Enum):
+    """Kinds of attention.
+
+    Source: ``megatron.core.transformer.enums.AttnType``.
+
+    >>> AttnType(1).name
+    'self_attn'
+    """
+
+    self_attn = 1
+    cross_attn = 2

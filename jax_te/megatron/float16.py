@@ -13,12 +13,14 @@ from flax import nnx
 from jax_te.config import float_dtype
 from jax_te.layers.quantizable import drop_kept_kernels
 from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 from jax_te.typing import Array, DTypeLike
 
 _Marked = TypeVar("_Marked", nnx.Variable, nnx.Module)
 
-_WIDE_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_FLOAT_TYPES, _HALF_TYPES, _BF16_TYPES = ("float32",), ("float16",), ("bfloat16",)  # Megatron's spellings
+_WIDE_FLOATS = ("float64", *_FLOAT_TYPES, *_BF16_TYPES, *_HALF_TYPES)
 
 
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
@@ -49,7 +51,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> An
     >>> str(x.dtype), str(ids.dtype)
     ('bfloat16', 'int32')
     """
-    return conversion_helper(val, lambda x: float16_convertor(x) if _has_dtype(x, "float32") else x)
+    return conversion_helper(val, lambda x: float16_convertor(x) if _has_dtype(x, *_FLOAT_TYPES) else x)
 
 
 def float16_to_fp32(val: Any) -> Any:
@@ -60,7 +62,8 @@ def float16_to_fp32(val: Any) -> Any:
     >>> str(float16_to_fp32([jnp.ones(2, jnp.float16)])[0].dtype)
     'float32'
     """
-    return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, "float16", "bfloat16") else x)
+    halves = _HALF_TYPES + _BF16_TYPES
+    return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, *halves) else x)
 
 
 def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
@@ -233,6 +236,12 @@ class Float16Module(MegatronModule):
         if isinstance(self.module, MegatronModule):
             return self.module.state_dict_for_save_checkpoint(prefix, keep_vars)
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """The wrapped module's, so names have no ``module.`` in front; arguments as `MegatronModule`'s."""
+        if hasattr(self.module, "sharded_state_dict"):
+            return self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
+        return sharded_state_dict(self.module, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Into the wrapped module; names have no ``module.`` in front. Megatron's returns nothing.

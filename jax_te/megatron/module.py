@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
+from jax_te.config import SYMMETRIC_AR_TYPES
 from jax_te.layers.quantizable import drop_kept_kernels
+from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
-
-SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
-"""Kinds of symmetric-memory all-reduce that `MegatronModule.set_symmetric_ar` takes."""
 
 _QUANTIZED_BY = ("fp8", "fp4", "quant_recipe")
 
@@ -79,6 +80,18 @@ class MegatronModule(nnx.Module):
         """What a checkpoint holds of this module: its `state_dict`, unless a subclass says otherwise."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of every array by name, see `jax_te.megatron.sharded_state_dict`.
+
+        Submodules that have this method are asked for their part.
+
+        Raises:
+            ValueError: for ``sharded_offsets`` that are not empty.
+        """
+        return sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Put arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
 
@@ -90,12 +103,13 @@ class MegatronModule(nnx.Module):
     def set_is_first_microbatch(self) -> None:
         """Set ``is_first_microbatch`` on every submodule that has it, if the configuration quantizes.
 
-        It does where ``config.fp8``, ``config.fp4`` or ``config.quant_recipe`` is there and not None. The attribute is
-        static: a jitted function is traced again where it changes. Megatron remembers the submodules of the first call;
-        here they are looked up each time, since ``nnx.merge`` makes new ones.
+        It does where ``config.fp8``, ``config.fp4`` or ``config.quant_recipe`` is there and not None, and leaves out
+        submodules whose ``disable_parameter_transpose_cache`` is true. The attribute is static: a jitted function is
+        traced again where it changes. Megatron remembers the submodules of the first call; here they are looked up each
+        time, since ``nnx.merge`` makes new ones.
         """
         if any(getattr(self.config, name, None) is not None for name in _QUANTIZED_BY):
-            self._set_everywhere("is_first_microbatch", True)
+            self._set_everywhere("is_first_microbatch", True, unless="disable_parameter_transpose_cache")
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
         """Set ``symmetric_ar_type`` on every submodule that has it.
@@ -117,7 +131,7 @@ class MegatronModule(nnx.Module):
         """
         drop_kept_kernels(self)
 
-    def _set_everywhere(self, name: str, value: Any) -> None:
+    def _set_everywhere(self, name: str, value: Any, *, unless: str = "") -> None:
         for _, module in nnx.iter_modules(self):
-            if hasattr(module, name):
+            if hasattr(module, name) and not getattr(module, unless, False):
                 setattr(module, name, value)

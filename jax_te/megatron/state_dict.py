@@ -41,10 +41,10 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     >>> {name: array.shape for name, array in state_dict(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "fc1.").items()}
     {'fc1.bias': (3,), 'fc1.kernel': (2, 3)}
     """
-    variables = {prefix + ".".join(map(str, path)): variable for path, variable in _variables(module)}
+    variables = {prefix + ".".join(map(str, path)): variable for path, variable in variables_of(module)}
     if keep_vars:
         return dict(variables)
-    return {name: array for key, variable in variables.items() for name, array in _arrays(key, variable).items()}
+    return {name: array for key, variable in variables.items() for name, array in arrays_of(key, variable).items()}
 
 
 def load_state_dict(
@@ -82,18 +82,28 @@ def load_state_dict(
         lines += [f"{name} is not in {type(module).__name__}" for name in unexpected]
     if lines:
         raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(lines))
-    for path, variable in _variables(module):
+    for path, variable in variables_of(module):
         _fill(prefix + ".".join(map(str, path)), variable, arrays)
     drop_kept_kernels(module)
     return IncompatibleKeys(missing, unexpected)
 
 
-def _variables(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
+def variables_of(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
+    """Path and Variable of everything that a `state_dict` holds.
+
+    >>> [path for path, _ in variables_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
+    [('bias',), ('kernel',)]
+    """
     found = nnx.iter_graph(module)
     return [(p, node) for p, node in found if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel)]
 
 
-def _arrays(key: str, variable: nnx.Variable) -> dict[str, Any]:
+def arrays_of(key: str, variable: nnx.Variable) -> dict[str, Any]:
+    """The arrays of one Variable by name; ``key`` is its own.
+
+    >>> list(arrays_of("state", nnx.Variable({"x": jnp.ones(1), "y": jnp.ones(1)})))
+    ['state.x', 'state.y']
+    """
     leaves = jax.tree_util.tree_leaves_with_path(variable.get_value())
     return {".".join([key, *map(_part, path)]): leaf for path, leaf in leaves}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,26 +11,23 @@ from jax_te.layers import (
     Embedding,
     KVCache,
     Rotary,
-    TransformerLayer,
+    RotaryScaling,
     dropout,
     init_kv_cache,
-    keep_in_high_precision,
     make_norm,
-    normal_init,
     rotary_embedding,
-    scaled_normal_init,
 )
 from jax_te.layers.parameters import parameter
-from jax_te.ops import dense, softmax_cross_entropy
+from jax_te.models.blocks import transformer_layer
+from jax_te.models.config_check import check_config
+from jax_te.models.stack import REMAT, layer_keys, run_layers
+from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
+from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
 from jax_te.parallel import constrain
-from jax_te.recipe import autocast
 from jax_te.typing import Array, LogicalAxes
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 """Kinds of position embedding, in Megatron-Core's words."""
-
-REMAT = ("none", "full", "selective")
-"""What backward recomputes: nothing, each layer from its input, or each layer's attention core."""
 
 Cache = tuple[KVCache, ...]
 """One `KVCache` for each layer."""
@@ -46,7 +40,8 @@ class GPTModel(nnx.Module):
 
     GPT-2's form is ``TransformerConfig``'s defaults with learned positions and a tied head; Llama's is
     ``normalization="RMSNorm"``, ``activation="swiglu"``, ``add_bias_linear=False``, ``num_query_groups``, and here
-    ``position_embedding_type="rope"``, ``share_embeddings_and_output_weights=False``.
+    ``position_embedding_type="rope"``, ``share_embeddings_and_output_weights=False``; Qwen 3's is Llama's with
+    ``qk_layernorm=True``.
 
     The layers' linear operations follow the ambient recipe; embedding, attention core and head stay in the compute
     dtype.
@@ -56,16 +51,21 @@ class GPTModel(nnx.Module):
         vocab_size: ``v``.
         max_sequence_length: longest input, and rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
-        rotary_base: base of the rotary wavelengths.
+        rotary_base, rotary_percent, rotary_scaling: see `rotary_embedding`; Llama 3.1's is ``500000.0`` with
+            `Llama3Scaling`.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         remat: ``"none"``; ``"full"``: keep only each layer's input for backward; ``"selective"``: recompute the
             attention core only.
+        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner.
+        loss_chunks: parts of the sequence whose logits `loss` computes at a time, see `linear_cross_entropy`; must
+            divide the sequence length. 1: all at once.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive and unknown names; when called, for tokens that are not ``[b, s]``
-            or too long, and positions that do not fit them.
+        ValueError: for sizes that are not positive and unknown names; for fields of ``config`` that it does not follow,
+            see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, and positions that do not
+            fit them.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -85,11 +85,15 @@ class GPTModel(nnx.Module):
         max_sequence_length: int,
         position_embedding_type: str = "learned_absolute",
         rotary_base: float = 10000.0,
+        rotary_percent: float = 1.0,
+        rotary_scaling: RotaryScaling | None = None,
         share_embeddings_and_output_weights: bool = True,
         remat: str = "none",
+        scan_layers: bool = False,
+        loss_chunks: int = 1,
         rngs: nnx.Rngs,
     ):
-        check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length)
+        check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length, loss_chunks=loss_chunks)
         if position_embedding_type not in POSITION_EMBEDDINGS:
             raise ValueError(
                 f"unknown position_embedding_type {position_embedding_type!r}; "
@@ -97,14 +101,17 @@ class GPTModel(nnx.Module):
             )
         if remat not in REMAT:
             raise ValueError(f"unknown remat {remat!r}; allowed: {', '.join(REMAT)}")
+        check_config(config)
         self.config = config
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.position_embedding_type = position_embedding_type
-        self.rotary_base = rotary_base
+        self.rotary_base, self.rotary_percent, self.rotary_scaling = rotary_base, rotary_percent, rotary_scaling
         self.remat = remat
+        self.scan_layers = scan_layers
+        self.loss_chunks = loss_chunks
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        h, dtype, init = config.hidden_size, config.params_dtype, normal_init(config.init_method_std)
+        h, dtype, init = config.hidden_size, config.params_dtype, config.init_method
         self.embedding = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
         self.position_embedding = (
             Embedding(max_sequence_length, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
@@ -147,23 +154,20 @@ class GPTModel(nnx.Module):
             ``[b, s, v]`` in the compute dtype, split over batch and vocabulary; with a cache ``(logits, cache with
             these tokens)``.
         """
+        if cache is None:
+            with jax.named_scope("GPTModel"):
+                return self._head(self._hidden(tokens, positions, dropout_key))
         self._check(tokens, positions)
         if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + (0 if cache is None else cache[0].length)
-        keys = _layer_keys(dropout_key, 1 + len(self.layers))
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
+        keys = layer_keys(dropout_key, 1 + len(self.layers))
         with jax.named_scope("GPTModel"):
-            x = self._embed(tokens, positions, keys[-1])
-            rotary = self._rotary(positions)
-            caches = []
+            x, rotary, caches = self._embed(tokens, positions, keys[-1]), self._rotary(positions), []
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
-                    if cache is not None:
-                        x, grown = layer(x, rotary_pos_emb=rotary, dropout_key=keys[i], cache=cache[i])
-                        caches.append(grown)
-                    else:
-                        x = self._run_layer(layer, x, rotary, keys[i])
-            logits = self._head(self.final_norm(x))
-            return logits if cache is None else (logits, tuple(caches))
+                    x, grown = layer(x, rotary_pos_emb=rotary, dropout_key=keys[i], cache=cache[i])
+                    caches.append(grown)
+            return self._head(self.final_norm(x)), tuple(caches)
 
     def loss(
         self,
@@ -184,17 +188,12 @@ class GPTModel(nnx.Module):
         Raises:
             ValueError: if the shapes differ.
         """
-        for name, array in (("labels", labels), ("loss_mask", loss_mask)):
-            if array is not None and array.shape != tokens.shape:
-                raise ValueError(f"{name} must have the shape of tokens {tokens.shape}, got {array.shape}")
-        logits: Any = self(tokens, dropout_key=dropout_key)
+        check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
+        with jax.named_scope("GPTModel"):
+            x = self._hidden(tokens, None, dropout_key)
         with jax.named_scope("loss"):
-            losses = softmax_cross_entropy(logits, labels, out_axes=("batch", "sequence"))
-            if loss_mask is None:
-                return jnp.mean(losses)
-            weights = constrain(loss_mask.astype(jnp.float32), ("batch", "sequence"))
-            total = jnp.sum(weights)
-            return jnp.sum(losses * weights) / jnp.where(total > 0.0, total, 1.0)
+            losses = self._losses(x, labels)
+            return masked_mean(losses, loss_mask)
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
         """Empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.
@@ -211,15 +210,7 @@ class GPTModel(nnx.Module):
         )
 
     def _check(self, tokens: Array, positions: Array | None) -> None:
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"tokens must be integers, got {tokens.dtype}")
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be [b, s], got shape {tokens.shape}")
-        if tokens.shape[1] > self.max_sequence_length:
-            raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens exceeds the model's max_sequence_length "
-                f"{self.max_sequence_length}; shorten it, or build the model for longer ones"
-            )
+        check_tokens(tokens, self.max_sequence_length)
         if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"positions must be [b, s] or [s] for tokens {tokens.shape}, got shape {positions.shape}")
 
@@ -235,61 +226,34 @@ class GPTModel(nnx.Module):
     def _rotary(self, positions: Array) -> Rotary | None:
         if self.position_embedding_type != "rope":
             return None
-        return rotary_embedding(positions, self.layers[0].self_attention.core_attention.kv_channels, self.rotary_base)
+        return rotary_embedding(
+            positions,
+            self.layers[0].self_attention.core_attention.kv_channels,
+            self.rotary_base,
+            rotary_percent=self.rotary_percent,
+            scaling=self.rotary_scaling,
+        )
 
-    def _run_layer(self, layer: TransformerLayer, x: Array, rotary: Rotary | None, key: Array | None) -> Any:
-        if self.remat == "full":
-            # The layer is a pytree argument, so gradients of its parameters and of its quantizer state flow out.
-            return jax.checkpoint(_call_layer)(layer, x, rotary, key)
-        selective = self.remat == "selective"
-        return layer(x, rotary_pos_emb=rotary, dropout_key=key, checkpoint_core_attention=selective)
+    def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
+        """What the head reads, ``[b, s, h]``."""
+        self._check(tokens, positions)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
+        x = self._embed(tokens, positions, embedding_key)
+        rotary = self._rotary(positions)
+        x = run_layers(self.layers, x, keys, remat=self.remat, scan=self.scan_layers, rotary_pos_emb=rotary)
+        return self.final_norm(x)
+
+    def _losses(self, x: Array, labels: Array) -> Array:
+        """Loss of each token, ``[b, s]``."""
+        axes = ("batch", "sequence")
+        if self.loss_chunks == 1:
+            return softmax_cross_entropy(self._head(x), labels, out_axes=axes)
+        return linear_cross_entropy(x, self._head_kernel(), labels, chunks=self.loss_chunks, out_axes=axes)
+
+    def _head_kernel(self) -> Array:
+        return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
 
     def _head(self, x: Array) -> Array:
-        kernel = self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
         with jax.named_scope("head"):
-            return dense(x, kernel, out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))
-
-
-def transformer_layer(config: TransformerConfig, number: int = 0, *, rngs: nnx.Rngs) -> TransformerLayer:
-    """Layer ``number``, from 0, of ``config`` with causal attention.
-
-    Output projections start smaller, see `scaled_normal_init`. One of the first and last layers may be kept in high
-    precision, see ``first_last_layers_bf16``.
-
-    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
-    >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
-    32
-    """
-    build = functools.partial(
-        TransformerLayer,
-        config.hidden_size,
-        config.ffn_hidden_size,  # type: ignore[arg-type]  # the config has filled it in
-        config.num_attention_heads,
-        layernorm_epsilon=config.layernorm_epsilon,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        init_method=normal_init(config.init_method_std),
-        output_layer_init_method=scaled_normal_init(config.init_method_std, config.num_layers),
-        kv_channels=config.kv_channels,
-        num_gqa_groups=config.num_query_groups,
-        normalization=config.normalization,
-        zero_centered_gamma=config.layernorm_zero_centered_gamma,
-        activation=config.activation,
-        bias=config.add_bias_linear,
-        params_dtype=config.params_dtype,
-        rngs=rngs,
-    )
-    if not config.in_high_precision(number):
-        return build()
-    with autocast(None):
-        layer = build()
-        keep_in_high_precision(layer)
-        return layer
-
-
-def _call_layer(layer: TransformerLayer, x: Array, rotary: Rotary | None, key: Array | None) -> Any:
-    return layer(x, rotary_pos_emb=rotary, dropout_key=key)
-
-
-def _layer_keys(key: Array | None, count: int) -> list[Array | None]:
-    return [None if key is None else jax.random.fold_in(key, i) for i in range(count)]
+            return dense(x, self._head_kernel(), out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))

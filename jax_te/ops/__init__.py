@@ -1,25 +1,33 @@
 """Differentiable functions on arrays, free of Flax, each on the backends that support it."""
 
+from jax_te.config import ActivationParams
 from jax_te.ops.activation import activation
 from jax_te.ops.attention import dot_product_attention
-from jax_te.ops.attention_spec import AttentionSpec, MaskType
+from jax_te.ops.attention_spec import AttentionSpec, BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.backend import BACKENDS, OPS, BackendName, Choice, explain_backend, use_backend
 from jax_te.ops.cross_entropy import softmax_cross_entropy
 from jax_te.ops.dense import dense
 from jax_te.ops.layernorm import layernorm
 from jax_te.ops.layernorm_dense import layernorm_dense
 from jax_te.ops.layernorm_mlp import layernorm_mlp
+from jax_te.ops.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.quantize_kernel import quantize_kernel
+from jax_te.ops.segments import Segments, segments_from_cu_seqlens
 from jax_te.ops.spec import NormSpec
 
 __all__ = [
     "BACKENDS",
     "OPS",
+    "ActivationParams",
     "AttentionSpec",
     "BackendName",
+    "BiasType",
     "Choice",
     "MaskType",
     "NormSpec",
+    "Segments",
+    "SoftmaxType",
+    "Window",
     "activation",
     "dense",
     "dot_product_attention",
@@ -27,7 +35,9 @@ __all__ = [
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
+    "linear_cross_entropy",
     "quantize_kernel",
+    "segments_from_cu_seqlens",
     "softmax_cross_entropy",
     "use_backend",
 ]

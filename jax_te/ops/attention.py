@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.config import check_rate
-from jax_te.ops.attention_spec import QKV, AttentionSpec, MaskType, describe
+from jax_te.ops.attention_checks import check_arrays
+from jax_te.ops.attention_spec import (
+    QKV,
+    AttentionArrays,
+    AttentionSpec,
+    BiasType,
+    MaskType,
+    SoftmaxType,
+    Window,
+    describe,
+)
 from jax_te.ops.backend import BackendName, primitives, select
+from jax_te.ops.segments import Segments
 from jax_te.parallel import auto_region, constrain
 from jax_te.typing import Array, LogicalAxes
 
@@ -22,37 +33,57 @@ def dot_product_attention(
     mask: Array | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
+    segments: Segments | None = None,
+    window: Window | None = None,
+    bias_type: BiasType = "no_bias",
+    bias: Array | None = None,
+    softmax_type: SoftmaxType = "vanilla",
+    softmax_offset: Array | None = None,
+    logit_softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    return_max_logit: bool = False,
     out_axes: LogicalAxes | None = None,
     backend: BackendName | None = None,
-) -> Array:
+) -> Any:
     """``softmax(scale q k^T) v`` for every head; scores and softmax are fp32.
 
     Args:
-        qkv: ``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, d])``; query head
+        qkv: ``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, dv])``; query head
             ``i`` uses key/value head ``i // (n / g)``. Packed is faster where it is there already: cuDNN reads it
             without a copy.
-        mask_type: ``"no_mask"``; ``"causal"`` (position ``i`` sees ``0..i``); ``"padding"`` and ``"padding_causal"``
-            with ``q_lengths`` and ``kv_lengths``; ``"arbitrary"`` with ``mask``. Queries past their length give
-            zeros.
+        mask_type: ``"no_mask"``; ``"causal"`` (position ``i`` sees ``0..i``); ``"causal_bottom_right"`` (the last
+            query sees all keys, the one before it all but the last); ``"padding"``, ``"padding_causal"`` and
+            ``"padding_causal_bottom_right"`` with lengths or ``segments``; ``"arbitrary"`` with ``mask``. Queries past
+            their length give zeros.
         mask: bool, broadcastable to ``[b, n, sq, skv]`` with four axes; True hides.
         q_lengths, kv_lengths: int32 ``[b]`` valid positions; ``q_lengths`` None: ``kv_lengths``.
+        segments: several sequences in each row (``thd``), each of which sees itself only. Padding mask types.
+        window: ``(left, right)`` positions seen beside a query's own; -1: all. Counted along the mask type's diagonal.
+        bias_type: ``"pre_scale_bias"`` is added to ``q k^T``, ``"post_scale_bias"`` to ``scale q k^T``; ``"alibi"``
+            takes slopes and subtracts slope times distance (Press et al. 2021).
+        bias: floating point, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or ``[b, n]``.
+        softmax_type: ``"off-by-one"`` adds 1 to the denominator, ``"learnable"`` ``exp(softmax_offset)``.
+        softmax_offset: ``[n]``.
+        logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
         dropout_rate: of the probabilities; needs ``dropout_key``. Without a key there is no dropout.
-        out_axes: logical axes of the result ``[b, sq, n, d]``; required on a mesh with Explicit axes.
+        return_max_logit: also return the largest logit of each head, after scale, cap and bias.
+        out_axes: logical axes of the result ``[b, sq, n, dv]``; required on a mesh with Explicit axes.
         backend: None for the ambient one.
 
     Returns:
-        ``[b, sq, n, d]`` in the dtype of the input.
+        ``[b, sq, n, dv]`` in the dtype of the input; with ``return_max_logit`` a tuple of it and fp32 ``[n]``, over the
+        whole batch, without a gradient.
 
     Raises:
-        ValueError: for shapes, a mask or lengths that do not go with the mask type.
-        TypeError: for a mask that is not bool, or lengths that are no integers.
+        ValueError: for shapes, or an array that the call lacks or does not use.
+        TypeError: for a mask that is not bool, lengths that are no integers, a bias that is not floating point.
         BackendUnavailableError: if the backend asked for has no kernel for this call; the message says why.
 
-    Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups).
+    Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups); Beltagy
+    et al. 2020 (windows).
 
     >>> import jax.numpy as jnp
     >>> q = jnp.ones((1, 4, 2, 8))
@@ -60,54 +91,33 @@ def dot_product_attention(
     (1, 4, 2, 8)
     """
     check_rate(dropout_rate=dropout_rate)
-    spec = describe(qkv, mask_type, scale, dropout_rate if dropout_key is not None else 0.0)
-    _check_mask(spec, mask)
-    _check_lengths(spec, q_lengths, kv_lengths)
-    if spec.is_padding and q_lengths is None:
-        q_lengths = kv_lengths
+    spec = describe(
+        qkv,
+        mask_type,
+        scale,
+        dropout_rate if dropout_key is not None else 0.0,
+        window=window,
+        bias_type=bias_type,
+        bias_shape=None if bias is None else bias.shape,
+        softmax_type=softmax_type,
+        logit_softcap=logit_softcap,
+        return_max_logit=return_max_logit,
+        max_segments=0 if segments is None else segments.q_lengths.shape[-1],
+    )
+    arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
+    check_arrays(spec, arrays)
+    if q_lengths is None:
+        arrays = arrays._replace(q_lengths=kv_lengths)
     name = select("dot_product_attention", attention=spec, backend=backend)
     fn = functools.partial(_attention, name, spec, out_axes)
-    return auto_region(fn, out_axes)(qkv, mask, q_lengths, kv_lengths, dropout_key)
-
-
-def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
-    if (mask is not None) != (spec.mask_type == "arbitrary"):
-        raise ValueError(f"mask_type {spec.mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
-    if mask is None:
-        return
-    if mask.dtype != bool:
-        raise TypeError(f"mask must be bool (True hides), got {mask.dtype}; compare it first, for example mask == 0")
-    full = (spec.batch, spec.heads, spec.q_length, spec.kv_length)
-    if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
-        raise ValueError(f"mask must have four axes, each 1 or as in [b, n, sq, skv] = {full}, got {mask.shape}")
-
-
-def _check_lengths(spec: AttentionSpec, q_lengths: Array | None, kv_lengths: Array | None) -> None:
-    if (kv_lengths is not None) != spec.is_padding or (q_lengths is not None and not spec.is_padding):
-        raise ValueError(
-            f"mask_type {spec.mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}"
-        )
-    for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        if lengths is None:
-            continue
-        if lengths.shape != (spec.batch,):
-            raise ValueError(f"{name} must have one entry for each example, ({spec.batch},), got {lengths.shape}")
-        if not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise TypeError(f"{name} must be integers, got {lengths.dtype}")
+    axes: Any = (out_axes, None if out_axes is None else (out_axes[2],)) if return_max_logit else out_axes
+    return auto_region(fn, axes)(qkv, arrays)
 
 
 def _attention(
-    backend: str,
-    spec: AttentionSpec,
-    out_axes: LogicalAxes | None,
-    qkv: QKV,
-    mask: Array | None,
-    q_lengths: Array | None,
-    kv_lengths: Array | None,
-    dropout_key: Array | None,
-) -> Array:
+    backend: str, spec: AttentionSpec, out_axes: LogicalAxes | None, qkv: QKV, arrays: AttentionArrays
+) -> Any:
     with jax.named_scope("dot_product_attention"):
-        out = primitives(backend).attention(
-            qkv, spec, mask=mask, q_lengths=q_lengths, kv_lengths=kv_lengths, dropout_key=dropout_key
-        )
-    return checkpoint_name(constrain(out, out_axes), "context")
+        out, max_logit = primitives(backend).attention(qkv, spec, arrays)
+    out = checkpoint_name(constrain(out, out_axes), "context")
+    return (out, max_logit) if spec.return_max_logit else out

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_te.config import ActivationParams
 from jax_te.ops.backend import BackendName, select
 from jax_te.ops.gemm import GemmSpec, LinearGemms, gemm_spec
 from jax_te.ops.layernorm import check_norm
 from jax_te.ops.layernorm_dense import normed_operand
 from jax_te.ops.quantize_kernel import ready_kernel
-from jax_te.ops.spec import NormSpec, activation_parts
+from jax_te.ops.spec import NormSpec, activation_parts, check_activation_params
 from jax_te.parallel import auto_region, constrain
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
@@ -36,6 +37,7 @@ def layernorm_mlp(
     *,
     norm: NormSpec = NormSpec(),
     activation: str = "gelu",
+    activation_params: ActivationParams | None = None,
     recipe: Recipe | None = None,
     states: States | None = None,
     ffn_axes: LogicalAxes | None = None,
@@ -54,7 +56,8 @@ def layernorm_mlp(
         wi_kernel, wi_bias: ``[h, n_act, f]`` and ``[n_act, f]`` or None; ``n_act`` is the activation's number of
             components. Either kernel may be quantized beforehand.
         wo_kernel, wo_bias: ``[f, h]`` and ``[h]`` or None.
-        activation: a key of `jax_te.config.ACTIVATIONS`.
+        activation: a key of `jax_te.config.ACTIVATIONS`, see `jax_te.ops.activation`.
+        activation_params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         states: the recipe's states of the two linear layers, if it has any; their gradients are their next values.
         ffn_axes: logical axes of the activated tensor ``[..., f]``.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
@@ -70,8 +73,7 @@ def layernorm_mlp(
         ValueError, QuantizerStateError, BackendUnavailableError: as `dense`.
 
     Source: ``transformer_engine.jax.layernorm_mlp.layernorm_mlp``. There FFN2's output gradient uses FFN1's
-        quantizer and the
-    other way round; here each state belongs to its own layer.
+    quantizer and the other way round; here each state belongs to its own layer.
 
     >>> import jax.numpy as jnp
     >>> wi, wo = jnp.ones((16, 2, 32)), jnp.ones((32, 16))
@@ -82,6 +84,7 @@ def layernorm_mlp(
     parts = len(activation_parts(activation))
     if wi_kernel.ndim != 3 or wi_kernel.shape[1] != parts:
         raise ValueError(f"layernorm_mlp: wi_kernel must be [h, {parts}, f] for {activation!r}, got {wi_kernel.shape}")
+    check_activation_params(activation, activation_params)
     states = (None, None) if states is None else states
     wi_kernel = ready_kernel(wi_kernel, gradients[0], recipe)
     wo_kernel = ready_kernel(wo_kernel, gradients[1], recipe)
@@ -90,6 +93,7 @@ def layernorm_mlp(
     spec = _Spec(
         norm=norm,
         activation=activation,
+        activation_params=activation_params,
         ffn_axes=ffn_axes,
         wi=gemm_spec(
             "layernorm_mlp (wi)", x.shape, wi_kernel, wi_bias, recipe=recipe, backend=chosen, out_axes=wide_axes,
@@ -109,6 +113,7 @@ def layernorm_mlp(
 class _Spec:
     norm: NormSpec
     activation: str
+    activation_params: ActivationParams | None
     ffn_axes: LogicalAxes | None
     wi: GemmSpec
     wo: GemmSpec
@@ -151,10 +156,13 @@ def _forward(
     pre = checkpoint_name(wi.fprop(y_forms, wi_forms, wi_bias), "ffn1")
 
     if wo.fuses("x"):
-        operand, act_amax = wo.run.act_quantize(pre, spec.activation, *wo.quantizers["x"])
+        operand, act_amax = wo.run.act_quantize(
+            pre, spec.activation, *wo.quantizers["x"], params=spec.activation_params
+        )
         act_forms = wo.adopt(operand, "x")
     else:
-        act_forms, act_amax = wo.operand(wo.run.act(pre, spec.activation), "x", axis=-1)
+        activated = wo.run.act(pre, spec.activation, spec.activation_params)
+        act_forms, act_amax = wo.operand(activated, "x", axis=-1)
     wo_forms, wo_amax = wo.kernel(wo_kernel)
     out = checkpoint_name(wo.fprop(act_forms, wo_forms, wo_bias), "ffn2")
 
@@ -174,11 +182,16 @@ def _backward(spec: _Spec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
     dact = constrain(dact, spec.ffn_axes)
     if wi.fuses("grad"):
         operand, dwi_bias, dpre_amax = wi.run.act_backward_quantize(
-            dact, pre, spec.activation, *wi.quantizers["grad"], bias_dtype=spec.wi.bias_dtype
+            dact,
+            pre,
+            spec.activation,
+            *wi.quantizers["grad"],
+            bias_dtype=spec.wi.bias_dtype,
+            params=spec.activation_params,
         )
         dpre_forms = wi.adopt(operand, "grad")
     else:
-        dpre = wi.run.act_backward(dact, pre, spec.activation)
+        dpre = wi.run.act_backward(dact, pre, spec.activation, spec.activation_params)
         dpre_forms, dwi_bias, dpre_amax = wi.gradient(dpre)
     dy, dwi_kernel = wi.backward(wi_kept, dpre_forms)
     dx, dscale, dln_bias = wi.run.norm_backward(dy, x, stats, scale, ln_bias, spec.norm)

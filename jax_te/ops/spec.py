@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.config import ACTIVATIONS
+from jax_te.config import ACTIVATIONS, ActivationParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +42,12 @@ def activation_parts(name: str) -> tuple[str, ...]:
     if name not in ACTIVATIONS:
         raise ValueError(f"unknown activation {name!r}; allowed: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def check_activation_params(name: str, params: ActivationParams | None) -> None:
+    """Raise ValueError for an unknown activation, or for parameters that it does not have.
+
+    >>> check_activation_params("clamped_swiglu", ActivationParams(limit=5.0))
+    """
+    if activation_parts(name) != ACTIVATIONS["clamped_swiglu"] and params is not None:
+        raise ValueError(f"activation {name!r} has no parameters, got {params}; only 'clamped_swiglu' has")

@@ -4,6 +4,7 @@ from jax_te.parallel.mesh import make_mesh
 from jax_te.parallel.sharding import (
     ShardingRules,
     auto_region,
+    axis_ranks,
     batch_ranks,
     constrain,
     current_mesh,
@@ -16,6 +17,7 @@ from jax_te.parallel.split_backward import split_vjp
 __all__ = [
     "ShardingRules",
     "auto_region",
+    "axis_ranks",
     "batch_ranks",
     "constrain",
     "current_mesh",

@@ -24,6 +24,8 @@ class ShardingRules:
     Args:
         batch: examples; split by data parallel and FSDP ranks alike, since both see different data.
         sequence: positions of activations.
+        sequence_parallel: positions of activations between the tensor-parallel parts of a layer, where Megatron's
+            sequence parallelism splits them over the tensor ranks.
         hidden: the model dimension of activations; whole on every rank, each GEMM contracts or produces it.
         heads: attention heads, of activations and kernels: Megatron's tensor parallelism.
         ffn: the feed-forward dimension, likewise.
@@ -37,6 +39,7 @@ class ShardingRules:
 
     batch: MeshAxes = ("data", "fsdp")
     sequence: MeshAxes = ()
+    sequence_parallel: MeshAxes = ("tensor",)
     hidden: MeshAxes = ()
     heads: MeshAxes = ("tensor",)
     ffn: MeshAxes = ("tensor",)
@@ -106,10 +109,19 @@ def batch_ranks() -> int:
     >>> batch_ranks()
     1
     """
+    return axis_ranks("batch")
+
+
+def axis_ranks(name: str) -> int:
+    """How many parts the mesh in use splits a logical axis into; 1 without a mesh.
+
+    >>> axis_ranks("ffn")
+    1
+    """
     mesh = current_mesh()
     if mesh is None:
         return 1
-    entry = logical_to_spec(("batch",), mesh)[0]
+    entry = logical_to_spec((name,), mesh)[0]
     return math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 

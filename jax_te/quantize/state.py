@@ -92,6 +92,31 @@ def plain_states(quantizers: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.float32), quantizers)
 
 
+def plain_inside(quantizers: PyTree) -> PyTree:
+    """`plain_states` inside of a function that is differentiated, where the gradients go back to what the states were.
+
+    For what JAX cannot do with arrays of `max_merging`'s dtype, like stacking them. What is used more than once behind
+    it is added up, so give each use its own.
+
+    >>> state = max_merging(init_gemm_state(DelayedScaling(amax_history_len=2)))
+    >>> jax.grad(lambda state: plain_inside(state)["x"]["scale"], allow_int=True)(state)["x"]["scale"].dtype
+    fp8_meta32
+    """
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.float32 else _plain_inside(leaf), quantizers)
+
+
+@jax.custom_vjp
+def _plain_inside(leaf: jax.Array) -> jax.Array:
+    return jax.lax.convert_element_type(leaf, jnp.float32)
+
+
+# JAX's own transpose of the conversion fails on arrays of this dtype.
+_plain_inside.defvjp(
+    lambda leaf: (_plain_inside(leaf), None),
+    lambda _, gradient: (jax.lax.convert_element_type(gradient, fp32_max_grad),),
+)
+
+
 def merge_quantizers(stacked: PyTree) -> PyTree:
     """One next state out of several that started from the same state: elementwise maximum over the leading axis.
 

@@ -8,6 +8,7 @@ import pytest
 # What kernels and programs do here is what they do for users, see tests/conftest.py.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
 jax.config.update("jax_disable_most_optimizations", False)
+jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import dot_product_attention, explain_backend
+from jax_te.ops import dot_product_attention, explain_backend, segments_from_cu_seqlens
 from jax_te.ops.attention_spec import describe
+from jax_te.ops.segments import places
 from tests.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
@@ -106,3 +107,100 @@ def test_dropout_is_refused():
         dot_product_attention(qkv, mask_type="no_mask", dropout_rate=0.25, dropout_key=key, backend="te")
     one, two = (dot_product_attention(qkv, mask_type="no_mask", dropout_rate=0.25, dropout_key=key) for _ in range(2))
     assert (one == two).all()
+
+
+SINK = draw("offset", (N,))
+BIAS = draw("bias", (1, N, S, S), jnp.bfloat16)
+OPTIONS = {
+    "bottom right": {"mask_type": "causal_bottom_right"},
+    "padding, bottom right": {"mask_type": "padding_causal_bottom_right", **LENGTHS},
+    "window": {"mask_type": "causal", "window": (32, 0)},
+    "window on both sides": {"mask_type": "no_mask", "window": (32, 16)},
+    "window, padding": {"mask_type": "padding_causal", "window": (32, 0), **LENGTHS},
+    "bias": {"mask_type": "causal", "bias_type": "post_scale_bias", "bias": BIAS},
+    "bias, no mask": {"mask_type": "no_mask", "bias_type": "post_scale_bias", "bias": BIAS},
+    "off by one": {"mask_type": "causal", "softmax_type": "off-by-one"},
+    "learnable": {"mask_type": "causal", "softmax_type": "learnable", "softmax_offset": SINK},
+}
+LEARNED = ("bias", "softmax_offset")
+
+
+@pytest.mark.parametrize("case", list(OPTIONS))
+def test_options_of_te_against_plain_jax(case):
+    """Where cuDNN has a kernel; where it has none, the reason is said and auto takes XLA."""
+    arguments = OPTIONS[case]
+    qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)
+    learned = tuple(name for name in LEARNED if name in arguments)
+    rest = {name: value for name, value in arguments.items() if name not in learned}
+    spec = describe(
+        qkv,
+        arguments["mask_type"],
+        window=arguments.get("window"),
+        bias_type=arguments.get("bias_type", "no_bias"),
+        bias_shape=BIAS.shape if "bias" in arguments else None,
+        softmax_type=arguments.get("softmax_type", "vanilla"),
+    )
+    choice = explain_backend("dot_product_attention", attention=spec)
+    print(f"{case}: {choice}")
+    if choice.backend == "xla":
+        assert choice.reason.startswith("TE cannot: ")
+        assert len(choice.reason) > len("TE cannot: ")
+        with pytest.raises(BackendUnavailableError):
+            dot_product_attention(qkv, **arguments, backend="te")
+        return
+
+    def run(backend, operands, g):
+        def fn(*operands):
+            return dot_product_attention(
+                operands[:3], **rest, **dict(zip(learned, operands[3:], strict=True)), backend=backend
+            )
+
+        return quick_jit(lambda operands, g: with_vjp(fn, operands, g))(operands, g)
+
+    everything = (*qkv, *(arguments[name] for name in learned))
+    out, gradients = run("te", everything, g)
+    with jax.default_matmul_precision("highest"):
+        wide = tuple(a.astype(jnp.float32) for a in everything)
+        expected, wanted = run("xla", wide, g.astype(jnp.float32))
+    assert relative_l2(out, expected) < 0.01
+    distances = [relative_l2(*pair) for pair in zip(gradients, wanted, strict=True)]
+    assert max(distances) < 0.03, distances
+
+
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
+def test_packed_sequences_of_te_against_plain_jax(mask_type):
+    segments = segments_from_cu_seqlens(
+        jnp.array([[0, 60, 100, 128], [0, 30, 90, 90]]), None, jnp.array([[0, 60, 100, 128], [0, 40, 128, 128]])
+    )
+    qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)
+    out, gradients = attend("te", qkv, g, mask_type=mask_type, segments=segments)
+    inside = places(segments.q_offsets, segments.q_lengths, S).segment[:, :, None, None] > 0
+    with jax.default_matmul_precision("highest"):
+        wide = tuple(a.astype(jnp.float32) for a in qkv)
+        expected, wanted = attend("xla", wide, g.astype(jnp.float32), mask_type=mask_type, segments=segments)
+    assert relative_l2(jnp.where(inside, out, 0), expected) < 0.01
+    for got, e in zip(gradients, wanted, strict=True):
+        assert relative_l2(jnp.where(inside, got, 0), e) < 0.02
+
+
+def test_largest_logits_of_te():
+    qkv = operands(2)
+    spec = describe(qkv, "causal", return_max_logit=True)
+    assert explain_backend("dot_product_attention", attention=spec).backend == "te"
+    _, logits = dot_product_attention(qkv, return_max_logit=True, backend="te")
+    with jax.default_matmul_precision("highest"):
+        wide = tuple(a.astype(jnp.float32) for a in qkv)
+        _, expected = dot_product_attention(wide, return_max_logit=True, backend="xla")
+    np.testing.assert_allclose(logits, expected, rtol=1e-2)
+
+
+def test_value_heads_of_another_size():
+    q, k = (draw(name, (B, S, heads, 64), jnp.bfloat16) for name, heads in (("q", N), ("k", 2)))
+    v, g = draw("v", (B, S, 2, 128), jnp.bfloat16), draw("g", (B, S, N, 128), jnp.bfloat16)
+    choice = explain_backend("dot_product_attention", attention=describe((q, k, v), "causal"))
+    print(choice)
+    out, _ = attend(choice.backend, (q, k, v), g, mask_type="causal")
+    with jax.default_matmul_precision("highest"):
+        wide = tuple(a.astype(jnp.float32) for a in (q, k, v))
+        expected, _ = attend("xla", wide, g.astype(jnp.float32), mask_type="causal")
+    assert relative_l2(out, expected) < 0.01

@@ -19,17 +19,46 @@ from jax_te.layers import (
     MultiheadAttention,
     RMSNorm,
     TransformerLayer,
+    rotary_embedding,
 )
 from jax_te.ops import use_backend
 from jax_te.quantize import split_model
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from tests.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 
 B, S, H, F, N = 2, 128, 128, 256, 2
-RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=3)}
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=3),
+    "block": Float8BlockScaling(),
+}
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+
+
+class Decoder(nnx.Module):
+    """A decoder layer that attends to a part of its own input."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layer = TransformerLayer(H, F, N, layer_type="decoder", **OFF, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x, encoder_output=jnp.sin(x))
+
+
+class Rotated(nnx.Module):
+    """Qwen 3's form: norms of queries and keys, then positions."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        options = {"num_gqa_groups": 1, "qk_norm_type": "RMSNorm", "qk_norm_before_rope": True}
+        self.layer = TransformerLayer(H, F, N, **options, **OFF, **LLAMA, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x, rotary_pos_emb=rotary_embedding(jnp.arange(S), H // N))
+
+
 OFF = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 MAKE = {
     "Linear": lambda rngs: Linear(H, F, rngs=rngs),
@@ -40,6 +69,9 @@ MAKE = {
     "MultiheadAttention": lambda rngs: MultiheadAttention(H, N, attention_dropout=0.0, rngs=rngs),
     "TransformerLayer": lambda rngs: TransformerLayer(H, F, N, **OFF, rngs=rngs),
     "TransformerLayer, Llama": lambda rngs: TransformerLayer(H, F, N, num_gqa_groups=1, **OFF, **LLAMA, rngs=rngs),
+    "decoder": Decoder,
+    "TransformerLayer, Qwen": Rotated,
+    "separate kernels": lambda rngs: TransformerLayer(H, F, N, fuse_qkv_params=False, **OFF, rngs=rngs),
 }
 CALLS = [(name, "none", "bfloat16") for name in MAKE]
 CALLS += [
@@ -51,6 +83,12 @@ CALLS += [
     for recipe in ("current", "delayed")
 ]
 CALLS += [("MultiheadAttention", "current", "bfloat16"), ("LayerNormMLP", "none", "float32")]
+CALLS += [
+    (name, recipe, "bfloat16") for name in ("decoder", "TransformerLayer, Qwen") for recipe in ("current", "delayed")
+]
+CALLS += [
+    (name, "block", "bfloat16") for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "decoder")
+]
 
 
 @pytest.mark.parametrize(("name", "recipe", "dtype"), CALLS)
@@ -78,7 +116,7 @@ def test_te_against_xla(name, recipe, dtype):
         actual, expected = jax.tree.leaves(actual)[0], jax.tree.leaves(expected)[0]
         assert actual.dtype == expected.dtype == jnp.float32
         distances["/".join(map(str, path))] = relative_l2(actual, expected)
-    limit = {"none": 0.02, "current": 0.12, "delayed": 0.12}[recipe]
+    limit = {"none": 0.02, "current": 0.12, "delayed": 0.12, "block": 0.12}[recipe]
     assert max(distances.values()) < limit, distances
     for actual, expected in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0.15)

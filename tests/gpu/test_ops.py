@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_te.config import ACTIVATIONS, ActivationParams
+from jax_te.ops import NormSpec, layernorm_mlp
 from jax_te.quantize import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.cases import make_case
-from tests.numerics import quick_jit, relative_l2, with_vjp
+from tests.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +78,31 @@ def test_te_against_xla(name, recipe, dtype):
     exact = name.startswith("dense")
     for state, wanted in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):
         np.testing.assert_allclose(state, wanted, rtol=0.0 if exact else 0.1, err_msg=str(distances))
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation(name, recipe):
+    """Between two GEMMs; under delayed scaling TE's kernels write what they activate and differentiate in FP8."""
+    b, s, h, f = (SIZES[key] for key in "bshf")
+    parts, chosen = len(ACTIVATIONS[name]), RECIPES[recipe]
+    params = ActivationParams(limit=1.5, alpha=1.2, linear_offset=0.5) if name == "clamped_swiglu" else None
+    x, g = draw("x", (b, s, h), jnp.bfloat16), draw("g", (b, s, h), jnp.bfloat16, scale=0.1)
+    args = (draw("wi", (h, parts, f), scale=0.1), draw("wi_bias", (parts, f)), draw("wo", (f, h), scale=0.1))
+    states = make_case("layernorm_mlp gelu", **SIZES).states(chosen)
+
+    def on(backend):
+        def run(x, wi, wi_bias, wo, states):
+            return layernorm_mlp(
+                x, jnp.ones(h), None, wi, wi_bias, wo, None, norm=NormSpec(kind="rmsnorm"), activation=name,
+                activation_params=params, recipe=chosen, states=states, backend=backend,
+            )  # fmt: skip
+
+        y, (*gradients, _) = quick_jit(lambda *a: with_vjp(run, *a))((x, *args, states), g)
+        return y, gradients
+
+    for actual, wanted in zip(jax.tree.leaves(on("te")), jax.tree.leaves(on("xla")), strict=True):
+        assert relative_l2(actual, wanted) < tolerance("layernorm_mlp", recipe, "bfloat16")
 
 
 def test_delayed_scaling_over_steps():

@@ -6,6 +6,7 @@ Independent of jax_te but for the layout of its parameters, which come as nested
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ class Form:
     zero_centered: bool = False
     residual_post_norm: bool = False
     output_norm: bool = False
+    window: int | None = None
+    scale: float | None = None
+    qk_norm_before_rope: bool = False
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
@@ -78,29 +82,65 @@ def rotation(positions: np.ndarray, d: int, base: float) -> np.ndarray:
     return out
 
 
-def attention_block(xp: ModuleType, p: dict[str, Any], x: Any, form: Form, positions: np.ndarray | None = None) -> Any:
-    """Projections and attention on the normalized input, one head after the other."""
-    s, d, r = x.shape[1], form.d, form.n // form.g
-    kernel, bias = p["qkv"]["kernel"], p["qkv"].get("bias")
+def attention_block(
+    xp: ModuleType,
+    p: dict[str, Any],
+    x: Any,
+    form: Form,
+    positions: np.ndarray | None = None,
+    source: Any = None,
+    causal: bool | None = None,
+    bias: Any = None,
+) -> Any:
+    """Projections and attention on the normalized input, one head after the other; keys and values are of ``source``,
+    or of the input itself.
+    """
+    d, r = form.d, form.n // form.g
+    source = x if source is None else source
     turn = None
     if form.rotary_base is not None:
-        turn = rotation(np.arange(s) if positions is None else positions, d, form.rotary_base)
+        turn = rotation(np.arange(x.shape[1]) if positions is None else positions, d, form.rotary_base)
 
-    def project(component: int, group: int, rotate: bool) -> Any:
-        columns = slice(group * d, (group + 1) * d)
-        y = x @ kernel[:, component, columns]
-        y = y if bias is None else y + bias[component, columns]
-        return xp.einsum("sij,bsj->bsi", turn, y) if rotate and turn is not None else y
+    def project(of: Any, name: str, component: int | None, group: int) -> Any:
+        kernel, bias = p[name]["kernel"], p[name].get("bias")
+        at = np.s_[group * d : (group + 1) * d] if component is None else np.s_[component, group * d : (group + 1) * d]
+        y = of @ (kernel[:, at] if component is None else kernel[(slice(None), *at)])
+        return y if bias is None else y + bias[at]
 
+    def place(y: Any, which: str) -> Any:
+        def normed(y: Any) -> Any:
+            return norm(xp, y, p[which]["scale"], p[which].get("bias"), form) if which in p else y
+
+        y = normed(y) if form.qk_norm_before_rope else y
+        y = y if turn is None else xp.einsum("sij,bsj->bsi", turn, y)
+        return y if form.qk_norm_before_rope else normed(y)
+
+    if "qkv" in p:
+        names: dict[str, Any] = {"k": ("qkv", r), "v": ("qkv", r + 1)}
+    elif "key_value" in p:
+        names = {"k": ("key_value", 0), "v": ("key_value", 1)}
+    else:
+        names = {"k": ("key", None), "v": ("value", None)}
+    queries = "qkv" if "qkv" in p else "query"
+    sq, skv = x.shape[1], source.shape[1]
+    away = np.arange(skv)[None] - np.arange(sq)[:, None]
+    seen = away <= 0 if (form.causal if causal is None else causal) else np.ones((sq, skv), bool)
+    if form.window is not None:
+        seen = seen & (away >= -form.window)
     out = 0.0 if p["proj"].get("bias") is None else p["proj"]["bias"]
     for head in range(form.n):
         group, component = head // r, head % r
-        q, k, v = project(component, group, True), project(r, group, True), project(r + 1, group, False)
-        scores = xp.einsum("bsd,btd->bst", q, k) / math.sqrt(d)
-        if form.causal:
-            scores = xp.where(np.tril(np.ones((s, s), bool)), scores, -np.inf)
-        weights = xp.exp(scores - scores.max(-1, keepdims=True))
-        weights = weights / weights.sum(-1, keepdims=True)
+        q = place(project(x, queries, component, group), "q_norm")
+        k = place(project(source, *names["k"], group), "k_norm")
+        v = project(source, *names["v"], group)
+        scores = xp.einsum("bsd,btd->bst", q, k) * (1.0 / math.sqrt(d) if form.scale is None else form.scale)
+        scores = xp.where(seen, scores if bias is None else scores + bias[head], -np.inf)
+        top = scores.max(-1, keepdims=True)
+        weights = xp.exp(scores - top)
+        rest = 0.0
+        if "core_attention" in p:
+            rest = xp.exp(p["core_attention"]["softmax_offset"][head] - top)
+        weights = weights / (weights.sum(-1, keepdims=True) + rest)
         out = out + (weights @ v) @ p["proj"]["kernel"][head * d : (head + 1) * d]
     return out
 
@@ -119,21 +159,39 @@ def mlp_block(xp: ModuleType, p: dict[str, Any], x: Any, form: Form) -> Any:
         "geglu": lambda a: gelu(xp, a),
         "swiglu": lambda a: a / (1.0 + xp.exp(-a)),
         "reglu": lambda a: xp.where(a > 0, a, 0.0),
+        "relu": lambda a: xp.where(a > 0, a, 0.0),
     }[form.activation](parts[0])
     y = (first * parts[1] if len(parts) == 2 else first) @ p["wo_kernel"]
     return y if p.get("wo_bias") is None else y + p["wo_bias"]
 
 
-def layer(xp: ModuleType, p: dict[str, Any], x: Any, form: Form, positions: np.ndarray | None = None) -> Any:
-    """``TransformerLayer`` on ``x [b, s, h]``."""
+def layer(
+    xp: ModuleType,
+    p: dict[str, Any],
+    x: Any,
+    form: Form,
+    positions: np.ndarray | None = None,
+    encoded: Any = None,
+    bias: Any = None,
+) -> Any:
+    """``TransformerLayer`` on ``x [b, s, h]``; a decoder attends to ``encoded [b, skv, h]`` as well."""
     attention, mlp = p["self_attention"], p["layernorm_mlp"]
+
+    def add(x: Any, normed: Any, y: Any) -> Any:
+        return (normed if form.residual_post_norm else x) + y
+
     normed = x
     if not form.output_norm:
-        normed = norm(xp, x, attention["qkv"]["scale"], attention["qkv"].get("ln_bias"), form)
-    y = attention_block(xp, attention, normed, form, positions)
-    x = (normed if form.residual_post_norm else x) + y
+        own = attention.get("layernorm") or {**attention["qkv"], "bias": attention["qkv"].get("ln_bias")}
+        normed = norm(xp, x, own["scale"], own.get("bias"), form)
+    x = add(x, normed, attention_block(xp, attention, normed, form, positions, bias=bias))
+    if encoded is not None:
+        cross = p["inter_attention"]
+        normed = norm(xp, x, cross["query"]["scale"], cross["query"].get("ln_bias"), form)
+        plain = dataclasses.replace(form, rotary_base=None, window=None)
+        x = add(x, normed, attention_block(xp, cross, normed, plain, source=encoded, causal=False))
     normed = norm(xp, x, mlp["scale"], mlp.get("ln_bias"), form)
-    x = (normed if form.residual_post_norm else x) + mlp_block(xp, mlp, normed, form)
+    x = add(x, normed, mlp_block(xp, mlp, normed, form))
     return norm(xp, x, p["layernorm"]["scale"], p["layernorm"].get("bias"), form) if form.output_norm else x
 
 
@@ -147,6 +205,29 @@ def gpt(xp: ModuleType, p: dict[str, Any], tokens: np.ndarray, form: Form) -> An
         x = layer(xp, p["layers"][i], x, form)
     x = norm(xp, x, p["final_norm"]["scale"], p["final_norm"].get("bias"), form)
     return x @ p.get("output_kernel", table.T)
+
+
+def t5(
+    xp: ModuleType, p: dict[str, Any], encoder_tokens: np.ndarray, tokens: np.ndarray, form: Form, buckets: Any
+) -> Any:
+    """Logits of ``T5Model``; ``buckets`` gives the bucket of each distance in the encoder and in the decoder."""
+
+    def embed(tokens: np.ndarray) -> Any:
+        x = p["embedding"]["embedding"][tokens]
+        return x + p["position_embedding"]["embedding"][: tokens.shape[1]] if "position_embedding" in p else x
+
+    def run(name: str, x: Any, form: Form, encoded: Any = None) -> Any:
+        bias = None
+        if f"{name}_bias" in p:
+            away = np.arange(x.shape[1])[None] - np.arange(x.shape[1])[:, None]
+            bias = xp.moveaxis(p[f"{name}_bias"]["embedding"][buckets[name](away)], -1, 0)
+        for i in range(len(p[f"{name}_layers"])):
+            x = layer(xp, p[f"{name}_layers"][i], x, form, encoded=encoded, bias=bias)
+        return norm(xp, x, p[f"{name}_norm"]["scale"], p[f"{name}_norm"].get("bias"), form)
+
+    encoded = run("encoder", embed(encoder_tokens), dataclasses.replace(form, causal=False))
+    x = run("decoder", embed(tokens), form, encoded)
+    return x @ p.get("output_kernel", p["embedding"]["embedding"].T)
 
 
 def nll(xp: ModuleType, logits: Any, labels: np.ndarray) -> Any:

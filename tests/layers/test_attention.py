@@ -70,8 +70,8 @@ def test_arbitrary_mask_hides_where_it_is_true() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda q: DotProductAttention(N, D)(q, q), r"query \[b, s, 4, 8\], key and value .* \[b, s, 3, 4, 8\]"),
-        (lambda q: DotProductAttention(N, D, num_gqa_groups=2)(q, q, q), r"key and value \[b, s, 2, 8\]; got shapes"),
+        (lambda q: DotProductAttention(N, D)(q, q), r"query \[b, s, 4, 8\], key .* \[b, s, 3, 4, 8\]"),
+        (lambda q: DotProductAttention(N, D, num_gqa_groups=2)(q, q, q), r"key .* value \[b, s, 2, 8\]; got shapes"),
         (lambda q: DotProductAttention(N, D, attn_mask_type="padding")(q, q, q), "'padding' needs kv_lengths"),
         (lambda q: DotProductAttention(N, D)(q, q, q, kv_lengths=jnp.ones(2, jnp.int32)), "'causal' takes no lengths"),
         (lambda q: DotProductAttention(N, D)(q, q, q, attn_mask_type="none"), "unknown mask_type 'none'"),

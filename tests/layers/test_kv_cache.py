@@ -34,11 +34,13 @@ def test_pieces_give_what_the_whole_gives(mesh_mode: str) -> None:
     assert int(cache.length) == S
 
 
-def test_mask_lets_each_new_token_see_itself_and_what_came_before() -> None:
+def test_the_newest_tokens_are_the_last_of_what_is_held() -> None:
     cache = init_kv_cache(1, 5, G, D)
     for s in (1, 2):
         cache = cache.append(jnp.ones((1, s, G, D)), jnp.ones((1, s, G, D)))
-    assert cache.mask(2)[0, 0].tolist() == [[False, False, True, True, True], [False, False, False, True, True]]
+    mask_type, lengths = cache.masks(1, 2)
+    assert mask_type == "padding_causal_bottom_right"
+    assert {name: value.tolist() for name, value in lengths.items()} == {"q_lengths": [2], "kv_lengths": [3]}
     assert cache.k[0, :, 0, 0].tolist() == [1, 1, 1, 0, 0]
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te.config import ActivationParams
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, parameter_axes
 from tests.layers import reference
 from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.numerics import assert_close, draw, value_and_vjp
+from tests.numerics import assert_bitwise, assert_close, draw, value_and_vjp
 
 H, F = 16, 24
 TOLERANCE = 4 * ROUNDOFF["float32"] * F**0.5  # up to four sums of F products in a row
@@ -53,6 +54,38 @@ def test_layernorm_mlp_follows_the_formula() -> None:
     layer = randomize(LayerNormMLP(H, F, activation="swiglu", normalization="RMSNorm", rngs=nnx.Rngs(0)))
     formula = lambda p, x: reference.mlp_block(jnp, p, reference.norm(jnp, x, p["scale"], None, form), form)  # noqa: E731
     check(layer, formula, draw("x", (2, 4, H)))
+
+
+def test_layernorm_mlp_passes_the_numbers_of_its_activation_on() -> None:
+    params = ActivationParams(limit=0.5, alpha=1.1, linear_offset=0.25)
+    options: dict[str, Any] = {"activation": "clamped_swiglu", "normalization": "RMSNorm", "rngs": nnx.Rngs(0)}
+
+    def formula(p: Any, x: Any) -> Any:
+        a = jnp.einsum("bsh,hcf->bscf", reference.norm(jnp, x, p["scale"], None, Form(rms=True)), p["wi_kernel"])
+        gate, linear = jnp.minimum(a[..., 0, :] + p["wi_bias"][0], 0.5), a[..., 1, :] + p["wi_bias"][1]
+        z = gate / (1.0 + jnp.exp(-1.1 * gate)) * (jnp.clip(linear, -0.5, 0.5) + 0.25)
+        return z @ p["wo_kernel"] + p["wo_bias"]
+
+    check(randomize(LayerNormMLP(H, F, activation_params=params, **options)), formula, draw("x", (2, 4, H)))
+    x, both = (
+        draw("x", (2, 4, H)),
+        randomize(LayerNormMLP(H, F, activation_params=params, return_layernorm_output=True, **options)),
+    )
+    y, _ = both(x)
+    assert_close(y, randomize(LayerNormMLP(H, F, activation_params=params, **options))(x), TOLERANCE)
+
+
+def test_arguments_that_tune_cuda_change_nothing() -> None:
+    x = draw("x", (2, 4, H))
+    tuned = LayerNormMLP(
+        H, F, seq_length=4, micro_batch_size=2, fuse_wgrad_accumulation=True, tp_group="tensor", rngs=nnx.Rngs(0)
+    )
+    assert tuned.fuse_wgrad_accumulation
+    assert_bitwise(tuned(x), LayerNormMLP(H, F, rngs=nnx.Rngs(0))(x))
+    for kind in (Linear, LayerNormLinear):
+        tuned = kind(H, F, fuse_wgrad_accumulation=True, tp_group="tensor", rngs=nnx.Rngs(0))
+        assert tuned.fuse_wgrad_accumulation
+        assert_bitwise(tuned(x), kind(H, F, rngs=nnx.Rngs(0))(x))
 
 
 def test_return_bias_leaves_the_addition_to_the_caller() -> None:
@@ -111,6 +144,10 @@ def test_explicit_axes_override_the_mode() -> None:
         (lambda r: Linear(H, F, params_dtype=jnp.float8_e4m3fn, rngs=r), "params_dtype must be one of float32"),
         (lambda r: LayerNormLinear(H, F, normalization="L2", rngs=r), "normalization must be one of"),
         (lambda r: LayerNormMLP(H, 0, rngs=r), "ffn_hidden_size must be an integer >= 1"),
+        (lambda r: LayerNormMLP(H, F, activation="tanh", rngs=r), "unknown activation 'tanh'; allowed: gelu, geglu"),
+        (lambda r: LayerNormMLP(H, F, activation_params=ActivationParams(), rngs=r), "'gelu' has no parameters"),
+        (lambda r: LayerNormMLP(H, F, seq_length=0, rngs=r), "seq_length must be an integer >= 1, got 0"),
+        (lambda r: LayerNormMLP(H, F, micro_batch_size=-2, rngs=r), "micro_batch_size must be an integer >= 1"),
         (lambda r: Linear(H, F, rngs=r)(jnp.ones((2, F))), r"\(2, 24\) and kernel \(16, 24\) do not go together"),
     ],
 )

@@ -163,15 +163,10 @@ def test_the_two_blocks_drop_independently() -> None:
     assert np.abs(np.array(share) - [0.25, 0.5, 0.25]).max() < 4 * (0.25 / count) ** 0.5
 
 
-def test_decoder_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="'decoder' comes with cross-attention"):
-        TransformerLayer(H, F, N, layer_type="decoder", rngs=nnx.Rngs(0))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_type": "prefix"}, "layer_type must be 'encoder', got 'prefix'"),
+        ({"layer_type": "prefix"}, "layer_type must be 'encoder' or 'decoder', got 'prefix'"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\)"),
         ({"normalization": "BatchNorm"}, "normalization must be one of 'LayerNorm', 'RMSNorm', got 'BatchNorm'"),
         ({"activation": "tanh"}, "unknown activation 'tanh'"),

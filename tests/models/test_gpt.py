@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.layers import Llama3Scaling, rotary_embedding
 from jax_te.models import GPTModel
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
+from jax_te.training import create_train_state, make_train_step
 from tests.layers import reference
 from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 from tests.meshes import shard, use_mesh
@@ -37,6 +40,7 @@ FORMS = {
         Form(g=2, rms=True, activation="swiglu", rotary_base=100.0),
     ),
 }
+QWEN = dataclasses.replace(LLAMA, qk_layernorm=True, window_size=(3, 0), window_attn_skip_freq=2, softmax_scale=0.3)
 
 
 def build(form: str = "gpt2", **options: Any) -> GPTModel:
@@ -87,6 +91,76 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mo
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_follow_the_formulas(form: str) -> None:
     assert_close(call(randomize(build(form)), batch()[0]), expected(form)[0], TOLERANCE)
+
+
+def test_qwens_form_with_a_window_in_every_other_layer() -> None:
+    """Layer 1 attends in a window, layer 2 to all."""
+    options = {"vocab_size": V, "max_sequence_length": S, **FORMS["llama"][1]}
+    model = randomize(GPTModel(QWEN, **options, rngs=nnx.Rngs(0)))
+    form = Form(g=2, rms=True, activation="swiglu", rotary_base=100.0, qk_norm_before_rope=True, scale=0.3)
+    p, tokens = jax.tree.map(np.float64, parameters(model)), np.asarray(batch()[0])
+    x = p["embedding"]["embedding"][tokens]
+    for i, window in enumerate((3, None)):
+        x = reference.layer(np, p["layers"][i], x, dataclasses.replace(form, window=window))
+    logits = reference.norm(np, x, p["final_norm"]["scale"], None, form) @ p["output_kernel"]
+    assert_close(call(model, batch()[0]), logits, TOLERANCE)
+
+
+def test_a_scanned_stack_trains_like_an_unrolled_one() -> None:
+    """Through the train step with microbatches, whose quantizer states merge by maximum."""
+    tx, (tokens, labels, _) = optax.sgd(0.1), batch()
+    tokens, labels = (jnp.tile(a, (4, 1)) for a in (tokens, labels))
+    results = []
+    with autocast(DelayedScaling(amax_history_len=2)):
+        step = make_train_step(lambda model, batch, key: model.loss(*batch), tx, microbatches=2)
+        for scan in (True, False):
+            state = create_train_state(
+                lambda _, scan=scan: randomize(build(scan_layers=scan)), tx, key=jax.random.key(0)
+            )
+            losses = []
+            for _ in range(2):
+                state, metrics = step(state, (tokens, labels))
+                losses.append(float(metrics["loss"]))
+            results.append((losses, nnx.to_pure_dict(state.quantizers)))
+    (scanned, scanned_states), (unrolled, states) = results
+    assert scanned == pytest.approx(unrolled, rel=1e-3)  # a value between two FP8 values may be rounded to either
+    for (path, a), (_, e) in zip(*map(jax.tree_util.tree_leaves_with_path, (scanned_states, states)), strict=True):
+        assert np.asarray(e).any(), path
+        np.testing.assert_allclose(a, e, rtol=0.02, err_msg=jax.tree_util.keystr(path))
+
+
+def test_rotary_options_reach_the_layers() -> None:
+    scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=8)
+    options = {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_scaling": scaling}
+    model = randomize(build(**options))
+    expected = rotary_embedding(jnp.arange(S), H // N, 10000.0, rotary_percent=0.5, scaling=scaling)
+    x = model.embedding(batch()[0])
+    for layer in model.layers:
+        x = layer(x, rotary_pos_emb=expected)
+    logits = model.final_norm(x) @ model.embedding.embedding[...].T
+    assert_close(call(model, batch()[0]), logits, TOLERANCE)
+    assert relative_l2(logits, call(randomize(build(position_embedding_type="rope")), batch()[0])) > 1e-4
+
+
+@pytest.mark.parametrize(("remat", "mode"), [("none", "no mesh"), ("full", "explicit")])
+def test_a_scan_over_the_layers_and_a_loss_in_chunks_change_nothing(remat: str, mode: str) -> None:
+    """Three layers, of which the last keeps to bf16 and so runs by itself; the same parameters and state."""
+    with use_mesh(mode), autocast(DelayedScaling(amax_history_len=2)):
+        config = dataclasses.replace(
+            GPT2, num_layers=3, first_last_layers_bf16=True, num_layers_at_start_in_bf16=0, hidden_dropout=0.3
+        )
+        results = []
+        for options in ({"scan_layers": True, "loss_chunks": 4}, {}):
+            build = {"vocab_size": V, "max_sequence_length": S, "remat": remat, **options}
+            model = shard(randomize(GPTModel(config, **build, rngs=nnx.Rngs(0))))
+            results.append(loss_and_gradient(model, *batch(), jax.random.key(5)))
+    (loss, scanned), (expected_loss, unrolled) = results
+    assert_close(loss, expected_loss, TOLERANCE)
+    kinds = nnx.Any(nnx.Param, QuantizerState)
+    trees = (nnx.to_pure_dict(nnx.state(tree, kinds)) for tree in (scanned, unrolled))
+    for (path, a), (_, e) in zip(*map(jax.tree_util.tree_leaves_with_path, trees), strict=True):
+        # A value on the edge between two FP8 values may be rounded to either: 2^-4 of some values, few of them.
+        assert relative_l2(a, e) < 0.02, jax.tree_util.keystr(path)
 
 
 def test_without_position_embedding_one_layer_does_not_see_the_order_of_earlier_tokens() -> None:

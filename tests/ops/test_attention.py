@@ -201,7 +201,7 @@ LENGTHS = jnp.array([4, 6], jnp.int32)
     [
         (
             {"mask_type": "window"},
-            "unknown mask_type 'window'; allowed: no_mask, causal, padding, padding_causal, arbitrary",
+            "unknown mask_type 'window'; allowed: no_mask, causal, causal_bottom_right, padding, padding_causal",
         ),
         ({"mask_type": "arbitrary"}, "mask_type 'arbitrary' needs a mask"),
         ({"mask_type": "causal", "mask": MASK}, "mask_type 'causal' takes no mask"),
@@ -245,7 +245,7 @@ def test_shapes_that_do_not_go_together():
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r"a packed qkv has shape \[b, s, 3, n, d\], got \(2, 6, 4, 8\)"):
         dot_product_attention((q,))
-    with pytest.raises(ValueError, match=r"k, v \[b, skv, g, d\] alike; got"):
+    with pytest.raises(ValueError, match=r"k \[b, skv, g, d\] and v \[b, skv, g, dv\]; got"):
         dot_product_attention((q, k, v[:, :3]))
     with pytest.raises(ValueError, match="must agree in batch and head size"):
         dot_product_attention((q, k[:1], v[:1]))

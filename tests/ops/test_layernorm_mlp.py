@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_te.config import ActivationParams
 from jax_te.ops import NormSpec, layernorm_mlp
 from jax_te.quantize import ROLES, init_gemm_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
@@ -49,6 +50,8 @@ def compare(y, gradients, expected, check, tolerance):
         ("geglu", "layernorm", True, "float32"),
         ("reglu", "layernorm", True, "float32"),
         ("swiglu", "rmsnorm", False, "float32"),
+        ("srelu", "rmsnorm", False, "float32"),
+        ("glu", "layernorm", True, "float32"),
         ("gelu", "layernorm", True, "bfloat16"),
         ("swiglu", "rmsnorm", False, "bfloat16"),
     ],
@@ -66,6 +69,22 @@ def test_without_a_recipe(activation, kind, bias, dtype):
     assert [gradient is None for gradient in gradients] == [a is None for a in args]
     # Up to four tensors in the compute dtype lie between an input and a gradient: roundings add up like 2 of them.
     compare(y, gradients, expected, assert_close, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+def test_parameters_of_the_activation(recipe):
+    args, g = inputs(jnp.float32, "clamped_swiglu")
+    numbers = {"limit": 1.5, "alpha": 1.2}
+
+    def run(*a):
+        params = ActivationParams(**numbers)
+        return layernorm_mlp(*a, activation="clamped_swiglu", activation_params=params, recipe=recipe, backend="xla")
+
+    y, gradients = value_and_vjp(run, args, g)
+    q = tuple(oracles.Unquantized() if recipe is None else oracles.Scales() for _ in range(2))
+    expected = oracles.norm_mlp_layer(q, *args, g, name="clamped_swiglu", params=numbers)
+    check = assert_close if recipe is None else assert_same_rounding
+    compare(y, gradients, expected, check, 4 * TOLERANCE["float32"])
 
 
 def states_at_work(recipe):
@@ -139,6 +158,8 @@ def test_errors():
         layernorm_mlp(x, scale, ln_bias, wi[:, 0], None, wo, None)
     with pytest.raises(ValueError, match="unknown activation 'tanh'"):
         layernorm_mlp(*args, activation="tanh")
+    with pytest.raises(ValueError, match="activation 'gelu' has no parameters"):
+        layernorm_mlp(*args, activation_params=ActivationParams())
     with pytest.raises(ValueError, match=r"layernorm_mlp \(wo\): input \(2, 16, 48\) and kernel \(32, 32\)"):
         layernorm_mlp(x, scale, ln_bias, wi, wi_bias, wo[:32], wo_bias)
     with pytest.raises(

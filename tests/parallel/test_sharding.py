@@ -25,6 +25,7 @@ ALL = ParallelConfig(data=2, fsdp=2, tensor=2)
     ("axes", "spec"),
     [
         (("batch", "sequence", "hidden"), P(("data", "fsdp"), None, None)),
+        (("batch", "sequence_parallel", "hidden"), P(("data", "fsdp"), "tensor", None)),
         (("batch", "sequence", "ffn"), P(("data", "fsdp"), None, "tensor")),
         (("batch", "sequence", "heads", None), P(("data", "fsdp"), None, "tensor", None)),
         (("fsdp", "joined", "heads"), P("fsdp", None, "tensor")),
@@ -56,7 +57,8 @@ def test_two_dimensions_on_one_mesh_axis():
 def test_unknown_logical_axis():
     with pytest.raises(
         ValueError,
-        match=r"unknown logical axis 'mlp' .* allowed: batch, ffn, fsdp, heads, hidden, joined, norm, sequence, vocab",
+        match=r"unknown logical axis 'mlp' .* allowed: batch, ffn, fsdp, heads, hidden, joined, norm, sequence, "
+        "sequence_parallel, vocab",
     ):
         logical_to_spec(("mlp",), MESH)
 

@@ -16,8 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import NormSpec, dot_product_attention, explain_backend, layernorm_dense, use_backend
+from jax_te.ops import (
+    NormSpec,
+    activation,
+    dot_product_attention,
+    explain_backend,
+    layernorm_dense,
+    layernorm_mlp,
+    use_backend,
+)
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.cases import GEMM_CASES, OTHER_CASES, make_case
 from tests.numerics import (
@@ -84,6 +93,40 @@ def test_bf16(name, recipe):
         if gradient is not None:
             assert gradients[key].dtype == gradient.dtype, key
             assert relative_l2(gradients[key], gradient) < (0.062 if quantized else 2 * TOLERANCE["bfloat16"]), key
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    x, dz = draw("x", (8, len(ACTIVATIONS[name]), 32), scale=2.0), draw("dz", (8, 32))
+    params = ActivationParams(limit=1.5, alpha=1.2, linear_offset=0.5) if name == "clamped_swiglu" else None
+
+    def on(backend):
+        return with_vjp(lambda x: activation(x, name, params=params, backend=backend), (x,), dz)
+
+    for actual, wanted in zip(jax.tree.leaves(on("te")), jax.tree.leaves(on("xla")), strict=True):
+        assert_close(actual, wanted, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["srelu", "glu", "clamped_swiglu"])
+def test_activations_written_quantized(name):
+    """Delayed scaling, where TE's kernels activate and quantize in one go."""
+    parts, recipe = len(ACTIVATIONS[name]), RECIPES["delayed"]
+    params = ActivationParams(limit=1.5, alpha=1.2) if name == "clamped_swiglu" else None
+    x, g = draw("x", (32, 16)), draw("g", (32, 16))
+    wi, wi_bias, wo = draw("wi", (16, parts, 32)), draw("wi_bias", (parts, 32)), draw("wo", (32, 16))
+    states = make_case("layernorm_mlp gelu").states(recipe)
+
+    def on(backend):
+        def run(x, wi, wi_bias, wo, states):
+            return layernorm_mlp(
+                x, jnp.ones(16), None, wi, wi_bias, wo, None, norm=NormSpec(kind="rmsnorm"), activation=name,
+                activation_params=params, recipe=recipe, states=states, backend=backend,
+            )  # fmt: skip
+
+        return quick_jit(lambda *a: with_vjp(run, *a))((x, wi, wi_bias, wo, states), g)
+
+    for actual, wanted in zip(jax.tree.leaves(on("te")), jax.tree.leaves(on("xla")), strict=True):
+        assert_close(actual, wanted, TOLERANCE["float32"])
 
 
 def test_states_over_steps():

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.activation import (
     ActivationEnum,
-    ActivationParams,
+    ClampedSwigluParams,
     DActLuDBiasQuantizePrimitive,
 )
+from transformer_engine.jax.cpp_extensions.activation import ActivationParams as TEActivationParams
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
+from jax_te.config import ActivationParams
 from jax_te.ops import xla
 from jax_te.ops.spec import activation_parts
 from jax_te.ops.te.gemm import quantize_operand
@@ -21,23 +23,41 @@ from jax_te.quantize import Quantizer, TensorQuantizer
 from jax_te.typing import Array, DTypeLike
 
 
-def act_quantize(x: Array, name: str, quantizer: Quantizer | None, scale: Array | None) -> tuple[Any, Array | None]:
+def act_quantize(
+    x: Array, name: str, quantizer: Quantizer | None, scale: Array | None, *, params: ActivationParams | None = None
+) -> tuple[Any, Array | None]:
     """``x [..., n_act, f]`` -> ``[..., f]`` as a GEMM operand, and its amax where reported."""
     if not is_te_quantizer(quantizer):
-        return xla.quantize_operand(act(x, name), quantizer, scale, axis=-1)
+        return xla.quantize_operand(act(x, name, params), quantizer, scale, axis=-1)
     with inside_te():
         te_q = te_quantizer(quantizer, scale)
-        operand = tex.act_lu(x, activation_parts(name), quantizer=te_q, amax_scope=AmaxScope.LOCAL)
+        operand = tex.act_lu(
+            x, activation_parts(name), quantizer=te_q, act_params=_te_params(params), amax_scope=AmaxScope.LOCAL
+        )
     return operand, seen_amax(te_q)
 
 
-def act(x: Array, name: str) -> Array:
+def _te_params(params: ActivationParams | None) -> TEActivationParams:
+    params = params or ActivationParams()
+    return TEActivationParams(
+        ClampedSwigluParams(limit=params.limit, alpha=params.alpha, glu_linear_offset=params.linear_offset)
+    )
+
+
+def act(x: Array, name: str, params: ActivationParams | None = None) -> Array:
     """`act_quantize` without quantization: an array in the dtype of ``x``."""
-    return act_quantize(x, name, None, None)[0].data
+    return act_quantize(x, name, None, None, params=params)[0].data
 
 
 def act_backward_quantize(
-    dz: Array, x: Array, name: str, quantizer: Quantizer | None, scale: Array | None, *, bias_dtype: DTypeLike | None
+    dz: Array,
+    x: Array,
+    name: str,
+    quantizer: Quantizer | None,
+    scale: Array | None,
+    *,
+    bias_dtype: DTypeLike | None,
+    params: ActivationParams | None = None,
 ) -> tuple[Any, Array | None, Array | None]:
     """From the output gradient ``dz [..., f]``: the input gradient as an operand, its bias gradient, its amax.
 
@@ -54,7 +74,7 @@ def act_backward_quantize(
         and DActLuDBiasQuantizePrimitive.enabled()
     ):
         return _fused(dz, x, parts, quantizer, scale, bias_dtype)
-    dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype)
+    dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype, params=params)
     operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2)
     return operand, dbias, dx_amax
 
@@ -76,7 +96,7 @@ def _fused(
             is_dbias=True,
             act_enum=ActivationEnum[parts],
             act_len=len(parts),
-            act_params=ActivationParams(),
+            act_params=TEActivationParams(),  # an activation with one component has none
             amax_scope=AmaxScope.LOCAL,
             transpose_batch_sequence=False,
             output_amax_when_no_scaling=False,
@@ -86,6 +106,6 @@ def _fused(
     return operand, dbias.astype(bias_dtype), new_amax.reshape(())
 
 
-def act_backward(dz: Array, x: Array, name: str) -> Array:
+def act_backward(dz: Array, x: Array, name: str, params: ActivationParams | None = None) -> Array:
     """The input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
-    return xla.act_backward(dz, x, name)
+    return xla.act_backward(dz, x, name, params)

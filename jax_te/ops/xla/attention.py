@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.attention_spec import QKV, AttentionSpec, unpack
+from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec, unpack
+from jax_te.ops.xla.attention_mask import distance, hidden
 from jax_te.typing import Array
 
 
@@ -18,6 +19,7 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
 def _use_cudnn(spec: AttentionSpec) -> bool:
     return (
         jax.default_backend() == "gpu"
+        and spec.is_plain
         and spec.dtype in (jnp.bfloat16, jnp.float16)
         and spec.mask_type in ("no_mask", "causal")
         and spec.dropout_rate == 0.0
@@ -27,59 +29,70 @@ def _use_cudnn(spec: AttentionSpec) -> bool:
     )
 
 
-def masked_out(
-    spec: AttentionSpec, mask: Array | None, q_lengths: Array | None, kv_lengths: Array | None
-) -> Array | None:
-    """What each query may not see: bool ``[b | 1, 1 | n, sq, skv]``, or None for everything visible."""
-    hidden = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], spec.q_length, spec.kv_length))
-    q_index = jnp.arange(spec.q_length)[None, None, :, None]
-    kv_index = jnp.arange(spec.kv_length)[None, None, None, :]
-    parts = [] if hidden is None else [hidden]
-    if spec.is_causal:
-        parts.append(kv_index > q_index)
-    if q_lengths is not None:
-        parts.append(q_index >= q_lengths[:, None, None, None])
-    if kv_lengths is not None:
-        parts.append(kv_index >= kv_lengths[:, None, None, None])
-    if not parts:
-        return None
-    out = parts[0]
-    for part in parts[1:]:
-        out = jnp.logical_or(*jnp.broadcast_arrays(out, part))
-    return out
+def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
+    """``softmax(q k^T scale) v`` with all that the spec says, and the largest logit of each head if asked for.
 
-
-def attention(
-    qkv: QKV,
-    spec: AttentionSpec,
-    *,
-    mask: Array | None,
-    q_lengths: Array | None,
-    kv_lengths: Array | None,
-    dropout_key: Array | None,
-) -> Array:
-    """``softmax(q k^T scale) v``: scores and softmax in fp32, output ``[b, sq, n, d]`` in the input's dtype.
-
-    A query that sees nothing gives zeros.
+    Scores and softmax are fp32; the output is ``[b, sq, n, dv]`` in the input's dtype. A query that sees nothing gives
+    zeros.
     """
     q, k, v = unpack(qkv)
     if _use_cudnn(spec):
-        return jax.nn.dot_product_attention(q, k, v, scale=spec.scale, is_causal=spec.is_causal, implementation="cudnn")
-    grouped = q.reshape(*q.shape[:2], spec.groups, -1, spec.head_dim)
-    scores = jnp.einsum("bsgrd,btgd->bgrst", grouped, k, preferred_element_type=jnp.float32) * spec.scale
-    hidden = masked_out(spec, mask, q_lengths, kv_lengths)
-    if hidden is None:
-        probs = jax.nn.softmax(scores, axis=-1)
-    else:
-        if hidden.shape[1] == 1:
-            hidden = hidden[:, :, None]
-        else:
-            hidden = hidden.reshape(hidden.shape[0], spec.groups, -1, *hidden.shape[2:])
-        hidden = jnp.broadcast_to(hidden, scores.shape)
-        probs = jax.nn.softmax(jnp.where(hidden, jnp.finfo(jnp.float32).min, scores), axis=-1)
-        probs = jnp.where(hidden, 0.0, probs)
-    if dropout_key is not None and spec.dropout_rate > 0.0:
-        keep = jax.random.bernoulli(dropout_key, 1.0 - spec.dropout_rate, probs.shape)
+        out = jax.nn.dot_product_attention(q, k, v, scale=spec.scale, is_causal=spec.is_causal, implementation="cudnn")
+        return out, None
+    scores, out_of_sight = _scores(q, k, spec, arrays)
+    max_logit = _max_logit(scores, out_of_sight) if spec.return_max_logit else None
+    probs = _softmax(scores, out_of_sight, spec, arrays.softmax_offset)
+    if arrays.dropout_key is not None and spec.dropout_rate > 0.0:
+        keep = jax.random.bernoulli(arrays.dropout_key, 1.0 - spec.dropout_rate, probs.shape)
         probs = jnp.where(keep, probs / (1.0 - spec.dropout_rate), 0.0)
     out = jnp.einsum("bgrst,btgd->bsgrd", probs.astype(v.dtype), v)
-    return out.reshape(q.shape)
+    return out.reshape(*q.shape[:3], spec.v_head_dim), max_logit
+
+
+def _by_group(x: Array, spec: AttentionSpec) -> Array:
+    """``[b | 1, n | 1, …]`` as ``[b | 1, g | 1, r | 1, …]``."""
+    if x.shape[1] == 1:
+        return x[:, :, None]
+    return x.reshape(x.shape[0], spec.groups, -1, *x.shape[2:])
+
+
+def _scores(q: Array, k: Array, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
+    """Logits fp32 ``[b, g, r, sq, skv]``, and which of them count as minus infinity."""
+    grouped = q.reshape(*q.shape[:2], spec.groups, -1, spec.head_dim)
+    scores = jnp.einsum("bsgrd,btgd->bgrst", grouped, k, preferred_element_type=jnp.float32)
+    bias = None if arrays.bias is None else arrays.bias.astype(jnp.float32)
+    if spec.bias_type == "pre_scale_bias" and bias is not None:
+        scores = scores + jnp.broadcast_to(_by_group(bias, spec), scores.shape)
+    scores = scores * spec.scale
+    if spec.logit_softcap is not None:
+        scores = spec.logit_softcap * jnp.tanh(scores / spec.logit_softcap)
+    away = distance(spec, arrays) if spec.bias_type == "alibi" else None
+    if spec.bias_type == "post_scale_bias" and bias is not None:
+        scores = scores + jnp.broadcast_to(_by_group(bias, spec), scores.shape)
+    elif bias is not None and away is not None:
+        slopes = jnp.atleast_2d(bias)[:, :, None, None]
+        alibi = -slopes * jnp.abs(away).astype(jnp.float32)[:, None]
+        scores = scores + jnp.broadcast_to(_by_group(alibi, spec), scores.shape)
+    out_of_sight = hidden(spec, arrays, away)
+    if out_of_sight is not None:
+        out_of_sight = jnp.broadcast_to(_by_group(out_of_sight, spec), scores.shape)
+    return scores, out_of_sight
+
+
+def _max_logit(scores: Array, out_of_sight: Array | None) -> Array:
+    """Largest logit that is seen, fp32 ``[n]``; minus infinity where nothing is."""
+    seen = scores if out_of_sight is None else jnp.where(out_of_sight, -jnp.inf, scores)
+    return jax.lax.stop_gradient(jnp.max(seen, axis=(0, 3, 4)).reshape(-1))
+
+
+def _softmax(scores: Array, out_of_sight: Array | None, spec: AttentionSpec, offset: Array | None) -> Array:
+    if out_of_sight is not None:
+        scores = jnp.where(out_of_sight, jnp.finfo(jnp.float32).min, scores)
+    probs = jax.nn.softmax(scores, axis=-1)
+    if spec.softmax_type != "vanilla":
+        # exp(s) / (exp(a) + sum exp(s)) = softmax(s) · sigmoid(logsumexp(s) - a); off-by-one has a = 0.
+        a = jnp.zeros((1, 1, 1, 1, 1), jnp.float32)
+        if offset is not None:
+            a = offset.astype(jnp.float32).reshape(1, spec.groups, -1, 1, 1)
+        probs = probs * jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1, keepdims=True) - a)
+    return probs if out_of_sight is None else jnp.where(out_of_sight, 0.0, probs)

@@ -1,0 +1,77 @@
+"""Print the table of docs/attention.md, from the code that chooses a backend: ``python docs/attention_table.py``.
+
+It needs Transformer Engine (its pure-JAX mode is enough) and no GPU. What needs one is left out: under ``te`` cuDNN is
+asked for each call, and may still say no.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops import AttentionSpec
+from jax_te.ops.attention_spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES
+from jax_te.ops.te.attention import _lacks
+from jax_te.ops.xla.attention import attention_supports
+
+BASE = AttentionSpec(
+    dtype=jnp.bfloat16, batch=2, q_length=1024, kv_length=1024, heads=8, groups=8, head_dim=64, v_head_dim=64,
+    mask_type="causal", window=(-1, 0), scale=0.125, dropout_rate=0.0, packed=False,
+)  # fmt: skip
+
+BIAS_SHAPE = (1, 8, 1024, 1024)
+
+CALLS: dict[str, dict] = {
+    **{f"mask `{name}`": {"mask_type": name, "window": (-1, -1)} for name in MASK_TYPES},
+    "window": {"window": (128, 0)},
+    **{f"bias `{name}`": {"bias_type": name, "bias_shape": BIAS_SHAPE} for name in BIAS_TYPES if name != "no_bias"},
+    **{f"softmax `{name}`": {"softmax_type": name} for name in SOFTMAX_TYPES},
+    "soft cap of logits": {"logit_softcap": 50.0},
+    "dropout": {"dropout_rate": 0.1},
+    "packed sequences": {"mask_type": "padding_causal", "max_segments": 4},
+    "largest logits": {"return_max_logit": True},
+    "grouped queries": {"groups": 2},
+    "one array `[b, s, 3, n, d]`": {"packed": True},
+    "heads of 256": {"head_dim": 256, "v_head_dim": 256},
+    "values of another head size": {"head_dim": 192, "v_head_dim": 128},
+    "fp16": {"dtype": jnp.float16},
+    "fp32": {"dtype": jnp.float32},
+    "64 positions": {"q_length": 64, "kv_length": 64},
+    "one token and a KV cache": {"mask_type": "padding_causal_bottom_right", "q_length": 1},
+    "one token and a KV cache of a window": {"mask_type": "arbitrary", "window": (-1, -1), "q_length": 1},
+}
+
+
+def through_jax_nn(spec: AttentionSpec) -> bool:
+    """Whether the XLA backend calls cuDNN on a GPU."""
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        return "cuDNN" in attention_supports(spec)[1]
+
+
+def plain(spec: AttentionSpec) -> bool:
+    """Whether the XLA backend runs the call without cuDNN."""
+    return attention_supports(spec)[0]
+
+
+def table() -> str:
+    """The table and, below it, why TE is not asked."""
+    lines = ["| call | `te`: cuDNN through TE | `xla`: cuDNN through jax.nn | `xla`: plain JAX |", "|---|---|---|---|"]
+    refusals = []
+    for label, fields in CALLS.items():
+        spec = dataclasses.replace(BASE, **fields)
+        lacks = _lacks(spec)
+        cells = (
+            "asked" if lacks is None else "–",
+            *("yes" if ok else "–" for ok in (through_jax_nn(spec), plain(spec))),
+        )
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+        if lacks is not None:
+            refusals.append(f"- {label}: {lacks}")
+    return "\n".join([*lines, "", "Why `te` does not ask cuDNN:", "", *refusals])
+
+
+if __name__ == "__main__":
+    print(table())

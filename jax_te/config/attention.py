@@ -1,0 +1,108 @@
+"""What Megatron's attention core reads of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+from jax_te.config.checks import check_bool, check_choice
+
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""Ways to exchange keys and values under context parallelism."""
+
+_FLAGS = (
+    "qk_layernorm",
+    "apply_query_key_layer_scaling",
+    "attention_softmax_in_fp32",
+    "batch_invariant_mode",
+    "qk_clip",
+    "log_max_attention_logit",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Options of the attention core; `TransformerConfig` has these fields, too.
+
+    Args:
+        softmax_scale: of the scores. None: ``1 / sqrt(d)``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` (1 is added to the denominator) or ``"learnable"`` (the
+            exponential of a parameter for each head is).
+        window_size: ``(left, right)`` positions that a query sees beside its own; -1: all. None: no window.
+        window_attn_skip_freq: which layers the window leaves out: an integer ``N``: every ``N``-th; one entry for each
+            layer: where it is 0. None: no layer.
+        qk_layernorm: normalize every head of queries and keys, with the model's ``normalization``, before positions
+            turn them (Qwen 3).
+        apply_query_key_layer_scaling: without effect: Megatron divides scores by the layer's number, and multiplies by
+            it in the softmax, so that fp16 bears them; here scores are fp32.
+        attention_softmax_in_fp32: without effect: the softmax is always in fp32, as in Transformer Engine.
+        batch_invariant_mode: attention splits keys and values in one part. It tunes a CUDA kernel that JAX does not
+            have, so it has no effect.
+        qk_clip: give each head's largest logit beside the output, for clipping the query and key weights.
+        qk_clip_alpha, qk_clip_threshold: for who clips: how the factor ``threshold / logit`` is shared between query
+            and key, and from which logit on.
+        log_max_attention_logit: give each head's largest logit beside the output, for the log.
+        cp_comm_type: one of `CP_COMM_TYPES`, or one for each layer; without effect while there is no context
+            parallelism.
+
+    Lists become tuples, as a hashable configuration needs.
+
+    Raises:
+        ValueError: for unknown names and values out of range.
+        AssertionError: for a ``cp_comm_type`` that has not an entry for each layer.
+        TypeError: for a flag that is no bool.
+
+    Source: ``megatron.core.transformer.TransformerConfig``.
+
+    >>> AttentionConfig(window_size=(128, 0)).softmax_type
+    'vanilla'
+    """
+
+    softmax_scale: float | None = None
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    window_size: Any = None
+    window_attn_skip_freq: Any = None
+    qk_layernorm: bool = False
+    apply_query_key_layer_scaling: bool = False
+    attention_softmax_in_fp32: bool = True
+    batch_invariant_mode: bool = False
+    qk_clip: bool = False
+    qk_clip_alpha: float = 0.5
+    qk_clip_threshold: float = 100.0
+    log_max_attention_logit: bool = False
+    cp_comm_type: Any = None
+
+    def __post_init__(self) -> None:
+        check_bool(**{name: getattr(self, name) for name in _FLAGS})
+        check_choice(("vanilla", "off-by-one", "learnable"), softmax_type=self.softmax_type)
+        for name in ("window_size", "window_attn_skip_freq", "cp_comm_type"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        window = self.window_size
+        pair = isinstance(window, tuple) and len(window) == 2 and all(_is_int(side) and side >= -1 for side in window)
+        if window is not None and not pair:
+            raise ValueError(f"window_size must be two integers >= -1, e.g. (128, 0), got {window!r}")
+        if self.softmax_scale is not None and not self.softmax_scale > 0.0:
+            raise ValueError(f"softmax_scale must be > 0, got {self.softmax_scale!r}")
+        if not self.qk_clip_threshold > 0.0:
+            raise ValueError(f"qk_clip_threshold must be > 0, got {self.qk_clip_threshold!r}")
+        if not 0.0 <= self.qk_clip_alpha <= 1.0:
+            raise ValueError(f"qk_clip_alpha must be in [0, 1], got {self.qk_clip_alpha!r}")
+
+    def _check_layers(self, num_layers: int) -> None:
+        """Fields with an entry for each layer."""
+        skip: Any = self.window_attn_skip_freq
+        each = isinstance(skip, tuple) and len(skip) == num_layers and all(entry in (0, 1) for entry in skip)
+        if not (skip is None or (_is_int(skip) and skip >= 1) or each):
+            raise ValueError(
+                f"window_attn_skip_freq must be an integer >= 1 or 0 or 1 for each of {num_layers} layers, got {skip!r}"
+            )
+        kinds = self.cp_comm_type
+        if isinstance(kinds, tuple) and len(kinds) != num_layers:
+            raise AssertionError(f"cp_comm_type has {len(kinds)} entries for {num_layers} layers; give one for each")
+        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+            check_choice((None, *CP_COMM_TYPES), cp_comm_type=kind)
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,48 @@
+"""Checks of configuration fields."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_te.typing import DTypeLike
+
+_FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def float_dtype(name: str, value: DTypeLike) -> jnp.dtype:
+    """``value`` as a dtype, or a ValueError that names the argument ``name`` unless it is fp32, bf16 or fp16."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {value!r}") from None
+    if dtype.name not in _FLOAT_DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {dtype.name}")
+    return dtype
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise ValueError for a size that is not an integer >= 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+
+
+def check_rate(**rates: float) -> None:
+    """Raise ValueError for a probability outside [0, 1)."""
+    for name, rate in rates.items():
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), got {rate!r}")
+
+
+def check_bool(**flags: bool) -> None:
+    """Raise TypeError for a flag that is not True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_choice(allowed: tuple[object, ...], **values: object) -> None:
+    """Raise ValueError for a value that is none of those allowed."""
+    for name, value in values.items():
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

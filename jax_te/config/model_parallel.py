@@ -1,0 +1,154 @@
+"""What Megatron's linear layers read of a configuration, whatever model they are in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_te.config.checks import check_bool, check_choice, check_positive, float_dtype
+from jax_te.typing import DTypeLike
+
+SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
+"""Kinds of all-reduce over symmetric memory, in Megatron's words."""
+
+_FLAGS = (
+    "sequence_parallel",
+    "perform_initialization",
+    "use_cpu_initialization",
+    "init_model_with_meta_device",
+    "fp16",
+    "bf16",
+    "deterministic_mode",
+    "gradient_accumulation_fusion",
+    "delay_wgrad_compute",
+    "tp_comm_overlap",
+    "tp_comm_overlap_disable_qkv",
+    "tp_comm_overlap_disable_fc1",
+    "disable_parameter_transpose_cache",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelConfig:
+    """Parallelism, initialization and dtypes, in Megatron-Core's words; `TransformerConfig` has these fields, too.
+
+    Args:
+        tensor_model_parallel_size: ranks on the mesh's tensor axis. 1 leaves it to the mesh; any other size must be the
+            mesh's where a layer is built or called under one.
+        sequence_parallel: between the tensor-parallel parts of a layer, split activations over the tensor ranks along
+            the sequence.
+        context_parallel_size: 1; the mesh has no axis for context parallelism.
+        expert_model_parallel_size: 1; the mesh has no axis for experts. Every rank holds all of them, split over the
+            tensor axis.
+        expert_tensor_parallel_size: ranks that split an expert's kernels. None or ``tensor_model_parallel_size``, since
+            one axis of the mesh splits all kernels.
+        perform_initialization: False: kernels start as zeros, for a model whose weights are loaded anyway.
+        use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they
+            never do, so both values give the same. To draw them on the host, build the model under
+            ``jax.default_device(jax.devices("cpu")[0])``.
+        init_model_with_meta_device: refused if True, see below.
+        fp16, bf16: what `jax_te.megatron.Float16Module` casts to; not both.
+        params_dtype: dtype parameters are stored in.
+        deterministic_mode: refused if True, see below.
+        gradient_accumulation_fusion: without effect: XLA fuses the addition, and the train step always adds
+            microbatches up in fp32.
+        delay_wgrad_compute: weight gradients are computed apart from input gradients: by `jax_te.parallel.split_vjp`,
+            to which a layer's ``backward_dw`` then refers.
+        tp_comm_overlap: refused if True, see below.
+        tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1: without effect, as in Megatron where
+            ``tp_comm_overlap`` is False.
+        symmetric_ar_type: one of `SYMMETRIC_AR_TYPES`. It chooses a CUDA kernel for all-reduces; NCCL chooses here, so
+            it has no effect.
+        disable_parameter_transpose_cache: `MegatronModule.set_is_first_microbatch` leaves the layers alone, so that
+            they keep no quantized kernels between microbatches.
+        quant_recipe: a `jax_te.megatron.RecipeConfig`. A layer that is given its ``name`` takes its precision from it.
+
+    Raises:
+        ValueError: for a size that is not positive; sequence parallelism without tensor parallelism; both fp16 and
+            bf16; an unknown dtype or kind of all-reduce; for what JAX does another way: ``init_model_with_meta_device``
+            (``nnx.eval_shape``), ``tp_comm_overlap`` (XLA flags), ``deterministic_mode`` (XLA flags and an environment
+            variable); for context and expert parallelism.
+        TypeError: for a flag that is no bool, a ``quant_recipe`` that is not hashable.
+
+    Source: ``megatron.core.ModelParallelConfig``, and what ``TELinear`` reads of ``TransformerConfig``.
+
+    >>> ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True).params_dtype
+    dtype('float32')
+    """
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    perform_initialization: bool = True
+    use_cpu_initialization: bool = False
+    init_model_with_meta_device: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: DTypeLike = jnp.float32
+    deterministic_mode: bool = False
+    gradient_accumulation_fusion: bool = False
+    delay_wgrad_compute: bool = False
+    tp_comm_overlap: bool = False
+    tp_comm_overlap_disable_qkv: bool = False
+    tp_comm_overlap_disable_fc1: bool = False
+    symmetric_ar_type: str | None = None
+    disable_parameter_transpose_cache: bool = False
+    quant_recipe: Any = None
+
+    def __post_init__(self) -> None:
+        check_bool(**{name: getattr(self, name) for name in _FLAGS})
+        self._check_sizes()
+        if self.fp16 and self.bf16:
+            raise ValueError("fp16 and bf16 are both True; a model has one of them")
+        if self.init_model_with_meta_device:
+            raise ValueError(
+                "init_model_with_meta_device=True: nnx.eval_shape(lambda: Model(...)) gives a module without arrays; "
+                "jax_te.training.create_train_state creates sharded arrays from a function. Leave it False"
+            )
+        if self.deterministic_mode:
+            raise ValueError(
+                "deterministic_mode=True: a process is deterministic as a whole. Leave it False, and start it with "
+                "XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true and, for Transformer Engine's attention, "
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+            )
+        if self.tp_comm_overlap:
+            raise ValueError(
+                "tp_comm_overlap=True: XLA overlaps collectives with GEMMs, there are no user buffers. Leave it False "
+                "and see XLA_FLAGS: --xla_gpu_enable_latency_hiding_scheduler, and for collectives that are cut into "
+                "parts --xla_gpu_threshold_for_windowed_einsum_mib and --xla_gpu_multi_streamed_windowed_einsum"
+            )
+        check_choice(SYMMETRIC_AR_TYPES, symmetric_ar_type=self.symmetric_ar_type)
+        object.__setattr__(self, "params_dtype", float_dtype("params_dtype", self.params_dtype))
+        try:
+            hash(self.quant_recipe)
+        except TypeError:
+            raise TypeError(
+                f"quant_recipe must be a jax_te.megatron.RecipeConfig, got {type(self.quant_recipe).__name__}; "
+                "RecipeConfig.from_config_dict makes one of a mapping"
+            ) from None
+
+    def _check_sizes(self) -> None:
+        tensor = self.tensor_model_parallel_size
+        check_positive(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+        )
+        if self.sequence_parallel and tensor == 1:
+            raise ValueError(
+                "sequence_parallel=True needs tensor parallelism: set tensor_model_parallel_size to the size of the "
+                "mesh's tensor axis"
+            )
+        for name in ("context_parallel_size", "expert_model_parallel_size"):
+            if getattr(self, name) != 1:
+                axis = name.split("_")[0]
+                raise ValueError(f"{name} must be 1, got {getattr(self, name)}: the mesh has no {axis} axis")
+        if self.expert_tensor_parallel_size not in (None, tensor):
+            raise ValueError(
+                f"expert_tensor_parallel_size must be None or tensor_model_parallel_size = {tensor}, got "
+                f"{self.expert_tensor_parallel_size!r}: one axis of the mesh splits the kernels of all layers"
+            )

@@ -1,0 +1,127 @@
+"""The precision of a whole model, in Megatron's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_te.config.checks import check_bool, check_choice, check_positive
+
+_FLAGS = (
+    "fp8_param",
+    "fp8_wgrad",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "tp_only_amax_red",
+    "fp4_param",
+    "first_last_layers_bf16",
+)
+_CHOICES = {
+    "fp8": (None, "e4m3", "hybrid"),
+    "fp8_recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
+    "fp8_amax_compute_algo": ("most_recent", "max"),
+    "fp4": (None, "e2m1"),
+    "fp4_recipe": ("nvfp4", "custom"),
+}
+_DELAYED_ONLY = {
+    "fp8_margin": 0,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "tp_only_amax_red": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The recipe of a whole model; `TransformerConfig` has these fields, too.
+
+    They say which recipe, not where it applies: `jax_te.megatron.recipe_from_config` gives the recipe, and layers run
+    under it inside of ``autocast(recipe)``, as Megatron's do inside of the context that its transformer block opens.
+
+    Args:
+        fp8: ``"e4m3"``, ``"hybrid"`` (E5M2 for gradients) or None: no FP8; the other ``fp8_`` fields then say nothing.
+        fp8_recipe: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or ``"custom"``.
+        fp8_param, fp4_param: hold kernels in quantized form. For whoever makes the train state:
+            ``create_train_state(…, fp8_param=config.fp8_param)``. Layers are always built with exact kernels, because
+            masters are taken from those.
+        fp8_quantizer_factory, fp4_quantizer_factory: dotted path of a ``"custom"`` recipe's ``qfactory``.
+        fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: of delayed scaling, see
+            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's.
+        fp8_wgrad: False: weight gradients in high precision. Megatron's has no effect; here it holds, and for every
+            recipe of FP8.
+        fp8_dot_product_attention, fp8_multi_head_attention: refused if True: attention does not run in FP8 here.
+        fp4: ``"e2m1"`` or None.
+        fp4_recipe: ``"nvfp4"`` or ``"custom"``.
+        first_last_layers_bf16: keep the first and last layers in high precision, whatever the ambient recipe is.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: how many, if so; each in [0, ``num_layers``].
+
+    Raises:
+        ValueError: for an unknown name; fp8 and fp4 together; ``fp8_param`` without fp8 and ``fp4_param`` without fp4;
+            a custom recipe without its factory, and a factory without it; a field of delayed scaling with another
+            recipe; ``first_last_layers_bf16`` with fp8 and delayed scaling.
+        TypeError: for a flag that is no bool.
+
+    Source: ``megatron.core.transformer.TransformerConfig``.
+
+    >>> PrecisionConfig(fp8="hybrid").fp8_recipe
+    'delayed'
+    """
+
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    fp8_recipe: str = "delayed"
+    fp8_param: bool = False
+    fp8_quantizer_factory: str | None = None
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    tp_only_amax_red: bool = False
+    fp4: Literal["e2m1"] | None = None
+    fp4_recipe: str = "nvfp4"
+    fp4_param: bool = False
+    fp4_quantizer_factory: str | None = None
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+
+    def __post_init__(self) -> None:
+        check_bool(**{name: getattr(self, name) for name in _FLAGS})
+        for name, allowed in _CHOICES.items():
+            check_choice(allowed, **{name: getattr(self, name)})
+        check_positive(fp8_amax_history_len=self.fp8_amax_history_len)
+        if isinstance(self.fp8_margin, bool) or not isinstance(self.fp8_margin, int) or self.fp8_margin < 0:
+            raise ValueError(f"fp8_margin must be an integer >= 0, got {self.fp8_margin!r}")
+        if self.fp8 is not None and self.fp4 is not None:
+            raise ValueError(f"fp8={self.fp8!r} and fp4={self.fp4!r} are both given; give one of them")
+        for kind in ("fp8", "fp4"):
+            self._check_kind(kind)
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
+        if self.fp8 is not None and self.fp8_recipe != "delayed":
+            for name, default in _DELAYED_ONLY.items():
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no effect under fp8_recipe {self.fp8_recipe!r}, only "
+                        "under 'delayed'; leave it out"
+                    )
+        if self.fp8 is not None and self.fp8_recipe == "delayed" and self.first_last_layers_bf16:
+            raise ValueError(
+                "first_last_layers_bf16 does not go with fp8_recipe 'delayed', as in Megatron; take another one. Or "
+                "leave fp8 None and build and call the model inside of autocast(DelayedScaling()), which respects it"
+            )
+
+    def _check_kind(self, kind: str) -> None:
+        on, factory = getattr(self, kind) is not None, getattr(self, f"{kind}_quantizer_factory")
+        custom = on and getattr(self, f"{kind}_recipe") == "custom"
+        if getattr(self, f"{kind}_param") and not on:
+            raise ValueError(f"{kind}_param=True holds kernels as {kind} quantizes them, and {kind} is None; set it")
+        if custom and not factory:
+            raise ValueError(
+                f"{kind}_recipe 'custom' needs {kind}_quantizer_factory, the dotted path of its factory, "
+                "e.g. 'my_package.recipes.make_quantizer'"
+            )
+        if on and factory and not custom:
+            raise ValueError(f"{kind}_quantizer_factory={factory!r} has no effect, because {kind}_recipe is not custom")

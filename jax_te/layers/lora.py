@@ -1,0 +1,151 @@
+"""Low-rank adaptation of a linear layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import check_positive
+from jax_te.layers.initializers import normal_init
+from jax_te.layers.linear import Linear
+from jax_te.layers.parameters import leading_axes, parameter
+from jax_te.layers.quantizable import drop_kept_kernels
+from jax_te.ops import dense
+from jax_te.quantize import QuantizedKernel
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
+
+
+class LoRA(nnx.Module):
+    """``y = base(x) + alpha / r * (z @ lora_a) @ lora_b``, where ``z`` is what the base's kernel multiplies.
+
+    That is ``x`` for a `Linear` and the norm's output for a `LayerNormLinear`. It is called like its base and returns
+    what that returns, so that it takes the base's place in a model::
+
+        layer.self_attention.qkv = LoRA(layer.self_attention.qkv, 8, rngs=rngs)
+
+    The base runs under its recipe, and is trained no more: no gradient reaches its parameters, and the GEMM of its
+    kernel's gradient is left out. The two products of the adapter are computed in the dtype of ``x`` under every
+    recipe: the rank ``r`` is small against FP8's blocks, and need not be a multiple of anything.
+
+    Args:
+        base: a `Linear` or `LayerNormLinear`; taken over, not copied. Its quantizer states go on being updated.
+        rank: ``r``.
+        alpha: numerator of the scale. None: ``r``, so that the scale is 1.
+        freeze_base: set ``base.frozen``. False: train both.
+        init_method: initializer of ``lora_a [k, r]``. None: N(0, 1 / k). ``lora_b [r, *n]`` starts as zeros, so that
+            ``y = base(x)`` at first.
+        params_dtype: dtype of both.
+        rngs: the ``params`` stream draws ``lora_a``.
+
+    Both are ``nnx.LoRAParam``, a kind of ``nnx.Param``: the filter for ``nnx.state``, ``nnx.DiffState`` and
+    ``nnx.Optimizer``. With `jax_te.training.make_train_step`, keep weight decay and optimizer state off the others with
+    `lora_labels`.
+
+    Raises:
+        TypeError: for another base.
+        ValueError: for a rank that is not positive, and as the base.
+
+    Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models"; ``enable_low_rank_adaptation`` of
+    ``transformer_engine.jax.flax.DenseGeneral``.
+
+    >>> layer = LoRA(Linear(16, 32, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
+    >>> layer(jnp.ones((2, 16))).shape, layer.lora_a.shape, layer.lora_b.shape
+    ((2, 32), (16, 4), (4, 32))
+    """
+
+    def __init__(
+        self,
+        base: Linear,
+        rank: int,
+        *,
+        alpha: float | None = None,
+        freeze_base: bool = True,
+        init_method: Initializer | None = None,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if not isinstance(base, Linear):
+            raise TypeError(
+                f"LoRA wraps a Linear or a LayerNormLinear, got {type(base).__name__}; wrap the linear layers inside it"
+            )
+        check_positive(rank=rank)
+        (k, *n), (inner, *outer) = base.kernel_shape, base.kernel_axes
+        init = normal_init(1.0 / math.sqrt(k)) if init_method is None else init_method
+        self.base = base
+        self.base.frozen = freeze_base
+        self.a_axes: LogicalAxes = (inner, None)
+        self.b_axes: LogicalAxes = (None, *outer)
+        self.lora_a = _adapter(init, rngs, (k, rank), params_dtype, self.a_axes)
+        self.lora_b = _adapter(jax.nn.initializers.zeros, rngs, (rank, *n), params_dtype, self.b_axes)
+        self.scale = 1.0 if alpha is None else alpha / rank
+
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        bias: Array | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """What the base returns for the same arguments, with the adapter's product added to its output."""
+        with jax.named_scope("LoRA"):
+            options = {"weight": weight, "bias": bias}
+            given = {name: value for name, value in options.items() if value is not None}
+            result: Any = self.base(x, **given, is_first_microbatch=is_first_microbatch)
+            y, *more = result if isinstance(result, tuple) else (result,)
+            z = self.base.operand(x)
+            low = dense(z, self.lora_a[...], out_axes=(*leading_axes(z), None), kernel_axes=self.a_axes)
+            update = dense(low, self.lora_b[...], out_axes=self.base.output_axes(x), kernel_axes=self.b_axes)
+            y = y + update * self.scale
+            return (y, *more) if isinstance(result, tuple) else y
+
+    def merge(self) -> Linear:
+        """The base, with ``alpha / r * lora_a @ lora_b`` added to its kernel; trained again like any other layer.
+
+        ``lora_b`` becomes zero, so that this layer goes on giving what it gave. Quantized forms of the kernel that were
+        kept are dropped.
+
+        Raises:
+            ValueError: if the base has no kernel of its own, or holds it quantized.
+        """
+        kernel = self.base.kernel
+        if kernel is None or isinstance(kernel.get_value(), QuantizedKernel):
+            state = "has no kernel of its own" if kernel is None else "holds its kernel quantized"
+            raise ValueError(f"the base {state}, so that there is nothing to add the adapter to; go on calling LoRA")
+        a, b = (variable.get_value().astype(jnp.float32) for variable in (self.lora_a, self.lora_b))
+        exact = kernel.get_value()
+        merged = exact.astype(jnp.float32) + self.scale * jnp.tensordot(a, b, 1, precision="highest")
+        kernel.set_value(merged.astype(exact.dtype))
+        self.lora_b.set_value(jnp.zeros_like(self.lora_b.get_value()))
+        drop_kept_kernels(self.base)
+        self.base.frozen = False
+        return self.base
+
+
+def _adapter(
+    init: Initializer, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes
+) -> nnx.LoRAParam:
+    return nnx.LoRAParam(parameter(init, rngs, shape, dtype, axes).get_value(), logical_axes=axes)
+
+
+def lora_labels(params: PyTree) -> PyTree:
+    """``"lora"`` for the parameters of adapters, ``"frozen"`` for the others; for ``optax.multi_transform``.
+
+    Args:
+        params: a state of Variables, such as ``nnx.state(model, nnx.Param)`` or what an optimizer is given by
+            `jax_te.training.make_train_step`.
+
+    >>> import optax
+    >>> tx = optax.multi_transform({"lora": optax.adamw(1e-3), "frozen": optax.set_to_zero()}, lora_labels)
+    >>> layer = LoRA(Linear(4, 4, bias=False, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
+    >>> nnx.to_pure_dict(lora_labels(nnx.state(layer, nnx.Param)))
+    {'base': {'kernel': 'frozen'}, 'lora_a': 'lora', 'lora_b': 'lora'}
+    """
+    return jax.tree.map(
+        lambda variable: variable.replace("lora" if isinstance(variable, nnx.LoRAParam) else "frozen"),
+        params,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )

@@ -1,0 +1,61 @@
+"""Clipping of query and key weights whose logits grow too large."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.layers.multihead_attention import MultiheadAttention
+from jax_te.typing import Array
+
+
+def clip_qk(
+    attention: MultiheadAttention, max_logit: Array, *, threshold: float = 100.0, alpha: float = 0.5
+) -> MultiheadAttention:
+    """Scale down the query and key projections of groups whose largest logit exceeds ``threshold``; values stay.
+
+    With ``eta = min(threshold / max_logit, 1)`` of a group's heads, its query kernels are multiplied by ``eta**alpha``
+    and its key kernel by ``eta**(1 - alpha)``, biases alike, so that the same inputs give logits up to the threshold.
+    Call it after the optimizer's update, on the model; under jit it is a function of pytrees like any other. A layer
+    that holds masters or quantized kernels elsewhere must be given them anew (`jax_te.training.create_train_state`).
+
+    Args:
+        attention: self-attention with ``return_max_logit``; changed in place.
+        max_logit: fp32 ``[n]``, from the layer's calls since the last clipping, merged by maximum.
+        threshold: logits up to here are left alone.
+        alpha: share of the factor that queries take.
+
+    Returns:
+        ``attention``.
+
+    Raises:
+        ValueError: for a layer without fused projections or with norms of queries and keys, whose logits do not follow
+            the kernels' size; a threshold that is not positive, an ``alpha`` outside [0, 1], another number of heads.
+
+    Source: ``clip_qk`` of ``megatron.core.transformer.attention``; Kimi Team 2025 (MuonClip).
+
+    >>> layer = MultiheadAttention(32, 4, return_max_logit=True, rngs=nnx.Rngs(0))
+    >>> y, logits = layer(jnp.ones((1, 8, 32)))
+    >>> clip_qk(layer, logits) is layer
+    True
+    """
+    core = attention.core_attention
+    if attention.attention_type != "self" or not attention.fuse_qkv_params:
+        raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
+    if attention.q_norm is not None:
+        raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
+    if not threshold > 0.0 or not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
+    if max_logit.shape != (core.num_attention_heads,):
+        raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")
+    r = core.num_attention_heads // core.num_gqa_groups
+    largest = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
+    eta = jnp.where(largest > threshold, threshold / largest, jnp.ones((), jnp.float32))
+    by_component = jnp.stack([eta**alpha] * r + [eta ** (1.0 - alpha), jnp.ones_like(eta)])
+    factor = jnp.repeat(by_component, core.kv_channels, axis=1)  # [r + 2, g·d]
+    for variable in (attention.qkv.kernel, attention.qkv.bias):
+        if isinstance(variable, nnx.Variable):
+            value = variable.get_value()
+            scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)
+            variable.set_value(scaled.astype(value.dtype))
+    return attention

@@ -1,0 +1,71 @@
+"""From projections to the operands of attention, and back."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_te.layers.rotary import Rotary, apply_rotary
+from jax_te.parallel import auto_region
+from jax_te.typing import Array, LogicalAxes
+
+HEAD_AXES: LogicalAxes = ("batch", "sequence", "heads", None)
+"""Logical axes of queries, keys, values and the attention's result, ``[b, s, n, d]``."""
+
+
+def pack_qkv(qkv: Array, groups: int, d: int) -> Array:
+    """The fused projection ``[b, s, 3, g·d]`` as ``[b, s, 3, g, d]``, which cuDNN reads as it is: no copy."""
+    shape = (*qkv.shape[:3], groups, d)
+    return auto_region(lambda qkv: qkv.reshape(shape), ("batch", "sequence", "joined", "heads", None))(qkv)
+
+
+def split_qkv(qkv: Array, groups: int, d: int) -> tuple[Array, Array, Array]:
+    """Queries ``[b, s, n, d]``, keys and values ``[b, s, g, d]`` of the fused projection ``[b, s, r + 2, g·d]``.
+
+    Query head ``i`` is component ``i % r`` of group ``i // r``.
+    """
+    r = qkv.shape[2] - 2
+
+    def split(qkv: Array) -> tuple[Array, ...]:
+        qkv = qkv.reshape(*qkv.shape[:3], groups, d)
+        return _interleave(qkv[:, :, :r]), qkv[:, :, r], qkv[:, :, r + 1]
+
+    q, k, v = auto_region(split, (HEAD_AXES,) * 3)(qkv)
+    return q, k, v
+
+
+def split_query(q: Array, groups: int, d: int) -> Array:
+    """Queries ``[b, s, n, d]`` of a projection ``[b, s, r, g·d]``, heads as in `split_qkv`."""
+    return auto_region(lambda q: _interleave(q.reshape(*q.shape[:3], groups, d)), HEAD_AXES)(q)
+
+
+def split_key_value(kv: Array, groups: int, d: int) -> tuple[Array, Array]:
+    """Keys and values ``[b, s, g, d]`` of a projection ``[b, s, 2, g·d]``."""
+
+    def split(kv: Array) -> tuple[Array, Array]:
+        kv = kv.reshape(*kv.shape[:3], groups, d)
+        return kv[:, :, 0], kv[:, :, 1]
+
+    k, v = auto_region(split, (HEAD_AXES,) * 2)(kv)
+    return k, v
+
+
+def split_key(k: Array, groups: int, d: int) -> Array:
+    """Keys or values ``[b, s, g, d]`` of a projection ``[b, s, g·d]``."""
+    return auto_region(lambda k: k.reshape(*k.shape[:2], groups, d), HEAD_AXES)(k)
+
+
+def _interleave(q: Array) -> Array:
+    """``[b, s, r, g, d]`` as ``[b, s, g·r, d]``."""
+    return jnp.swapaxes(q, 2, 3).reshape(*q.shape[:2], -1, q.shape[-1])
+
+
+def rotate(x: Array, rotary: Rotary | None) -> Array:
+    """Heads ``[b, s, n, d]`` turned by their positions' angles; the identity without any."""
+    if rotary is None:
+        return x
+    return auto_region(apply_rotary, HEAD_AXES)(x, rotary)
+
+
+def merge_heads(context: Array) -> Array:
+    """``[b, s, n, d]`` as ``[b, s, n·d]``, which the output projection reads."""
+    return auto_region(lambda c: c.reshape(*c.shape[:2], -1), ("batch", "sequence", "heads"))(context)

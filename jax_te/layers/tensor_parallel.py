@@ -1,0 +1,138 @@
+"""Tensor and sequence parallelism as layers are asked for it: what may be asked, and the logical axes it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flax import nnx
+
+from jax_te.config import check_positive
+from jax_te.layers.parameters import leading_axes
+from jax_te.layers.quantizable import QuantizableModule
+from jax_te.parallel import axis_ranks, constrain, current_mesh
+from jax_te.typing import Array, LogicalAxes
+
+TENSOR_AXIS = "tensor"
+"""The mesh axis that stands for Transformer Engine's tensor-parallel process group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """Tensor-parallel options of one layer.
+
+    Args:
+        group: None or ``"tensor"``, which both leave the split to the mesh.
+        size: 1 leaves it to the mesh. Any other size must be that of the mesh in use.
+        sequence_parallel: split activations over the tensor ranks along the sequence outside of the layer.
+        split: the layer's kernels are split over the tensor ranks.
+
+    Raises:
+        TypeError: for any other group.
+        ValueError: for a size that is not positive, or sequence parallelism of a layer that is not split.
+
+    >>> TensorParallel(group="tensor", size=2).size
+    2
+    """
+
+    group: str | None = None
+    size: int = 1
+    sequence_parallel: bool = False
+    split: bool = True
+
+    def __post_init__(self) -> None:
+        check_tp_group(self.group)
+        check_positive(tp_size=self.size)
+        if self.sequence_parallel and not self.split:
+            raise ValueError(
+                "sequence_parallel=True is for a layer whose kernel is split over the tensor ranks: set "
+                "parallel_mode='column' or 'row' (LayerNormMLP: set_parallel_mode=True), or leave sequence_parallel off"
+            )
+
+    def enter(self, x: Array, axes: LogicalAxes) -> Array:
+        """A layer's input ``x``, split along the sequence where its logical axes say so.
+
+        Raises:
+            ValueError: if a size was asked for, and a mesh is set whose tensor axis has another one.
+        """
+        ranks = axis_ranks("ffn")
+        if self.size not in (1, ranks) and current_mesh() is not None:
+            raise ValueError(
+                f"the layer was built with tp_size={self.size}, and the mesh in use has {ranks} tensor ranks; set a "
+                "mesh with that many (jax.set_mesh), or build the layer with tp_size=1, which leaves it to the mesh"
+            )
+        return constrain(x, axes) if "sequence_parallel" in axes else x
+
+
+def check_tp_group(tp_group: str | None) -> None:
+    """Raise TypeError unless ``tp_group`` is None or the mesh's axis ``"tensor"``.
+
+    >>> check_tp_group("tensor")
+    """
+    if tp_group is not None and tp_group != TENSOR_AXIS:
+        raise TypeError(
+            f"tp_group must be None or the mesh axis {TENSOR_AXIS!r}, got {tp_group!r}: JAX has no process groups. "
+            "jax.set_mesh(make_mesh(ParallelConfig(tensor=...))) says which devices split a layer"
+        )
+
+
+def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
+    """Logical axes of all axes of an activation but its last, as `leading_axes`; with the sequence split if asked for.
+
+    Raises:
+        ValueError: with ``sequence_parallel``, if ``x`` is not ``[b, s, ..., h]`` or ``s`` does not divide over the
+            tensor ranks.
+
+    >>> import jax.numpy as jnp
+    >>> sequence_axes(jnp.ones((2, 8, 16)))
+    ('batch', 'sequence_parallel')
+    """
+    axes = leading_axes(x)
+    if not sequence_parallel:
+        return axes
+    if x.ndim < 3:
+        raise ValueError(f"sequence parallelism splits the second axis of [b, s, ..., h], got shape {x.shape}")
+    ranks = axis_ranks("sequence_parallel")
+    if x.shape[1] % ranks:
+        raise ValueError(
+            f"sequence length {x.shape[1]} of {x.shape} does not divide over {ranks} tensor ranks; pad it, or turn "
+            "sequence_parallel off"
+        )
+    return ("batch", "sequence_parallel", *axes[2:])
+
+
+class TensorParallelModule(QuantizableModule):
+    """Base of the layers whose kernels tensor parallelism splits.
+
+    Attributes:
+        tensor_parallel: the options.
+    """
+
+    tensor_parallel: TensorParallel
+
+    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+        """Say which mesh axis the layer is split over, if it was not said when the layer was built.
+
+        There is one such axis, so the call changes nothing; Transformer Engine needs it where ``tp_size > 1``.
+
+        Args:
+            tp_group: None or ``"tensor"``.
+
+        Raises:
+            TypeError: for anything else.
+
+        >>> from flax import nnx
+        >>> from jax_te.layers import Linear
+        >>> layer = Linear(16, 32, tp_size=2, parallel_mode="column", rngs=nnx.Rngs(0))
+        >>> layer.set_tensor_parallel_group("tensor")
+        >>> layer.tensor_parallel.group
+        'tensor'
+        """
+        self.tensor_parallel = replace(self.tensor_parallel, group=tp_group)
+
+
+def set_tensor_parallel_group(module: nnx.Module, tp_group: str | None) -> None:
+    """Call the method of that name of every layer inside of ``module``."""
+    check_tp_group(tp_group)
+    for _, layer in nnx.iter_modules(module):
+        if isinstance(layer, TensorParallelModule):
+            layer.set_tensor_parallel_group(tp_group)

@@ -1,0 +1,57 @@
+"""Parameters and quantizer state carried between NNX modules and Linen variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from jax_te.linen.module import LinenModule
+from jax_te.linen.variables import build_abstract, collections_of, with_variables
+
+
+def from_nnx(module: nnx.Module) -> dict[str, Any]:
+    """Variables of an NNX module, as ``init`` of its Linen form would give them: arrays with logical axes are boxed.
+
+    Values are shared, not copied. A layer inside of a Linen model takes them below its name in each collection.
+
+    Args:
+        module: of `jax_te.layers`, or any NNX module without random state.
+
+    Raises:
+        TypeError: for a module that holds random state.
+
+    >>> from jax_te import layers
+    >>> from jax_te.linen import LayerNorm
+    >>> variables = from_nnx(layers.LayerNorm(2, rngs=nnx.Rngs(0)))
+    >>> LayerNorm(2).apply(variables, jnp.array([-3.0, 3.0])).round(3).tolist()
+    [-1.0, 1.0]
+    """
+    return collections_of(module, boxed=True)
+
+
+def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], variables: Mapping[str, Any]) -> Any:
+    """An NNX module that holds Linen variables: its quantizable layers have quantizer state where these have it.
+
+    Args:
+        source: what says which module: its Linen form; an NNX module, which is not changed and whose own values do not
+            count; or a function of ``nnx.Rngs`` that builds one, which is traced, not run.
+        variables: of the Linen form, boxed or not. Values are shared, not copied.
+
+    Raises:
+        TypeError: for another source.
+        flax.errors.ScopeParamNotFoundError, flax.errors.ScopeParamShapeError, ValueError: if they do not fit.
+
+    >>> from jax_te.linen import Linear
+    >>> layer = Linear(16, 32)
+    >>> to_nnx(layer, layer.init(jax.random.key(0), jnp.ones((2, 16)))).kernel.shape
+    (16, 32)
+    """
+    if isinstance(source, LinenModule):
+        source = build_abstract(source.nnx_module)
+    elif not isinstance(source, nnx.Module):
+        if not callable(source):
+            raise TypeError(f"expected a module, or a function of nnx.Rngs that builds one, got {source!r}")
+        source = build_abstract(source)
+    return with_variables(source, variables)

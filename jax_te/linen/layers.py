@@ -1,0 +1,97 @@
+"""The layers of `jax_te.layers` as Linen modules; each docstring is the NNX layer's, and then an example."""
+
+from __future__ import annotations
+
+from jax_te import layers
+from jax_te.linen.module import LinenModule
+
+
+class DotProductAttention(LinenModule, nnx_class=layers.DotProductAttention, init=False):
+    """
+    >>> q = jnp.ones((2, 8, 4, 16))
+    >>> DotProductAttention(4, 16).apply({}, q, q, q).shape
+    (2, 8, 4, 16)
+    """
+
+
+class Embedding(LinenModule, nnx_class=layers.Embedding, init=False):
+    """
+    >>> layer, ids = Embedding(100, 16), jnp.zeros((2, 8), jnp.int32)
+    >>> layer.apply(layer.init(jax.random.key(0), ids), ids).shape
+    (2, 8, 16)
+    """
+
+
+class LayerNorm(LinenModule, nnx_class=layers.LayerNorm, init=False):
+    """
+    >>> layer, x = LayerNorm(2), jnp.array([[-3.0, 3.0]])
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).round(3).tolist()
+    [[-1.0, 1.0]]
+    """
+
+
+class LayerNormLinear(LinenModule, nnx_class=layers.LayerNormLinear, init=False):
+    """
+    >>> layer, x = LayerNormLinear(16, (3, 16)), jnp.ones((2, 4, 16))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 4, 3, 16)
+    """
+
+
+class LayerNormMLP(LinenModule, nnx_class=layers.LayerNormMLP, init=False):
+    """
+    >>> layer, x = LayerNormMLP(16, 32, activation="swiglu"), jnp.ones((2, 4, 16))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 4, 16)
+    """
+
+
+class Linear(LinenModule, nnx_class=layers.Linear, init=False):
+    """
+    >>> layer, x = Linear(16, 32), jnp.ones((2, 16))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 32)
+    """
+
+
+class LoRA(LinenModule, nnx_class=layers.LoRA, init=False):
+    """
+    In Linen the adapter is in the collection ``LoRAParam``, and the base in ``params``.
+
+    >>> layer, x = LoRA(Linear(16, 32), 4), jnp.ones((2, 16))
+    >>> variables = layer.init(jax.random.key(0), x)
+    >>> list(variables["params"]), list(variables["LoRAParam"])
+    (['base'], ['lora_a', 'lora_b'])
+    """
+
+
+class MultiheadAttention(LinenModule, nnx_class=layers.MultiheadAttention, init=False):
+    """
+    >>> layer, x = MultiheadAttention(32, 4), jnp.ones((2, 8, 32))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 8, 32)
+    """
+
+
+class RMSNorm(LinenModule, nnx_class=layers.RMSNorm, init=False):
+    """
+    >>> layer, x = RMSNorm(2), jnp.array([[2.0, 2.0]])
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).round(3).tolist()
+    [[1.0, 1.0]]
+    """
+
+
+class RelativePositionBias(LinenModule, nnx_class=layers.RelativePositionBias, init=False):
+    """
+    >>> layer = RelativePositionBias(4)
+    >>> layer.apply(layer.init(jax.random.key(0), 6, 8), 6, 8).shape
+    (1, 4, 6, 8)
+    """
+
+
+class TransformerLayer(LinenModule, nnx_class=layers.TransformerLayer, init=False):
+    """
+    >>> layer, x = TransformerLayer(32, 64, 4), jnp.ones((2, 8, 32))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 8, 32)
+    """

@@ -1,0 +1,208 @@
+"""Linen modules made from NNX modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from jax_te.errors import QuantizerStateError
+from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
+from jax_te.recipe import current_recipe
+from jax_te.typing import Array
+
+
+class LinenModule(nn.Module):
+    """Base of Linen modules that compute what an NNX module computes.
+
+    A class for your own NNX module of the layers of this package takes one line; ``init=False`` tells type checkers
+    that its constructor is the NNX module's, without ``rngs``::
+
+        class Block(LinenModule, nnx_class=NNXBlock, init=False): ...
+
+    Arguments of the constructor are fields of the Linen module; one that is an NNX module there is a `LinenModule`
+    here. The call takes what the NNX module's call takes. Of that, ``dropout_key`` may be left out: it comes from the
+    stream ``dropout`` in ``rngs``, and is None (no dropout) without that stream.
+
+    Variables have the names that they have in the NNX module, in the collections that Flax gives their types:
+    parameters are in ``params``, quantizer state is in ``_overwrite_with_gradient``. ``init`` puts arrays that have
+    logical axes into ``nn.LogicallyPartitioned``; ``apply`` takes them boxed and unboxed.
+
+    Raises:
+        TypeError: when the class is made, for an NNX module with ``*args`` or ``**kwargs``; at ``init``, for one that
+            holds random state.
+        flax.errors.FlaxError, ValueError: when called, for variables that are missing, of another shape, or too many.
+        QuantizerStateError: when called under a recipe with state, if the variables have none.
+
+    >>> from jax_te import layers
+    >>> class Norm(LinenModule, nnx_class=layers.RMSNorm, init=False):
+    ...     pass
+    >>> Norm(4).init(jax.random.key(0), jnp.ones((2, 4)))["params"]["scale"].names
+    ('norm',)
+    """
+
+    nnx_class: ClassVar[Any]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any): ...
+
+    def __init_subclass__(cls, nnx_class: type[nnx.Module] | None = None, init: bool = True, **kwargs: Any):
+        del init  # for type checkers
+        if nnx_class is None:
+            super().__init_subclass__(**kwargs)
+            return
+        parameters = _arguments(nnx_class)
+        cls.nnx_class = nnx_class
+        cls.__annotations__ = {**inspect.get_annotations(cls), **_fields(cls, parameters)}
+        cls.__doc__ = _doc(nnx_class, cls.__doc__)
+        cls.__call__ = _call_of(nnx_class)
+        super().__init_subclass__(**kwargs)
+        cls.__init__ = _constructor(cls.__init__, parameters)
+
+    @nn.nowrap
+    def nnx_module(self, rngs: nnx.Rngs) -> nnx.Module:
+        """A new NNX module of these arguments.
+
+        >>> from jax_te.linen import Linear
+        >>> type(Linear(16, 32).nnx_module(nnx.Rngs(0)))
+        <class 'jax_te.layers.linear.Linear'>
+        """
+        names = inspect.signature(self.nnx_class.__init__).parameters
+        given = {name: getattr(self, name) for name in _arguments(self.nnx_class)}
+        given = {n: v.nnx_module(rngs) if isinstance(v, LinenModule) else v for n, v in given.items()}
+        return self.nnx_class(**given, **({"rngs": rngs} if "rngs" in names else {}))
+
+    @nn.nowrap
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._module()
+        before = collections_of(module, boxed=False)
+        bound = inspect.signature(self.nnx_class.__call__).bind(module, *args, **kwargs)
+        takes_key = "dropout_key" in bound.signature.parameters
+        if takes_key and bound.arguments.get("dropout_key") is None and self.has_rng("dropout"):
+            kwargs = {**kwargs, "dropout_key": _typed(self.make_rng("dropout"))}
+        try:
+            result = module(*args, **kwargs)  # type: ignore[operator]
+        except QuantizerStateError as error:
+            raise QuantizerStateError(
+                f"{_recipe_name()} needs quantizer state, and for {self._where()} the variables have none, or not all. "
+                "Call init inside `with autocast(recipe):`, or add state with jax_te.linen.prepare_quantization(model, "
+                f'variables, recipe, *inputs), and list "{STATE}" in variable_axes of nn.scan and nn.vmap'
+            ) from error
+        self._keep(before, collections_of(module, boxed=False))
+        return result
+
+    @nn.nowrap
+    def _module(self) -> nnx.Module:
+        """The NNX module with this module's variables, which ``init`` makes."""
+        held = {name: tree for name, tree in self.variables.items() if name != "intermediates"}
+        if self.is_initializing() and not jax.tree.leaves(held):
+            module = self.nnx_module(nnx.Rngs(_typed(self.make_rng("params"))))
+            self._keep({}, collections_of(module, boxed=True))
+            return module
+        return with_variables(build_abstract(self.nnx_module), held, self._where())
+
+    @nn.nowrap
+    def _keep(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Store what a call has changed."""
+        for collection, tree in after.items():
+            for name, value in tree.items():
+                old = before.get(collection, {}).get(name)
+                if _same(old, value):
+                    continue
+                if collection == STATE and not self.is_mutable_collection(STATE):
+                    raise QuantizerStateError(
+                        f"{_recipe_name()} needs quantizer state, and {self._where()} cannot make it here: list "
+                        f'"{STATE}" in mutable=, and in variable_axes of nn.scan and nn.vmap'
+                    )
+                self.put_variable(collection, name, value)
+
+    @nn.nowrap
+    def _where(self) -> str:
+        return "/" if self.scope is None else self.scope.path_text
+
+    def __repr__(self) -> str:
+        """The constructor call, without arguments that have their default."""
+        shown = []
+        for entry in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name, entry.default)
+            if entry.name != "parent" and (value is not entry.default and value != entry.default):
+                shown.append(f"{entry.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _arguments(nnx_class: type[nnx.Module]) -> dict[str, inspect.Parameter]:
+    """Parameters of the constructor without ``rngs``."""
+    first, *parameters = inspect.signature(nnx_class.__init__).parameters.values()
+    for value in (first, *parameters):
+        if value.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+            raise TypeError(f"{nnx_class.__name__} takes {value}; a Linen module's arguments must have names")
+    return {value.name: value for value in parameters if value.name != "rngs"}
+
+
+def _fields(cls: type, parameters: dict[str, inspect.Parameter]) -> dict[str, Any]:
+    """Make each parameter a dataclass field of ``cls``; their annotations."""
+    for name, value in parameters.items():
+        default: Any = dataclasses.MISSING if value.default is inspect.Parameter.empty else value.default
+        setattr(cls, name, dataclasses.field(default=default, kw_only=value.kind is inspect.Parameter.KEYWORD_ONLY))
+    return {name: Any if value.annotation is value.empty else value.annotation for name, value in parameters.items()}
+
+
+def _constructor(generated: Any, parameters: dict[str, inspect.Parameter]) -> Any:
+    """The generated constructor, in which Flax puts ``parent`` and ``name`` among the positional arguments."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    own = [inspect.Parameter(name, kind, default=None) for name in ("name", "parent")]
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([first, *parameters.values(), *own])
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        generated(**signature.bind(*args, **kwargs).arguments)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
+
+
+def _call_of(nnx_class: Any) -> Any:
+    """``__call__`` with the signature and docstring of the NNX module's."""
+
+    @nn.compact
+    @functools.wraps(nnx_class.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    return __call__
+
+
+def _doc(nnx_class: type[nnx.Module], own: str | None) -> str:
+    """The NNX module's docstring without what Linen modules have not, the way into Linen, the class's own docstring."""
+    text = inspect.cleandoc(nnx_class.__doc__ or "").split(">>>")[0].rstrip() + "\n"
+    text = re.sub(r"(?m)^Attributes:\n(?:(?:    .*)?\n)+", "", text)
+    text = re.sub(r"(?m)^    rngs: .*\n(?:     +.*\n)*", "", text)
+    text = re.sub(r"(?m)^(    .*), rngs:", r"\1:", text).strip()
+    linen = (
+        f"This is the Linen form of `{nnx_class.__module__}.{nnx_class.__name__}`, whose call says what ``init`` and\n"
+        "``apply`` take. For variables, recipes and dropout see `jax_te.linen`."
+    )
+    return "\n\n".join(part for part in (text, linen, inspect.cleandoc(own or "")) if part)
+
+
+def _recipe_name() -> str:
+    recipe = current_recipe()
+    return "the layer's own recipe" if recipe is None else f"recipe {recipe.name!r}"
+
+
+def _same(old: Any, new: Any) -> bool:
+    olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
+    return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))
+
+
+def _typed(key: Array) -> Array:
+    """A key of ``jax.random.PRNGKey`` as one of ``jax.random.key``."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

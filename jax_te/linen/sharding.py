@@ -1,0 +1,27 @@
+"""Sharding rules in Flax's form."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_te.parallel import ShardingRules, logical_to_spec
+
+
+def logical_axis_rules(
+    mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None
+) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+    """`jax_te.parallel.ShardingRules` as rules for ``nn.logical_to_mesh_sharding`` and ``nn.logical_axis_rules``.
+
+    Add pairs for logical axes of your own, such as the one that ``nn.scan`` adds.
+
+    Args:
+        mesh: mesh axes that it lacks are left out.
+        rules: None for the ambient rules.
+
+    >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))
+    >>> dict(logical_axis_rules(mesh))["ffn"], dict(logical_axis_rules(mesh))["fsdp"]
+    ('tensor', None)
+    """
+    return tuple((rule.name, logical_to_spec((rule.name,), mesh, rules)[0]) for rule in fields(ShardingRules))

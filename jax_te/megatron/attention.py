@@ -1,0 +1,232 @@
+"""Megatron's attention core over `jax_te.layers.DotProductAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import CP_COMM_TYPES, TransformerConfig
+from jax_te.layers import DotProductAttention, PackedSeqParams
+from jax_te.layers.qkv import merge_heads
+from jax_te.layers.tensor_parallel import check_tp_group
+from jax_te.megatron.enums import AttnMaskType
+from jax_te.megatron.sharded_state import sharded_state_dict
+from jax_te.typing import Array
+
+ATTENTION_TYPES = ("self", "cross")
+
+
+def is_layer_window_attention(
+    window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
+) -> bool:
+    """Whether layer ``layer_number``, from 1, attends in a window.
+
+    Args:
+        window_size: None: no layer does.
+        window_attn_skip_freq: None: all do; an integer ``N``: all but every ``N``-th; a sequence with an entry for each
+            layer: those whose entry is true.
+
+    Raises:
+        ValueError: for another type.
+
+    Source: ``megatron.core.transformer.utils.is_layer_window_attention``.
+
+    >>> [is_layer_window_attention((128, 0), 3, number) for number in (1, 2, 3)]
+    [True, True, False]
+    """
+    if window_size is None:
+        return False
+    if window_attn_skip_freq is None:
+        return True
+    if isinstance(window_attn_skip_freq, int):
+        return layer_number % window_attn_skip_freq != 0
+    if isinstance(window_attn_skip_freq, (list, tuple)):
+        return bool(window_attn_skip_freq[layer_number - 1])
+    raise ValueError(
+        f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "
+        f"{window_attn_skip_freq!r}"
+    )
+
+
+class TEDotProductAttention(DotProductAttention):
+    """The core of attention, built from a configuration.
+
+    Arrays are ``[b, s, n, d]`` here (``[s, b, n, d]`` in Megatron), or ``[t, n, d]`` with ``packed_seq_params``.
+
+    Args:
+        config: sizes, softmax type, window, dropout and whether largest logits are wanted.
+        layer_number: of the layer, from 1; which layers attend in a window may depend on it.
+        attn_mask_type: an `AttnMaskType`, or its name.
+        attention_type: ``"self"`` or ``"cross"``.
+        attention_dropout: None: the configuration's.
+        softmax_scale: None: the configuration's, or ``1 / sqrt(d)``.
+        k_channels, v_channels: head sizes of keys and values, if both are given. Else ``config.kv_channels``.
+        num_splits: kept as an attribute; it tunes one CUDA kernel. None: 1 if ``config.batch_invariant_mode``.
+        cp_comm_type: how keys and values are exchanged under context parallelism; one of
+            `jax_te.config.CP_COMM_TYPES`.
+        pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
+        rngs: taken like in every layer; there is nothing to draw.
+
+    Raises:
+        ValueError: for unknown names; when called, for masks that the call lacks or does not use.
+        TypeError: for a ``pg_collection``.
+
+    Source: ``megatron.core.extensions.transformer_engine.TEDotProductAttention``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    >>> core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self")
+    >>> core(*(jnp.ones((2, 8, 4, 8)),) * 3, None).shape
+    (2, 8, 32)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType | str,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if attention_type not in ATTENTION_TYPES:
+            raise ValueError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
+        if cp_comm_type is not None and cp_comm_type not in CP_COMM_TYPES:
+            raise ValueError(f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)}, got {cp_comm_type!r}")
+        if pg_collection is not None:
+            raise TypeError(
+                "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has "
+                "axes 'tensor' and 'data' in their place"
+            )
+        both = k_channels is not None and v_channels is not None
+        channels: Any = (k_channels, v_channels) if both else config.kv_channels
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        super().__init__(
+            config.num_attention_heads,
+            channels,
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
+            attn_mask_type=_name(attn_mask_type),
+            softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
+            softmax_type=config.softmax_type,
+            return_max_logit=config.qk_clip or config.log_max_attention_logit,
+            num_splits=1 if num_splits is None and config.batch_invariant_mode else num_splits,
+            rngs=rngs,
+        )
+        self.layer_window = config.window_size if windowed else None
+        self.has_window = config.window_size is not None
+        self.layer_number = layer_number
+        self.attention_type = attention_type
+        self.cp_comm_type = "p2p" if cp_comm_type is None else cp_comm_type
+
+    def __call__(  # type: ignore[override]  # Megatron's arguments
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        attention_mask: Array | tuple[Array, Array] | None,
+        attn_mask_type: AttnMaskType | str | None = None,
+        attention_bias: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_splits: int | None = None,
+        *,
+        dropout_key: Array | None = None,
+    ) -> Any:
+        """Apply attention.
+
+        Args:
+            query: ``[b, sq, n, d]``, or ``[t, n, d]`` with ``packed_seq_params``.
+            key: ``[b, skv, g, d]`` or ``[t, g, d]``.
+            value: ``[b, skv, g, dv]`` or ``[t, g, dv]``.
+            attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]``, padding at the end of each
+                sequence, of which only the lengths are read; a pair ``(of queries, of keys)`` where these differ. For
+                ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the others None, or it is not looked at, as in
+                Transformer Engine.
+            attn_mask_type: in place of the layer's own. With ``packed_seq_params``, ``causal`` counts as
+                ``padding_causal`` and ``no_mask`` as ``padding``.
+            attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
+            packed_seq_params: several sequences in each row.
+            num_splits: without effect, see the class.
+            dropout_key: turns dropout on.
+
+        Returns:
+            ``[b, sq, n·dv]``, or ``[t, n·dv]``; where ``config.qk_clip`` or ``config.log_max_attention_logit`` asks for
+            it, a tuple of it and the largest logit of each head, fp32 ``[n]``, in place of Megatron's attribute
+            ``current_max_attn_logits``: merge those of several calls with ``jnp.maximum``.
+        """
+        del num_splits
+        mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
+        masks: dict[str, Any] = {}
+        if packed_seq_params is not None:
+            mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
+        elif mask_type == "no_mask" and self.has_window and query.shape[-3] == 1:
+            mask_type = "causal_bottom_right"  # one token of a decoder, whose keys end with its own
+        if mask_type == "arbitrary":
+            masks["attention_mask"] = attention_mask
+        elif mask_type.startswith("padding") and packed_seq_params is None:
+            masks |= _lengths(attention_mask)
+        row = packed_seq_params is not None and query.ndim == 3
+        if row:
+            query, key, value = query[None], key[None], value[None]
+        result = super().__call__(
+            query,
+            key,
+            value,
+            **masks,
+            packed_seq_params=packed_seq_params,
+            core_attention_bias_type="no_bias" if attention_bias is None else "post_scale_bias",
+            core_attention_bias=attention_bias,
+            dropout_key=dropout_key,
+            attn_mask_type=mask_type,
+            window_size=self.layer_window,
+        )
+        context, *logits = result if self.return_max_logit else (result,)
+        merged = merge_heads(context)
+        merged = merged[0] if row else merged
+        return (merged, *logits) if logits else merged
+
+    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+        """Nothing: heads are split over the mesh's tensor axis, whichever mesh a call runs under.
+
+        Args:
+            tp_group: None or ``"tensor"``.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        check_tp_group(tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of the learnable softmax offset, split over heads; ``{}`` where there is none."""
+        return sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _name(mask_type: AttnMaskType | str) -> str:
+    return mask_type.name if isinstance(mask_type, AttnMaskType) else mask_type
+
+
+def _lengths(mask: Array | tuple[Array, Array] | None) -> dict[str, Array]:
+    """Valid positions of each sequence, from padding masks ``[b, 1, 1, s]``."""
+    if mask is None:
+        return {}
+    names = ("q_lengths", "kv_lengths") if isinstance(mask, tuple) else ("kv_lengths",)
+    lengths = {}
+    for name, one in zip(names, mask if isinstance(mask, tuple) else (mask,), strict=True):
+        if one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1):
+            raise ValueError(
+                f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {one.dtype} {one.shape}"
+            )
+        lengths[name] = jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32)
+    return lengths

@@ -1,0 +1,110 @@
+"""Normalization followed by a column-parallel linear layer, in Megatron's vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import LayerNormLinear
+from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
+from jax_te.megatron.te_layer import TELayer, refuse
+from jax_te.typing import Array, Initializer
+
+
+class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
+    """`jax_te.layers.LayerNormLinear` with Megatron's arguments; a call gives ``(y, bias or None)``.
+
+    The norm is ``config.normalization`` with ``config.layernorm_epsilon`` and ``config.layernorm_zero_centered_gamma``.
+    Parameters are ``scale [k]``, ``ln_bias [k]`` (LayerNorm only), ``kernel [k, n]`` and ``bias [n]``.
+
+    Args:
+        is_expert: False: experts take `TENorm` and `TEColumnParallelLinear`.
+        input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
+            tp_comm_buffer_name, tp_group, name, rngs: as in `TEColumnParallelLinear`.
+
+    Attributes are those of `TELinear`, but for ``save_original_input``: the GEMM's input is the norm's output.
+
+    Raises:
+        ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; and as
+            `TELinear`.
+        AssertionError, TypeError: as `TELinear`.
+
+    Source: ``megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    >>> options = {"config": config, "init_method": config.init_method, "gather_output": False, "bias": True}
+    >>> layer = TELayerNormColumnParallelLinear(
+    ...     16, 48, **options, skip_bias_add=False, is_expert=False, tp_comm_buffer_name="qkv", rngs=nnx.Rngs(0)
+    ... )
+    >>> y, bias = layer(jnp.ones((2, 4, 16)))
+    >>> y.shape, bias
+    ((2, 4, 48), None)
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Initializer,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: str | None = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        refuse(
+            gather_output=gather_output,
+            is_expert=is_expert,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+        )
+        self._describe_layer(
+            config,
+            input_size,
+            output_size,
+            parallel_mode="column",
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=config.symmetric_ar_type,
+        )
+        super().__init__(
+            input_size,
+            output_size,
+            config.layernorm_epsilon,
+            bias,
+            normalization=config.normalization,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            init_method=condition_init_method(config, init_method),
+            return_bias=self.te_return_bias,
+            rngs=rngs,
+            **self._tensor_parallel_arguments(tp_group),
+            **_get_extra_te_kwargs(config),
+        )
+        self._take_precision(name)
+
+    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:
+        """Apply the layer.
+
+        Args:
+            x: ``[..., k]``; its dtype is the dtype of computation and of the output. But fp32 on half-precision norm
+                parameters, such as a residual stream in fp32, is cast to their dtype; its gradient is in fp32.
+            is_first_microbatch: as in `Linear`.
+
+        Returns:
+            ``(y [..., n], bias [n] or None)``, as `TELinear`. The norm's output is never among them.
+        """
+        own = self.scale.get_value().dtype
+        if x.dtype == jnp.float32 and jnp.dtype(own).itemsize < x.dtype.itemsize:
+            x = x.astype(own)
+        result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
+        return result if self.te_return_bias else (result, None)

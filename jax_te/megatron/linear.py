@@ -1,0 +1,270 @@
+"""Linear layers in Megatron's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_te.config import ModelParallelConfig, check_choice
+from jax_te.layers import Linear
+from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
+from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, refuse
+from jax_te.typing import Array, Initializer
+
+
+class TELinear(TELayer, Linear):
+    """`jax_te.layers.Linear` with Megatron's arguments; a call gives ``(y, bias or None)``.
+
+    Arguments are Megatron's in name and order, and one more: ``rngs``, as every NNX layer takes. Megatron draws weights
+    from a global tracker of CUDA states, a stream for each kind of layer and rank. JAX has no global random state, and
+    a global array has one value: initial weights depend on ``rngs`` alone, not on the mesh, whatever the mode is.
+
+    Args:
+        input_size: ``k``, of the whole input, not of a rank's part.
+        output_size: ``n``, likewise.
+        parallel_mode: ``"column"`` splits ``n`` over the mesh's tensor axis, ``"row"`` splits ``k``,
+            ``"duplicated"`` (or None) neither; such a layer takes and gives whole sequences.
+        config: its fields are read as `ModelParallelConfig` lists them.
+        init_method: initializer of the kernel ``[k, n]``: ``init(key, shape, dtype)``, e.g. ``config.init_method``.
+        bias: there is a bias ``[n]``, at first 0.
+        skip_bias_add: with ``bias``, do not add it but return it, for a fused operation to add.
+        skip_weight_param_allocation: False.
+        tp_comm_buffer_name: ``"qkv"``, ``"proj"``, ``"fc1"``, ``"fc2"`` or None: a name of user buffers, which there
+            are none of here; without effect.
+        is_expert: the layer belongs to one expert of a mixture. The arrays are the same; its collectives, too, follow
+            from how they are split, so nothing is left for a token dispatcher to gather or reduce over the tensor
+            ranks. Which tokens come in is decided outside. Kernels of all experts are on every rank of the other axes.
+        symmetric_ar_type: one of `jax_te.config.SYMMETRIC_AR_TYPES`, without effect.
+        tp_group: None or ``"tensor"``, the mesh's axis that stands for Megatron's process group.
+        name: under which the rules of ``config.quant_recipe`` know the layer. None: they are not asked, until
+            `apply_quantization_config` or `finish_init` gives it a precision.
+        rngs: the ``params`` stream draws the kernel.
+
+    Attributes:
+        is_first_microbatch: None; `MegatronModule.set_is_first_microbatch` sets it, see `QuantizableModule`.
+            Megatron's starts as True and each call makes it False, which a function under ``jit`` could not.
+        module_recipe, deterministic, save_original_input, module_name: see `Linear`.
+
+    Raises:
+        ValueError: for ``skip_weight_param_allocation``; an unknown mode or name; a mesh in use with another number of
+            tensor ranks than ``config.tensor_model_parallel_size``, unless that is 1; as `Linear`.
+        AssertionError: for a duplicated layer with a ``tp_group``; an unknown ``symmetric_ar_type``; a size that the
+            tensor ranks do not divide.
+        TypeError: for another ``tp_group``; an ``init_method`` that cannot be called.
+
+    Source: ``megatron.core.extensions.transformer_engine.TELinear``.
+
+    >>> config = ModelParallelConfig()
+    >>> layer = TELinear(
+    ...     16, 32, parallel_mode="column", config=config, init_method=jax.nn.initializers.normal(0.02), bias=True,
+    ...     skip_bias_add=True, skip_weight_param_allocation=False, rngs=nnx.Rngs(0),
+    ... )
+    >>> y, bias = layer(jnp.ones((2, 4, 16)))
+    >>> y.shape, bias.shape, layer
+    ((2, 4, 32), (32,), TELinear(in_features=16, out_features=32, bias=True, TP=1))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool,
+        skip_bias_add: bool,
+        skip_weight_param_allocation: bool,
+        tp_comm_buffer_name: str | None = None,
+        is_expert: bool = False,
+        symmetric_ar_type: str | None = None,
+        tp_group: str | None = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        refuse(skip_weight_param_allocation=skip_weight_param_allocation)
+        check_choice(PARALLEL_MODES, parallel_mode=parallel_mode)
+        if parallel_mode == "duplicated" and tp_group is not None:
+            raise AssertionError(
+                f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"
+            )
+        mode = None if parallel_mode == "duplicated" else parallel_mode
+        self._describe_layer(
+            config,
+            input_size,
+            output_size,
+            parallel_mode=mode,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            init_method=condition_init_method(config, init_method),
+            return_bias=self.te_return_bias,
+            rngs=rngs,
+            **self._tensor_parallel_arguments(tp_group),
+            **_get_extra_te_kwargs(config),
+        )
+        self._take_precision(name)
+
+    def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:
+        """Apply the layer.
+
+        Args:
+            x: ``[..., k]``; its dtype is the dtype of computation and of the output.
+            is_first_microbatch: as in `Linear`.
+
+        Returns:
+            ``(y [..., n], None)`` with the bias in ``y``, if there is one; with ``skip_bias_add`` and ``bias``
+            ``(y, bias [n])``, both in the dtype of ``x``. A row-parallel layer's bias is added once, to the sum over
+            the tensor ranks.
+        """
+        result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
+        return result if self.te_return_bias else (result, None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of every array of a duplicated layer, see `jax_te.megatron.sharded_state_dict`.
+
+        Raises:
+            AssertionError: for a column- or row-parallel layer; `TEColumnParallelLinear` and `TERowParallelLinear`
+                have their own.
+            ValueError: for ``sharded_offsets``.
+        """
+        if self.parallel_mode is not None:
+            raise AssertionError(
+                f"TELinear.sharded_state_dict is for parallel_mode 'duplicated', this is {self.parallel_mode!r}; use "
+                "TEColumnParallelLinear or TERowParallelLinear"
+            )
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+class TEColumnParallelLinear(TELinear):
+    """`TELinear` whose output features are split over the tensor ranks.
+
+    Args:
+        gather_output: False: the output stays split.
+        is_expert: as in `TELinear`.
+        input_size, output_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation,
+            tp_comm_buffer_name, tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is
+            ``config.symmetric_ar_type``.
+
+    Raises:
+        ValueError: for ``gather_output``; and as `TELinear`.
+        AssertionError, TypeError: as `TELinear`.
+
+    Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelLinear``.
+
+    >>> options = {"init_method": jax.nn.initializers.normal(0.02), "gather_output": False, "bias": False}
+    >>> options |= {"skip_bias_add": True, "is_expert": False, "rngs": nnx.Rngs(0)}
+    >>> TEColumnParallelLinear(16, 32, config=ModelParallelConfig(tensor_model_parallel_size=2), **options)
+    TEColumnParallelLinear(in_features=16, out_features=16, bias=False, TP=2)
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: str | None = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        refuse(gather_output=gather_output)
+        super().__init__(
+            input_size,
+            output_size,
+            parallel_mode="column",
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            is_expert=is_expert,
+            symmetric_ar_type=config.symmetric_ar_type,
+            tp_group=tp_group,
+            name=name,
+            rngs=rngs,
+        )
+
+    sharded_state_dict = TELayer.sharded_state_dict
+
+
+class TERowParallelLinear(TELinear):
+    """`TELinear` whose input features are split over the tensor ranks, such as the output of a column-parallel layer.
+
+    Args:
+        input_is_parallel: True: the input is split already.
+        is_expert: as in `TELinear`.
+        input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
+            as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is whole on every rank.
+
+    Raises:
+        ValueError: for ``input_is_parallel=False``; and as `TELinear`.
+        AssertionError, TypeError: as `TELinear`.
+
+    Source: ``megatron.core.extensions.transformer_engine.TERowParallelLinear``.
+
+    >>> options = {"init_method": jax.nn.initializers.normal(0.02), "input_is_parallel": True, "bias": True}
+    >>> options |= {"skip_bias_add": False, "is_expert": False, "rngs": nnx.Rngs(0)}
+    >>> TERowParallelLinear(16, 32, config=ModelParallelConfig(tensor_model_parallel_size=2), **options)
+    TERowParallelLinear(in_features=8, out_features=32, bias=True, TP=2)
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: str | None = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if not input_is_parallel:
+            raise ValueError(
+                "input_is_parallel=False is not supported: the input of a row-parallel layer is split over the tensor "
+                "ranks; jax_te.parallel.constrain(x, axes) with 'ffn' as the last axis splits it"
+            )
+        super().__init__(
+            input_size,
+            output_size,
+            parallel_mode="row",
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            skip_weight_param_allocation=False,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            is_expert=is_expert,
+            symmetric_ar_type=config.symmetric_ar_type,
+            tp_group=tp_group,
+            name=name,
+            rngs=rngs,
+        )
+
+    sharded_state_dict = TELayer.sharded_state_dict

@@ -1,0 +1,58 @@
+"""Normalization by a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from jax_te.layers import LayerNorm, RMSNorm
+from jax_te.megatron.te_kwargs import _get_extra_te_kwargs
+
+
+class TENorm:
+    """`jax_te.layers.LayerNorm` or `jax_te.layers.RMSNorm`, as ``config.normalization`` says; never a TENorm.
+
+    Args:
+        config: read are ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel``, ``params_dtype``.
+        hidden_size: ``h``.
+        eps: added to the variance or mean square. As in Megatron ``config.layernorm_epsilon`` is not read: pass it.
+        has_residual: a residual connection starts at the norm's input. Megatron fuses the two where a second option,
+            ``fused_residual_rmsnorm``, is on; XLA does so by itself, so the result is always the norm's output alone.
+        rngs: as every layer takes; not needed, because the initial values are constants.
+
+    Raises:
+        Exception: for another normalization, of this very type, as in Megatron.
+        ValueError: for a size or ``eps`` that is not positive.
+
+    Source: ``megatron.core.extensions.transformer_engine.TENorm``.
+
+    >>> from jax_te.config import TransformerConfig
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, normalization="RMSNorm")
+    >>> type(TENorm(config, 32, config.layernorm_epsilon)).__name__
+    'RMSNorm'
+    """
+
+    def __new__(
+        cls,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        has_residual: bool = False,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> LayerNorm | RMSNorm:
+        del has_residual
+        layers = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+        if config.normalization not in layers:
+            raise Exception(
+                f"Only LayerNorm and RMSNorm are supported as config.normalization, got {config.normalization!r}"
+            )
+        return layers[config.normalization](
+            hidden_size,
+            eps,
+            sequence_parallel=config.sequence_parallel,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            rngs=nnx.Rngs(0) if rngs is None else rngs,
+            **_get_extra_te_kwargs(config),
+        )

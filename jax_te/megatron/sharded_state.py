@@ -1,0 +1,88 @@
+"""What a checkpoint holds of a module, described: the target to restore it to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jax_te.megatron.state_dict import arrays_of, variables_of
+from jax_te.parallel import named_sharding
+from jax_te.quantize import QuantizedKernel
+
+
+def sharded_state_dict(
+    module: nnx.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[Any] = (),
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of every array of a module, under the names of its `state_dict`.
+
+    Arrays are global, so this says all: there are no rank offsets, no replica ids and no writer to elect. Parameters
+    are split as their logical axes say, everything else (quantizer state, random keys, statistics) is on every device.
+    The dict is a target for `jax_te.checkpoint.TrainCheckpointer.restore` and for Orbax, on any mesh, whatever mesh the
+    checkpoint was saved from; `load_state_dict` puts what comes back into the module.
+
+    A submodule with a method ``sharded_state_dict`` is asked for its part of the dict.
+
+    Args:
+        module: its arrays may be abstract (``nnx.eval_shape``).
+        prefix: in front of every name, with its dot.
+        sharded_offsets: ``()``.
+        metadata: Megatron's has process groups and formats in it, which say nothing here; it is handed on to
+            submodules.
+
+    Returns:
+        Descriptions by name, with ``NamedSharding`` on the mesh of ``jax.set_mesh``; without a mesh, the sharding is
+        None.
+
+    Raises:
+        ValueError: for ``sharded_offsets`` that are not empty.
+
+    Source: ``megatron.core.transformer.module.MegatronModule.sharded_state_dict``.
+
+    >>> sharded_state_dict(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "fc1.")["fc1.kernel"]
+    ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+    """
+    if len(sharded_offsets):
+        raise ValueError(
+            f"sharded_offsets must be (), got {sharded_offsets!r}: arrays are global, so a parent has no offsets to "
+            "hand down; layers of a pipeline stage keep their own names"
+        )
+    mesh = jax.sharding.get_mesh()
+    described: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, variable in variables_of(module):
+        key = prefix + ".".join(map(str, path))
+        for name, leaf in arrays_of(key, variable).items():
+            described[name] = _describe(leaf, variable, None if mesh.empty else mesh)
+    for path, child in _asked(module):
+        part = f"{prefix}{'.'.join(map(str, path))}."
+        described = {name: leaf for name, leaf in described.items() if not name.startswith(part)}
+        described |= child.sharded_state_dict(part, sharded_offsets, metadata)
+    return described
+
+
+def _describe(leaf: Any, variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else _place(leaf, variable, mesh))
+
+
+def _place(leaf: Any, variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+    axes = variable.get_metadata().get("logical_axes")
+    value = variable.get_value()
+    # The scales of a quantized kernel may have as many axes as it has, but other sizes.
+    other = isinstance(value, QuantizedKernel) and leaf.shape != value.shape
+    if axes is None or len(axes) != leaf.ndim or other:
+        axes = (None,) * leaf.ndim
+    return named_sharding(axes, mesh)
+
+
+def _asked(module: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
+    """Submodules that describe themselves, without those inside of another one."""
+    found = {path: child for path, child in nnx.iter_modules(module) if path and hasattr(child, "sharded_state_dict")}
+    return [
+        (path, child) for path, child in found.items() if not any(path[:size] in found for size in range(1, len(path)))
+    ]

@@ -1,0 +1,101 @@
+"""Taking a fused layer apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import LayerNorm, RMSNorm
+from jax_te.layers.norm import norm_spec
+from jax_te.layers.quantizable import CachedKernel
+from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
+from jax_te.megatron.linear import TEColumnParallelLinear
+from jax_te.megatron.norm import TENorm
+from jax_te.quantize import QuantizerState
+from jax_te.typing import Initializer
+
+_COPIED = (
+    "is_first_microbatch",
+    "disable_parameter_transpose_cache",
+    "module_recipe",
+    "high_precision",
+    "deterministic",
+    "module_name",
+    "frozen",
+)
+
+
+def split_te_layernorm_column_parallel_linear(
+    fused_layer: TELayerNormColumnParallelLinear,
+    config: TransformerConfig,
+    init_method: Initializer | None = None,
+    tp_group: str | None = None,
+) -> tuple[LayerNorm | RMSNorm, TEColumnParallelLinear]:
+    """The norm and the linear layer that a fused layer is made of, with copies of its arrays.
+
+    One after the other they compute what the fused layer does; on the XLA backend to the last bit. Arrays keep their
+    dtypes and shardings. Megatron's linear layer loses the fused one's own precision (that of a quantization file);
+    here it has it, as it has delayed scaling's state.
+
+    Args:
+        fused_layer: left as it is.
+        config: of the new layers; its normalization must be the fused layer's.
+        init_method: initializer that the linear layer is built with, before the kernel is copied over. None: zeros.
+        tp_group: as in `TELinear`. None: the fused layer's.
+
+    Raises:
+        ValueError: if ``config`` describes another norm than the fused layer has.
+        AssertionError, TypeError: as `TEColumnParallelLinear`.
+
+    Source: ``megatron.core.extensions.transformer_engine.split_te_layernorm_column_parallel_linear``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    >>> fused = TELayerNormColumnParallelLinear(
+    ...     16, 32, config=config, init_method=config.init_method, gather_output=False, bias=True, skip_bias_add=False,
+    ...     is_expert=False, rngs=nnx.Rngs(0),
+    ... )
+    >>> norm, linear = split_te_layernorm_column_parallel_linear(fused, config)
+    >>> x = jnp.ones((2, 16))
+    >>> bool((linear(norm(x))[0] == fused(x)[0]).all())
+    True
+    """
+    described = norm_spec(config.normalization, fused_layer.norm.epsilon, config.layernorm_zero_centered_gamma)
+    if described != fused_layer.norm:
+        raise ValueError(f"config describes {described}, the fused layer has {fused_layer.norm}; they must be the same")
+    norm = TENorm(config, fused_layer.in_features, fused_layer.norm.epsilon)
+    norm.scale.set_value(_copy(fused_layer.scale))
+    if norm.bias is not None:
+        norm.bias.set_value(_copy(fused_layer.ln_bias))
+    linear: Any = TEColumnParallelLinear(
+        fused_layer.in_features,
+        fused_layer.out_features,
+        config=config,
+        init_method=jax.nn.initializers.zeros if init_method is None else init_method,
+        gather_output=False,
+        bias=fused_layer.use_bias,
+        skip_bias_add=fused_layer.te_return_bias,
+        is_expert=False,
+        tp_comm_buffer_name=fused_layer.tp_comm_buffer_name,
+        tp_group=tp_group or fused_layer.tensor_parallel.group,
+        rngs=nnx.Rngs(0),
+    )
+    linear.kernel.set_value(_copy(fused_layer.kernel))
+    if linear.bias is not None:
+        linear.bias.set_value(_copy(fused_layer.bias))
+    state, kept = getattr(fused_layer, "quantizers"), getattr(fused_layer, "kernel_cache")  # noqa: B009
+    linear.quantizers = nnx.data(None if state is None else QuantizerState(_copy(state)))
+    linear.kernel_cache = nnx.data(None if kept is None else CachedKernel(_copy(kept)))
+    linear.tensor_parallel = replace(fused_layer.tensor_parallel, group=linear.tensor_parallel.group)
+    for name in _COPIED:
+        setattr(linear, name, getattr(fused_layer, name))
+    return norm, linear
+
+
+def _copy(variable: Any) -> Any:
+    """What a Variable holds in arrays of its own, so that donating one does not delete the other."""
+    return jax.tree.map(jnp.copy, variable.get_value())

@@ -1,0 +1,238 @@
+"""T5: an encoder-decoder language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import TransformerConfig, check_positive
+from jax_te.layers import Embedding, RelativePositionBias, dropout, make_norm
+from jax_te.layers.parameters import parameter
+from jax_te.models.blocks import transformer_layer
+from jax_te.models.config_check import check_config
+from jax_te.models.stack import REMAT, layer_keys, run_layers
+from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
+from jax_te.ops import dense, softmax_cross_entropy
+from jax_te.parallel import constrain
+from jax_te.typing import Array, LogicalAxes
+
+T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
+"""Kinds of position embedding of `T5Model`, in Megatron-Core's words."""
+
+_AXES: LogicalAxes = ("batch", "sequence", "hidden")
+
+
+class T5Model(nnx.Module):
+    """Encoder over one sequence, decoder with cross-attention over another; both share the embedding.
+
+    T5's own form is ``TransformerConfig(normalization="RMSNorm", activation="relu", add_bias_linear=False,
+    softmax_scale=1.0, …)`` with relative positions; T5 v1.1's has ``activation="geglu"`` and a head of its own.
+
+    The layers' linear operations follow the ambient recipe; embedding, attention cores and head stay in the compute
+    dtype.
+
+    Args:
+        config: sizes and choices of the layers; ``num_layers`` are the decoder's.
+        vocab_size: ``v``.
+        max_sequence_length: longest input of encoder and decoder, and rows of the learned positions.
+        encoder_num_layers: None: as many as the decoder's.
+        position_embedding_type: ``"relative"``: a bias of the scores by distance, one table in the encoder and one
+            in the decoder, shared by their layers; ``"learned_absolute"``; or ``"none"``.
+        relative_attention_num_buckets, relative_attention_max_distance: see `RelativePositionBias`.
+        share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
+            its own.
+        remat, scan_layers: see `run_layers`.
+        rngs: the ``params`` stream draws all weights.
+
+    Raises:
+        ValueError: for sizes that are not positive, unknown names and fields of ``config`` that it does not follow;
+            when called, for tokens that are not ``[b, s]`` or too long.
+        TypeError: when called, for tokens that are not integers.
+        QuantizerStateError: when called under a recipe with state, if the model was built without it.
+
+    Source: ``megatron.core.models.T5.T5Model``; Raffel et al. 2020.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    >>> model = T5Model(config, vocab_size=100, max_sequence_length=16, rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 4), jnp.int32)).shape
+    (2, 4, 100)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        max_sequence_length: int,
+        encoder_num_layers: int | None = None,
+        position_embedding_type: str = "relative",
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
+        share_embeddings_and_output_weights: bool = True,
+        remat: str = "none",
+        scan_layers: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        encoders = config.num_layers if encoder_num_layers is None else encoder_num_layers
+        check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length, encoder_num_layers=encoders)
+        for name, value, allowed in (
+            ("position_embedding_type", position_embedding_type, T5_POSITION_EMBEDDINGS),
+            ("remat", remat, REMAT),
+        ):
+            if value not in allowed:
+                raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
+        check_config(config)
+        self.config = config
+        self.max_sequence_length = max_sequence_length
+        self.position_embedding_type = position_embedding_type
+        self.remat = remat
+        self.scan_layers = scan_layers
+        self.compute_dtype = jnp.dtype(config.compute_dtype)  # type: ignore[arg-type]  # the config has filled it in
+        h, n, dtype, init = config.hidden_size, config.num_attention_heads, config.params_dtype, config.init_method
+        self.embedding = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
+        learned, relative = (position_embedding_type == name for name in ("learned_absolute", "relative"))
+        self.position_embedding = (
+            Embedding(max_sequence_length, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
+            if learned
+            else None
+        )
+
+        def bias(bidirectional: bool) -> RelativePositionBias | None:
+            if not relative:
+                return None
+            return RelativePositionBias(
+                n,
+                num_buckets=relative_attention_num_buckets,
+                max_distance=relative_attention_max_distance,
+                bidirectional=bidirectional,
+                init_method=init,
+                params_dtype=dtype,
+                rngs=rngs,
+            )
+
+        def norm() -> nnx.Module:
+            return make_norm(
+                config.normalization,
+                h,
+                config.layernorm_epsilon,
+                zero_centered_gamma=config.layernorm_zero_centered_gamma,
+                params_dtype=dtype,
+                rngs=rngs,
+            )
+
+        self.encoder_bias = bias(bidirectional=True)
+        self.encoder_layers = nnx.List(
+            [transformer_layer(config, i, self_attn_mask_type="no_mask", rngs=rngs) for i in range(encoders)]
+        )
+        self.encoder_norm = norm()
+        self.decoder_bias = bias(bidirectional=False)
+        self.decoder_layers = nnx.List(
+            [transformer_layer(config, i, layer_type="decoder", rngs=rngs) for i in range(config.num_layers)]
+        )
+        self.decoder_norm = norm()
+        self.output_kernel = (
+            None
+            if share_embeddings_and_output_weights
+            else parameter(init, rngs, (h, vocab_size), dtype, ("fsdp", "vocab"))
+        )
+
+    def __call__(
+        self,
+        encoder_tokens: Array,
+        decoder_tokens: Array,
+        *,
+        encoder_lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Logits of the next token of the decoder's sequence at every position.
+
+        Args:
+            encoder_tokens: integers ``[b, s]`` in ``[0, v)``.
+            decoder_tokens: integers ``[b, t]`` in ``[0, v)``.
+            encoder_lengths: int32 ``[b]``, valid tokens at the start of each of ``encoder_tokens``; nobody attends to
+                the others. None: all.
+            dropout_key: turns dropout on; None is evaluation.
+
+        Returns:
+            ``[b, t, v]`` in the compute dtype, split over batch and vocabulary.
+        """
+        keys = layer_keys(dropout_key, 2)
+        encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
+        return self.decode(decoder_tokens, encoded, encoder_lengths=encoder_lengths, dropout_key=keys[1])
+
+    def encode(self, tokens: Array, *, encoder_lengths: Array | None = None, dropout_key: Array | None = None) -> Array:
+        """The encoder's output ``[b, s, h]``."""
+        *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.encoder_layers) + 2)
+        mask_types: dict[str, str] = {}
+        arrays: dict[str, Any] = {}
+        if encoder_lengths is not None:
+            mask_types["self_attn_mask_type"] = "padding"
+            arrays["sequence_lengths"] = encoder_lengths
+        with jax.named_scope("T5Encoder"):
+            x = self._embed(tokens, embedding_key)
+            x = self._run(self.encoder_layers, self.encoder_bias, x, keys, mask_types, arrays)
+            return dropout(self.encoder_norm(x), self.config.hidden_dropout, last_key, axes=_AXES)  # type: ignore[operator]
+
+    def decode(
+        self,
+        tokens: Array,
+        encoded: Array,
+        *,
+        encoder_lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Logits ``[b, t, v]`` from the decoder's tokens and the encoder's output."""
+        *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.decoder_layers) + 2)
+        mask_types: dict[str, str] = {}
+        arrays: dict[str, Any] = {"encoder_output": encoded}
+        if encoder_lengths is not None:
+            mask_types["enc_dec_attn_mask_type"] = "padding"
+            arrays["encoder_lengths"] = encoder_lengths
+        with jax.named_scope("T5Decoder"):
+            x = self._embed(tokens, embedding_key)
+            x = self._run(self.decoder_layers, self.decoder_bias, x, keys, mask_types, arrays)
+            x = dropout(self.decoder_norm(x), self.config.hidden_dropout, last_key, axes=_AXES)  # type: ignore[operator]
+            kernel = self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
+            return dense(x, kernel, out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))
+
+    def loss(
+        self,
+        encoder_tokens: Array,
+        decoder_tokens: Array,
+        labels: Array,
+        loss_mask: Array | None = None,
+        *,
+        encoder_lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``: fp32 ``[]``."""
+        check_like_tokens(decoder_tokens, labels=labels, loss_mask=loss_mask)
+        logits = self(encoder_tokens, decoder_tokens, encoder_lengths=encoder_lengths, dropout_key=dropout_key)
+        with jax.named_scope("loss"):
+            return masked_mean(softmax_cross_entropy(logits, labels, out_axes=("batch", "sequence")), loss_mask)
+
+    def _embed(self, tokens: Array, key: Array | None) -> Array:
+        check_tokens(tokens, self.max_sequence_length)
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            x = x + self.position_embedding(positions, ids_axes=("sequence",))[None]
+        x = constrain(x.astype(self.compute_dtype), _AXES)
+        return dropout(x, self.config.hidden_dropout, key, axes=_AXES)
+
+    def _run(
+        self,
+        layers: Any,
+        bias: RelativePositionBias | None,
+        x: Array,
+        keys: list[Array | None],
+        mask_types: dict[str, str],
+        arrays: dict[str, Any],
+    ) -> Array:
+        if bias is not None:
+            mask_types = {**mask_types, "core_attention_bias_type": "post_scale_bias"}
+            arrays = {**arrays, "core_attention_bias": bias(x.shape[1], x.shape[1])}
+        return run_layers(layers, x, keys, remat=self.remat, scan=self.scan_layers, mask_types=mask_types, **arrays)

@@ -1,0 +1,106 @@
+"""Sequences packed one after another into one row, as attention is told of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jax_te.typing import Array
+
+
+class Segments(NamedTuple):
+    """Where the packed sequences of every row of a batch begin, and how long they are.
+
+    Args:
+        q_offsets, kv_offsets: int32 ``[b, m]``, first position of each of at most ``m`` sequences, in rising order.
+        q_lengths, kv_lengths: int32 ``[b, m]``, valid positions of each. What lies between the end of a sequence and
+            the beginning of the next one is padding. Sequences of length 0 stand at the end.
+
+    Source: ``transformer_engine.jax.attention.SequenceDescriptor``; ``thd`` in ``transformer_engine.pytorch``.
+    """
+
+    q_offsets: Array
+    q_lengths: Array
+    kv_offsets: Array
+    kv_lengths: Array
+
+
+class Places(NamedTuple):
+    """Where every position of a row lies: ``[b, s]`` each.
+
+    Args:
+        segment: int32, from 1; 0 is padding.
+        position: int32, from 0 in each sequence.
+        length: int32, of the sequence that the position belongs to.
+    """
+
+    segment: Array
+    position: Array
+    length: Array
+
+
+def segments_from_cu_seqlens(
+    cu_seqlens_q: Array,
+    cu_seqlens_kv: Array | None = None,
+    cu_seqlens_q_padded: Array | None = None,
+    cu_seqlens_kv_padded: Array | None = None,
+) -> Segments:
+    """`Segments` from cumulative lengths, Megatron's and FlashAttention's form.
+
+    Args:
+        cu_seqlens_q: int32 ``[m + 1]`` or ``[b, m + 1]``: 0, then the sum of the lengths so far. Unused entries at the
+            end repeat the last one.
+        cu_seqlens_kv: likewise for keys and values. None: as the queries'.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: where each sequence begins in memory, if there is padding between
+            sequences. None: there is none. For keys also None with ``cu_seqlens_kv`` None: as the queries'.
+
+    Raises:
+        TypeError: for arrays that are not integers.
+        ValueError: for shapes that do not agree.
+
+    >>> segments_from_cu_seqlens(jnp.array([0, 3, 5])).q_lengths.tolist()
+    [[3, 2]]
+    """
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+        cu_seqlens_kv_padded = cu_seqlens_q_padded if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+    q_offsets, q_lengths = _offsets_and_lengths("q", cu_seqlens_q, cu_seqlens_q_padded)
+    kv_offsets, kv_lengths = _offsets_and_lengths("kv", cu_seqlens_kv, cu_seqlens_kv_padded)
+    if q_offsets.shape != kv_offsets.shape:
+        raise ValueError(
+            f"cu_seqlens_q {cu_seqlens_q.shape} and cu_seqlens_kv {cu_seqlens_kv.shape} must hold as many sequences"
+        )
+    return Segments(q_offsets, q_lengths, kv_offsets, kv_lengths)
+
+
+def _offsets_and_lengths(name: str, cu_seqlens: Array, padded: Array | None) -> tuple[Array, Array]:
+    for suffix, array in (("", cu_seqlens), ("_padded", padded)):
+        if array is None:
+            continue
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"cu_seqlens_{name}{suffix} must be integers, got {array.dtype}")
+        if array.ndim not in (1, 2) or array.shape[-1] < 2 or array.shape != cu_seqlens.shape:
+            raise ValueError(
+                f"cu_seqlens_{name}{suffix} must be [m + 1] or [b, m + 1], padded or not alike; got {array.shape}"
+                + ("" if array is cu_seqlens else f" beside {cu_seqlens.shape}")
+            )
+    cu_seqlens = jnp.atleast_2d(cu_seqlens).astype(jnp.int32)
+    starts = cu_seqlens if padded is None else jnp.atleast_2d(padded).astype(jnp.int32)
+    return starts[:, :-1], cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
+
+
+def places(offsets: Array, lengths: Array, size: int) -> Places:
+    """`Places` of the ``size`` positions of each row, from offsets and lengths ``[b, m]``.
+
+    >>> places(jnp.array([[0, 4]]), jnp.array([[3, 2]]), 8).segment.tolist()
+    [[1, 1, 1, 0, 2, 2, 0, 0]]
+    """
+    index = jnp.arange(size, dtype=jnp.int32)[None, :, None]
+    inside = (index >= offsets[:, None, :]) & (index < (offsets + lengths)[:, None, :])  # [b, s, m]
+
+    def pick(values: Array) -> Array:
+        return jnp.sum(jnp.where(inside, values, jnp.zeros((), jnp.int32)), axis=-1, dtype=jnp.int32)
+
+    number = jnp.arange(1, offsets.shape[-1] + 1, dtype=jnp.int32)[None, None, :]
+    return Places(pick(number), pick(index - offsets[:, None, :]), pick(lengths[:, None, :]))

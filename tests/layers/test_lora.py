@@ -1,0 +1,213 @@
+"""Low-rank adapters: the formula, what is trained and what is not, every recipe, merging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.layers import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    LoRA,
+    TransformerLayer,
+    lora_labels,
+    quantize_parameters,
+)
+from jax_te.parallel import constrain
+from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
+from jax_te.training import create_train_state, make_train_step
+from tests.layers import reference
+from tests.layers.reference import Form, parameters, randomize, value_and_vjp64
+from tests.meshes import shard
+from tests.numerics import (
+    TOLERANCE,
+    assert_bitwise,
+    assert_close,
+    compiled_text,
+    draw,
+    quick_jit,
+    relative_l2,
+    value_and_vjp,
+    without_type_checker,
+)
+
+B, S, H, F, R, ALPHA = 4, 8, 32, 64, 3, 5.0
+
+
+def column(**options: Any) -> LayerNormLinear:
+    return LayerNormLinear(H, F, parallel_mode="column", rngs=nnx.Rngs(0), **options)
+
+
+def row(**options: Any) -> Linear:
+    return Linear(H, F, parallel_mode="row", rngs=nnx.Rngs(0), **options)
+
+
+def adapted(base: Any, **options: Any) -> LoRA:
+    return randomize(LoRA(base, R, alpha=ALPHA, rngs=nnx.Rngs(1), **options))
+
+
+def formula(p: dict[str, Any], x: Any) -> Any:
+    """Whichever base it is."""
+    base = p["base"]
+    z = reference.norm(jnp, x, base["scale"], base["ln_bias"], Form()) if "scale" in base else x
+    update = (z @ p["lora_a"]).reshape(*x.shape[:-1], R) @ p["lora_b"]
+    return z @ base["kernel"] + base["bias"] + ALPHA / R * update
+
+
+@pytest.mark.parametrize(("build", "sequence_parallel"), [(column, False), (column, True), (row, True)])
+def test_follows_the_formula_on_every_mesh(build: Any, sequence_parallel: bool, mesh_mode: str) -> None:
+    layer = adapted(build(sequence_parallel=sequence_parallel), freeze_base=False)
+    x, g = draw("x", (B, S, H)), draw("g", (B, S, F))
+    y, (d_layer, dx) = value_and_vjp(
+        lambda layer, x: layer(x), (shard(layer), x), constrain(g, layer.base.output_axes(x)), quick=True
+    )
+    expected, (dp, expected_dx) = value_and_vjp64(formula, (parameters(layer), x), g)
+    assert_close(y, expected, 2 * TOLERANCE["float32"], what="y")
+    assert_close(dx, expected_dx, 2 * TOLERANCE["float32"], what="dx")
+    for (path, actual), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(parameters(d_layer)), jax.tree.leaves(dp), strict=True
+    ):
+        assert_close(actual, wanted, 2 * TOLERANCE["float32"], what=jax.tree_util.keystr(path))
+
+
+def test_several_output_axes() -> None:
+    base = randomize(Linear(H, (3, F), rngs=nnx.Rngs(0)))
+    x = draw("x", (B, H))
+    plain, layer = base(x), adapted(base)
+    a, b = (np.float64(value) for value in (layer.lora_a[...], layer.lora_b[...]))
+    update = ALPHA / R * np.tensordot(np.float64(x) @ a, b, 1)
+    assert_close(layer(x), np.float64(base(x)) + update, TOLERANCE["float32"])
+    assert layer(x).shape == plain.shape
+
+
+@pytest.mark.parametrize("build", [column, row])
+def test_a_frozen_base_gets_no_gradient_and_costs_no_gemm_for_it(build: Any) -> None:
+    x, g = draw("x", (B, S, H)), draw("g", (B, S, F))
+    gradient = jax.grad(lambda layer, x: jnp.sum(layer(x) * g), (0, 1))
+    frozen, trained = (adapted(build(), freeze_base=freeze) for freeze in (True, False))
+    (d_frozen, dx), (d_trained, expected_dx) = (jax.jit(gradient)(layer, x) for layer in (frozen, trained))
+    assert_close(dx, expected_dx, TOLERANCE["float32"])
+    assert not any(leaf.any() for leaf in jax.tree.leaves(parameters(d_frozen)["base"]))
+    assert all(leaf.any() for leaf in jax.tree.leaves(parameters(d_trained)["base"]))
+    for name in ("lora_a", "lora_b"):
+        assert_close(parameters(d_frozen)[name], parameters(d_trained)[name], TOLERANCE["float32"])
+    gemms = [compiled_text(gradient, layer, x).count(" dot(") for layer in (frozen, trained)]
+    assert gemms[0] == gemms[1] - 1 > 0
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_trains_the_adapter_alone_under_every_recipe(name: str) -> None:
+    """Two microbatches, in bf16, so that kernels are kept and their gradients have a place of their own."""
+    recipe = None if name == "none" else recipe_from_name(name)
+    batch = draw("x", (64, H), jnp.bfloat16)
+    target = batch.astype(jnp.float32) @ draw("u", (H, R), scale=H**-0.5) @ draw("v", (R, F), scale=R**-0.5)
+
+    def build(rngs: nnx.Rngs) -> LoRA:
+        base = LayerNormLinear(H, F, params_dtype=jnp.bfloat16, rngs=rngs)
+        return LoRA(base, R, params_dtype=jnp.bfloat16, rngs=rngs)
+
+    def loss(model: LoRA, batch: Any, key: Any) -> jax.Array:
+        x, y = batch
+        return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+    tx = optax.multi_transform({"lora": optax.adamw(5e-2), "frozen": optax.set_to_zero()}, lora_labels)
+    with autocast(recipe):
+        state = create_train_state(build, tx, key=jax.random.key(0))
+        before = parameters(jax.tree.map(jnp.copy, state.model))
+        seen = jax.tree.map(jnp.copy, state.quantizers)
+        assert_bitwise(*quick_jit(lambda model: (model(batch), model.base(batch)))(state.model), what="the start")
+        step, losses = make_train_step(loss, tx, microbatches=2), []
+        for _ in range(6):
+            state, metrics = step(state, (batch, target))
+            losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0], losses
+    after = parameters(state.model)
+    jax.tree.map(assert_bitwise, after["base"], before["base"])
+    assert all((after[key] != before[key]).any() for key in ("lora_a", "lora_b"))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert len(moments) == 4, "two moments for each of the adapter's arrays, none for the base"
+    changed = [
+        bool((a != b).any()) for a, b in zip(jax.tree.leaves(state.quantizers), jax.tree.leaves(seen), strict=True)
+    ]
+    assert changed == [True] * (6 if name == "delayed" else 0)
+
+
+def test_under_fp8_the_adapter_reads_the_norms_output() -> None:
+    x, layer = draw("x", (B, S, H), scale=3.0, shift=1.0), adapted(column())
+    with autocast(Float8CurrentScaling()):
+        update = np.float64(layer(x)) - np.float64(layer.base(x))
+    p = jax.tree.map(np.float64, parameters(layer))
+    z = reference.norm(np, np.float64(x), p["base"]["scale"], p["base"]["ln_bias"], Form())
+    assert_close(update, ALPHA / R * z @ p["lora_a"] @ p["lora_b"], 4 * TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("build", [column, row])
+def test_merged_is_unmerged_to_rounding(build: Any, dtype: str) -> None:
+    x, layer = draw("x", (B, S, H)), adapted(build(params_dtype=dtype))
+    before, kernel = np.asarray(layer(x)), np.float64(layer.base.kernel[...])
+    a, b = np.float64(layer.lora_a[...]), np.float64(layer.lora_b[...])
+    merged = layer.merge()
+    assert merged is layer.base
+    assert not merged.frozen
+    assert merged.kernel.get_value().dtype == dtype
+    assert_close(merged.kernel.get_value(), kernel + ALPHA / R * a @ b, TOLERANCE[dtype])
+    assert_close(merged(x), before, 2 * TOLERANCE[dtype])
+    assert_bitwise(layer(x), merged(x))
+
+
+def test_what_cannot_be_merged_says_why() -> None:
+    bare = Linear(H, F, False, skip_weight_param_allocation=True, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"has no kernel of its own, .* go on calling LoRA"):
+        adapted(bare).merge()
+    with autocast(Float8CurrentScaling()):
+        held = LoRA(quantize_parameters(row()), R, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="holds its kernel quantized"):
+        held.merge()
+
+
+def test_returns_and_takes_what_its_base_does() -> None:
+    x, weight, bias = draw("x", (B, H)), draw("w", (H, F)), draw("b", (F,))
+    layer = adapted(column(return_layernorm_output=True, return_bias=True))
+    result, plain = layer(x), layer.base(x)
+    assert len(result) == 3
+    assert relative_l2(result[0], plain[0]) > 0.1
+    assert_bitwise(result[1], plain[1])
+    assert_bitwise(result[2], plain[2])
+    bare = adapted(Linear(H, F, skip_weight_param_allocation=True, rngs=nnx.Rngs(0)))
+    own = adapted(Linear(H, F, rngs=nnx.Rngs(0)))
+    own.base.kernel[...], own.base.bias[...] = weight, bias
+    assert_bitwise(bare(x, weight, bias), own(x))
+
+
+def test_lora_params_are_a_filter() -> None:
+    layer = adapted(row())
+    assert set(nnx.to_pure_dict(nnx.state(layer, nnx.LoRAParam))) == {"lora_a", "lora_b"}
+    gradient = nnx.grad(lambda layer: jnp.sum(layer(draw("x", (B, H)))), argnums=nnx.DiffState(0, nnx.LoRAParam))(layer)
+    assert set(nnx.to_pure_dict(gradient)) == {"lora_a", "lora_b"}
+
+
+def test_takes_the_place_of_a_projection() -> None:
+    x, block = draw("x", (2, S, H)), TransformerLayer(H, F, 4, rngs=nnx.Rngs(0))
+    before = block(x)
+    attention = block.self_attention
+    attention.qkv, attention.proj = (LoRA(part, R, rngs=nnx.Rngs(1)) for part in (attention.qkv, attention.proj))
+    with without_type_checker():
+        assert_bitwise(block(x), before)
+    attention.qkv, attention.proj = attention.qkv.merge(), attention.proj.merge()
+    assert_bitwise(block(x), before)
+
+
+def test_errors() -> None:
+    with without_type_checker(), pytest.raises(TypeError, match=r"LoRA wraps a Linear .*, got LayerNormMLP; wrap the"):
+        LoRA(LayerNormMLP(H, F, rngs=nnx.Rngs(0)), R, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank must be an integer >= 1, got 0"):
+        LoRA(row(), 0, rngs=nnx.Rngs(0))

@@ -1,0 +1,172 @@
+"""TEDotProductAttention: what it takes from the configuration, its masks, what it returns, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import DotProductAttention, PackedSeqParams
+from jax_te.megatron import AttnMaskType, TEDotProductAttention, is_layer_window_attention
+from tests.meshes import use_mesh
+from tests.numerics import assert_bitwise, draw, without_type_checker
+
+B, S, N, G, D = 2, 8, 4, 2, 8
+
+
+def config(**options):
+    return TransformerConfig(
+        num_layers=4, hidden_size=N * D, num_attention_heads=N, num_query_groups=G, **options
+    )  # fmt: skip
+
+
+def core(mask_type=AttnMaskType.causal, layer_number=1, *, attention_type="self", **options):
+    return TEDotProductAttention(config(**options), layer_number, mask_type, attention_type)
+
+
+def qkv(s=S):
+    return draw("q", (B, S, N, D)), draw("k", (B, s, G, D)), draw("v", (B, s, G, D))
+
+
+def plain(**options):
+    return DotProductAttention(N, D, num_gqa_groups=G, **options)
+
+
+def merged(context):
+    return context.reshape(*context.shape[:-2], N * D)
+
+
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.causal_bottom_right])
+def test_it_is_the_layers_core_with_heads_merged(mask_type):
+    assert_bitwise(core(mask_type)(*qkv(), None), merged(plain(attn_mask_type=mask_type.name)(*qkv())))
+
+
+def test_options_come_from_the_configuration():
+    options = {"softmax_type": "learnable", "softmax_scale": 0.3, "attention_dropout": 0.4, "window_size": (2, 0)}
+    ours = core(**options)
+    ours.softmax_offset.set_value(draw("offset", (N,)))
+    theirs = plain(**options)
+    theirs.softmax_offset.set_value(draw("offset", (N,)))
+    key = jax.random.key(0)
+    assert_bitwise(ours(*qkv(), None, dropout_key=key), merged(theirs(*qkv(), dropout_key=key)))
+    own = TEDotProductAttention(config(**options), 1, "causal", "self", attention_dropout=0.0, softmax_scale=0.5)
+    assert (own.attention_dropout, own.softmax_scale) == (0.0, 0.5)
+
+
+def test_channels_of_values_may_differ():
+    layer = TEDotProductAttention(config(), 1, AttnMaskType.causal, "self", k_channels=4, v_channels=6)
+    q, k, v = draw("q", (B, S, N, 4)), draw("k", (B, S, G, 4)), draw("v", (B, S, G, 6))
+    assert layer(q, k, v, None).shape == (B, S, N * 6)
+    alone = TEDotProductAttention(config(), 1, AttnMaskType.causal, "self", k_channels=4)
+    assert (alone.kv_channels, alone.v_channels) == (D, D)
+
+
+def test_padding_masks_say_lengths():
+    lengths = jnp.array([5, 8])
+    mask = (jnp.arange(S)[None] >= lengths[:, None])[:, None, None]
+    for mask_type in (AttnMaskType.padding, AttnMaskType.padding_causal):
+        expected = plain(attn_mask_type=mask_type.name)(*qkv(), kv_lengths=lengths)
+        assert_bitwise(core(mask_type)(*qkv(), mask), merged(expected))
+    short = jnp.array([2, 6])
+    pair = (mask, (jnp.arange(6)[None] >= short[:, None])[:, None, None])
+    cross = core(AttnMaskType.padding, attention_type="cross")
+    expected = plain(attn_mask_type="padding")(*qkv(6), q_lengths=lengths, kv_lengths=short)
+    assert_bitwise(cross(*qkv(6), pair), merged(expected))
+
+
+def test_arbitrary_masks_and_a_mask_type_of_the_call():
+    mask = jnp.asarray(np.random.default_rng(0).random((B, 1, S, S)) < 0.3)
+    expected = plain(attn_mask_type="arbitrary")(*qkv(), attention_mask=mask)
+    assert_bitwise(core()(*qkv(), mask, AttnMaskType.arbitrary), merged(expected))
+    assert_bitwise(core()(*qkv(), mask), core()(*qkv(), None))  # a causal call looks at no mask
+
+
+def test_a_bias_is_added_to_the_scaled_scores():
+    bias = draw("bias", (1, N, S, S))
+    expected = plain()(*qkv(), core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    assert_bitwise(core()(*qkv(), None, attention_bias=bias), merged(expected))
+
+
+def test_packed_sequences_of_one_row_and_of_a_batch():
+    packed = PackedSeqParams(cu_seqlens_q=jnp.array([0, 3, 8]))
+    row = tuple(a[0] for a in qkv())
+    for ours, theirs in ((AttnMaskType.causal, "padding_causal"), (AttnMaskType.no_mask, "padding")):
+        expected = plain(attn_mask_type=theirs)(*row, packed_seq_params=packed)
+        assert expected.shape == (S, N, D)
+        assert_bitwise(core(ours)(*row, None, packed_seq_params=packed), merged(expected))
+    both = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, 8], [0, 2, 4]]))
+    expected = plain(attn_mask_type="padding_causal")(*qkv(), packed_seq_params=both)
+    assert_bitwise(core()(*qkv(), None, packed_seq_params=both), merged(expected))
+
+
+@pytest.mark.parametrize(("skip", "windowed"), [(None, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0, 1, 1, 0], [0, 1, 1, 0])])
+def test_which_layers_attend_in_a_window(skip, windowed):
+    for number, expected in enumerate(windowed, 1):
+        layer = core(layer_number=number, window_size=(2, 0), window_attn_skip_freq=skip)
+        assert layer.layer_window == ((2, 0) if expected else None)
+        assert_bitwise(layer(*qkv(), None), merged(plain(window_size=(2, 0) if expected else None)(*qkv())))
+    assert not is_layer_window_attention(None, 2, 1)
+    with (
+        without_type_checker(),
+        pytest.raises(ValueError, match="window_attn_skip_freq must be an integer, a sequence"),
+    ):
+        is_layer_window_attention((2, 0), "all", 1)
+
+
+def test_one_token_of_a_windowed_decoder_sees_the_last_keys():
+    q, k, v = qkv()
+    layer = core(AttnMaskType.no_mask, window_size=(2, 0))
+    expected = plain(attn_mask_type="no_mask")(q[:, :1], k[:, -3:], v[:, -3:])
+    np.testing.assert_allclose(layer(q[:, :1], k, v, None), merged(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
+def test_largest_logits_are_returned_where_the_configuration_wants_them(field):
+    context, logits = core(**{field: True})(*qkv(), None)
+    expected = plain(return_max_logit=True)(*qkv())
+    assert_bitwise(context, merged(expected[0]))
+    assert_bitwise(logits, expected[1])
+
+
+def test_num_splits_is_an_attribute():
+    assert core().num_splits is None
+    assert core(batch_invariant_mode=True).num_splits == 1
+    assert TEDotProductAttention(config(), 1, "causal", "self", num_splits=4).num_splits == 4
+
+
+def test_sharded_state_dict_has_the_learnable_offset_split_over_heads():
+    assert core().sharded_state_dict() == {}
+    assert core(softmax_type="off-by-one").sharded_state_dict() == {}
+    with use_mesh("auto"):
+        described = core(softmax_type="learnable").sharded_state_dict("core.")
+        assert list(described) == ["core.softmax_offset"]
+        assert described["core.softmax_offset"].sharding.spec == jax.P("tensor")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: core(attention_type="both"), ValueError, "attention_type must be 'self' or 'cross', got 'both'"),
+        (
+            lambda: TEDotProductAttention(config(), 1, "causal", "self", cp_comm_type="ring"),
+            ValueError,
+            r"cp_comm_type must be one of p2p, all_gather, a2a, a2a\+p2p, got 'ring'",
+        ),
+        (
+            lambda: TEDotProductAttention(config(), 1, "causal", "self", pg_collection="tp"),
+            TypeError,
+            "pg_collection must be None: .* jax.set_mesh",
+        ),
+        (lambda: core("diagonal"), ValueError, "unknown attn_mask_type 'diagonal'"),
+        (lambda: core(AttnMaskType.padding)(*qkv(), None), ValueError, "'padding' needs kv_lengths"),
+        (
+            lambda: core(AttnMaskType.padding)(*qkv(), jnp.zeros((B, S), bool)),
+            ValueError,
+            r"a padding mask must be bool \[b, 1, 1, s\], True where there is padding; got bool \(2, 8\)",
+        ),
+        (lambda: core(AttnMaskType.arbitrary)(*qkv(), None), ValueError, "'arbitrary' needs a mask"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(call, error, message):
+    with without_type_checker(), pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,139 @@
+"""What Megatron's linear layers refuse, with the exceptions that Megatron has for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_te.config import ModelParallelConfig, ParallelConfig, TransformerConfig
+from jax_te.megatron import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TENorm,
+    TERowParallelLinear,
+    condition_init_method,
+)
+from jax_te.parallel import make_mesh
+from tests.numerics import without_type_checker
+
+CONFIG = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
+COMMON: dict[str, Any] = {"config": CONFIG, "init_method": CONFIG.init_method, "bias": True, "skip_bias_add": False}
+
+
+def linear(k: int = 32, n: int = 64, **options: Any) -> TELinear:
+    given = {"parallel_mode": "duplicated", "skip_weight_param_allocation": False, **COMMON, **options}
+    return TELinear(k, n, rngs=nnx.Rngs(0), **given)
+
+
+def column(k: int = 32, n: int = 64, **options: Any) -> TEColumnParallelLinear:
+    given = {"gather_output": False, "is_expert": False, **COMMON, **options}
+    return TEColumnParallelLinear(k, n, rngs=nnx.Rngs(0), **given)
+
+
+def row(k: int = 32, n: int = 64, **options: Any) -> TERowParallelLinear:
+    given = {"input_is_parallel": True, "is_expert": False, **COMMON, **options}
+    return TERowParallelLinear(k, n, rngs=nnx.Rngs(0), **given)
+
+
+def fused(k: int = 32, n: int = 64, **options: Any) -> TELayerNormColumnParallelLinear:
+    given = {"gather_output": False, "is_expert": False, **COMMON, **options}
+    return TELayerNormColumnParallelLinear(k, n, rngs=nnx.Rngs(0), **given)
+
+
+EVERY = [linear, column, row, fused]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: column(gather_output=True), ValueError, "gather_output=True is not supported: the output stays split"),
+        (lambda: fused(gather_output=True, is_expert=True), ValueError, "gather_output=True is not supported"),
+        (
+            lambda: fused(is_expert=True, skip_weight_param_allocation=True),
+            ValueError,
+            "is_expert=True is not supported: an expert takes TENorm and TEColumnParallelLinear",
+        ),
+        (lambda: fused(skip_weight_param_allocation=True), ValueError, "skip_weight_param_allocation=True is not"),
+        (lambda: column(skip_weight_param_allocation=True), ValueError, "skip_weight_param_allocation=True is not"),
+        (lambda: linear(skip_weight_param_allocation=True), ValueError, r"jax_te\.layers\.Linear can do without"),
+        (lambda: row(input_is_parallel=False), ValueError, "input_is_parallel=False is not supported"),
+        (
+            lambda: linear(tp_group="tensor"),
+            AssertionError,
+            "a duplicated layer has no tensor parallelism, so tp_group must be None, got 'tensor'",
+        ),
+        (lambda: linear(parallel_mode="diagonal"), ValueError, "parallel_mode must be one of None, 'duplicated', 'c"),
+        (lambda: linear(symmetric_ar_type="ring"), AssertionError, "symmetric_ar_type must be one of .* got 'ring'"),
+        (lambda: column(tp_group=object()), TypeError, "tp_group must be None or the mesh axis 'tensor'"),
+        (lambda: linear(0), ValueError, "in_features must be an integer >= 1, got 0"),
+        (lambda: fused(n=-1), ValueError, r"out_features\[0\] must be an integer >= 1, got -1"),
+        (
+            lambda: TENorm(SimpleNamespace(normalization="L2Norm"), 32),
+            Exception,
+            "Only LayerNorm and RMSNorm are supported as config.normalization, got 'L2Norm'",
+        ),
+        (lambda: TENorm(CONFIG, 0), ValueError, "hidden_size must be an integer >= 1, got 0"),
+    ],
+)
+def test_what_is_refused(build: Any, error: type[Exception], message: str):
+    with without_type_checker(), pytest.raises(error, match=message) as caught:
+        build()
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("build", EVERY)
+def test_names_of_user_buffers(build: Any):
+    for name in ("qkv", "proj", "fc1", "fc2", None):
+        assert build(tp_comm_buffer_name=name).tp_comm_buffer_name == name
+    with pytest.raises(ValueError, match=r"tp_comm_buffer_name must be one of .*, got 'mlp'"):
+        build(tp_comm_buffer_name="mlp")
+
+
+@pytest.mark.parametrize("build", EVERY)
+def test_initializers_are_functions(build: Any):
+    with without_type_checker(), pytest.raises(TypeError, match=r"init_method must be a function init\(key, shape, d"):
+        build(init_method=None)
+    with without_type_checker(), pytest.raises(TypeError, match="init_method must be a function"):
+        condition_init_method(CONFIG, 0.02)  # type: ignore[arg-type]
+
+
+def test_sizes_that_the_tensor_ranks_do_not_divide():
+    """By the configuration without a mesh, by the mesh with one; for experts, too, which Megatron divides by hand."""
+    three = ModelParallelConfig(tensor_model_parallel_size=3)
+    for build, size in ((column, 64), (row, 32)):
+        with pytest.raises(
+            AssertionError, match=f"{size} .*put features of a .*-parallel layer are not divisible by 3"
+        ):
+            build(config=three, is_expert=True)
+    linear(config=three)
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=8))):
+        assert column(is_expert=True).tp_size == 8
+        with pytest.raises(AssertionError, match=r"60 output features of a column-parallel layer are not .* by 8"):
+            fused(n=60)
+
+
+def test_the_mesh_has_the_configured_size():
+    two = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    built_without = column(config=two)
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=4))):
+        for build in (column, row, fused):
+            with pytest.raises(ValueError, match="tensor_model_parallel_size is 2, and the mesh in use has 4 tensor"):
+                build(config=two)
+        with pytest.raises(ValueError, match="built with tp_size=2, and the mesh in use has 4 tensor ranks"):
+            built_without(jnp.ones((2, 8, 32)))
+        linear(config=two)(jnp.ones((2, 8, 32)))
+
+
+def test_a_group_can_be_set_later():
+    layer = row()
+    layer.set_tensor_parallel_group("tensor")
+    with without_type_checker(), pytest.raises(TypeError, match="JAX has no process groups"):
+        layer.set_tensor_parallel_group("data")

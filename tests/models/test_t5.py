@@ -1,0 +1,163 @@
+"""T5Model against the formulas in fp64: logits, loss, gradients, meshes, lengths, recomputation, recipes, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import quantizable_modules
+from jax_te.layers.relative_bias import relative_buckets
+from jax_te.models import T5Model
+from jax_te.recipe import DelayedScaling, autocast
+from jax_te.training import create_train_state, make_train_step
+from tests.layers import reference
+from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
+from tests.meshes import shard
+from tests.numerics import assert_close, quick_jit, relative_l2
+
+B, S, T, V, H, F, N = 4, 8, 6, 32, 32, 64, 4
+# Twelve sums of up to F products, each off by about sqrt(F) roundings, one after another.
+TOLERANCE = 24 * ROUNDOFF["float32"] * F**0.5
+
+CONFIG = TransformerConfig(
+    num_layers=1,
+    hidden_size=H,
+    num_attention_heads=N,
+    ffn_hidden_size=F,
+    normalization="RMSNorm",
+    activation="relu",
+    add_bias_linear=False,
+    softmax_scale=1.0,
+)
+FORM = Form(rms=True, activation="relu", scale=1.0)
+SIZES = {"vocab_size": V, "max_sequence_length": S}
+RELATIVE = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}
+BUCKETS = {
+    name: functools.partial(relative_buckets, num_buckets=8, max_distance=6, bidirectional=name == "encoder")
+    for name in ("encoder", "decoder")
+}
+
+
+def build(**options: Any) -> T5Model:
+    return randomize(T5Model(CONFIG, **{**SIZES, **RELATIVE, **options}, rngs=nnx.Rngs(0)))
+
+
+def batch() -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    source, target = (rng.integers(0, V, (B, size)).astype(np.int32) for size in (S, T + 1))
+    mask = rng.integers(0, 2, (B, T)) > 0
+    return jnp.asarray(source), jnp.asarray(target[:, :-1]), jnp.asarray(target[:, 1:]), jnp.asarray(mask)
+
+
+def loss_and_gradient(model: T5Model, **arguments: Any) -> Any:
+    return quick_jit(jax.value_and_grad(lambda model, *a: model.loss(*a, **arguments)))(model, *batch())
+
+
+def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:
+    model = build()
+    source, target, labels, mask = map(np.asarray, batch())
+
+    def formula(p: Any) -> Any:
+        losses = reference.nll(jnp, reference.t5(jnp, p, source, target, FORM, BUCKETS), labels)
+        return (losses * mask).sum() / mask.sum()
+
+    value, (expected,) = value_and_vjp64(formula, (parameters(model),), np.ones(()))
+    loss, gradient = loss_and_gradient(shard(model))
+    assert_close(loss, value, TOLERANCE, what="loss")
+    trees = parameters(gradient), expected
+    for (path, a), (_, e) in zip(*map(jax.tree_util.tree_leaves_with_path, trees), strict=True):
+        assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("position", ["learned_absolute", "none"])
+def test_other_positions_and_a_head_of_its_own(position: str) -> None:
+    model = build(encoder_num_layers=2, position_embedding_type=position, share_embeddings_and_output_weights=False)
+    source, target, *_ = batch()
+    p = jax.tree.map(np.float64, parameters(model))
+    expected = reference.t5(np, p, np.asarray(source), np.asarray(target), FORM, BUCKETS)
+    assert_close(quick_jit(lambda model, *a: model(*a))(model, source, target), expected, TOLERANCE)
+
+
+def test_nobody_attends_beyond_the_encoders_lengths() -> None:
+    model, (source, target, *_) = build(), batch()
+    call = quick_jit(lambda model, *a: model(a[0], a[1], encoder_lengths=a[2]))
+    lengths = jnp.array([3, 8, 1, 5], jnp.int32)
+    logits = call(model, source, target, lengths)
+    other = jnp.where(jnp.arange(S)[None] < lengths[:, None], source, (source + 1) % V)
+    np.testing.assert_array_equal(logits, call(model, other, target, lengths))
+    alone = call(model, source[:1, :3], target[:1], lengths[:1])
+    assert_close(logits[:1], alone, TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "selective"}, {"scan_layers": True}])
+def test_recomputation_and_scanning_change_nothing(options: dict[str, Any]) -> None:
+    config = dataclasses.replace(CONFIG, num_layers=2, hidden_dropout=0.3)
+
+    def run(**options: Any) -> Any:
+        model = randomize(T5Model(config, **SIZES, **RELATIVE, **options, rngs=nnx.Rngs(0)))
+        return loss_and_gradient(model, dropout_key=jax.random.key(1))
+
+    for a, e in zip(*map(jax.tree.leaves, (run(**options), run())), strict=True):
+        assert_close(a, e, TOLERANCE)
+
+
+def test_it_trains_under_delayed_scaling() -> None:
+    source, target = (jnp.tile(tokens[:1], (16, 1)) for tokens in batch()[:2])
+    source, target = jnp.tile(source, (1, 2)), jnp.pad(target, ((0, 0), (0, 10)))
+    sizes = {**SIZES, "max_sequence_length": 16}
+    with autocast(DelayedScaling(amax_history_len=2)):
+        state = create_train_state(
+            lambda rngs: T5Model(CONFIG, **sizes, rngs=rngs), optax.adam(1e-2), key=jax.random.key(0)
+        )
+        step = make_train_step(lambda model, batch, key: model.loss(*batch), optax.adam(1e-2))
+        losses = []
+        for _ in range(8):
+            state, metrics = step(state, (source, target, jnp.roll(target, -1, 1)))
+            losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+    names = [name for name, _ in quantizable_modules(state.model)]
+    assert len(names) == 3 + 6  # three linear layers in the encoder's layer, six in the decoder's
+    scales = jax.tree.leaves(state.quantizers)
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in scales)
+
+
+def test_dropout_needs_a_key() -> None:
+    model = T5Model(dataclasses.replace(CONFIG, hidden_dropout=0.5), **SIZES, rngs=nnx.Rngs(0))
+    call = quick_jit(lambda model, key: model(*batch()[:2], dropout_key=key))
+    plain, dropped = call(model, None), call(model, jax.random.key(0))
+    assert relative_l2(dropped, plain) > 0.1
+    np.testing.assert_array_equal(dropped, call(model, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_embedding_type": "rope"}, "unknown position_embedding_type 'rope'; allowed: relative, learned_abs"),
+        ({"remat": "all"}, "unknown remat 'all'; allowed: none, full, selective"),
+        ({"encoder_num_layers": 0}, "encoder_num_layers must be an integer >= 1, got 0"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_bad_tokens_say_what_is_allowed() -> None:
+    model, (source, target, *_) = build(), batch()
+    with pytest.raises(ValueError, match="a sequence of 9 tokens exceeds the model's max_sequence_length 8"):
+        model(jnp.zeros((1, 9), jnp.int32), target)
+    with pytest.raises(ValueError, match=r"tokens must be \[b, s\], got shape \(6,\)"):
+        model(source, target[0])
+    with pytest.raises(TypeError, match="tokens must be integers, got float32"):
+        model(source.astype(jnp.float32), target)
+    with pytest.raises(ValueError, match=r"labels must have the shape of tokens \(4, 6\), got \(4, 5\)"):
+        model.loss(source, target, target[:, 1:])

@@ -1,0 +1,142 @@
+"""Fields of a configuration that Megatron's vocabulary reads: parallelism, precision, attention, initializers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
+from jax_te.layers import normal_init
+from jax_te.layers.initializers import scaled_normal_init
+from jax_te.models import GPTModel
+from jax_te.recipe import autocast, recipe_from_name
+from tests.numerics import assert_bitwise, without_type_checker
+
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(**SIZES, **fields)
+
+
+def test_defaults_are_megatrons():
+    parallel, precision, made = ModelParallelConfig(), PrecisionConfig(), config()
+    assert (parallel.tensor_model_parallel_size, parallel.sequence_parallel, parallel.perform_initialization) == (
+        1,
+        False,
+        True,
+    )
+    assert (precision.fp8, precision.fp8_recipe, precision.fp4, precision.fp4_recipe) == (
+        None,
+        "delayed",
+        None,
+        "nvfp4",
+    )
+    assert (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo) == (1, "most_recent")
+    assert (precision.fp8_wgrad, precision.num_layers_at_start_in_bf16) == (True, 1)
+    assert (made.softmax_type, made.qk_clip_alpha, made.qk_clip_threshold) == ("vanilla", 0.5, 100.0)
+    assert made.attention_softmax_in_fp32
+    assert made.window_size is None
+    assert {f.name for f in dataclasses.fields(parallel)} <= {f.name for f in dataclasses.fields(made)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"tensor_model_parallel_size": 0}, ValueError, "tensor_model_parallel_size must be an integer >= 1, got 0"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel=True needs tensor parallelism"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be True or False, got 1"),
+        ({"context_parallel_size": 2}, ValueError, "context_parallel_size must be 1, got 2: the mesh has no context"),
+        ({"expert_model_parallel_size": 4}, ValueError, "expert_model_parallel_size must be 1, got 4: the mesh has no"),
+        ({"expert_tensor_parallel_size": 2}, ValueError, "must be None or tensor_model_parallel_size = 1, got 2"),
+        ({"fp16": True, "bf16": True}, ValueError, "fp16 and bf16 are both True"),
+        ({"init_model_with_meta_device": True}, ValueError, r"nnx\.eval_shape"),
+        ({"deterministic_mode": True}, ValueError, "--xla_gpu_exclude_nondeterministic_ops"),
+        ({"tp_comm_overlap": True}, ValueError, "--xla_gpu_enable_latency_hiding_scheduler"),
+        ({"symmetric_ar_type": "ring"}, ValueError, "symmetric_ar_type must be one of None, 'two_shot', .*got 'ring'"),
+        ({"quant_recipe": {}}, TypeError, "quant_recipe must be a jax_te.megatron.RecipeConfig, got dict"),
+        ({"fp8": "e5m2"}, ValueError, "fp8 must be one of None, 'e4m3', 'hybrid', got 'e5m2'"),
+        ({"fp8_recipe": "block"}, ValueError, "fp8_recipe must be one of 'tensorwise', 'delayed', .* got 'block'"),
+        ({"fp8_margin": -1}, ValueError, "fp8_margin must be an integer >= 0, got -1"),
+        ({"fp8_amax_history_len": 0}, ValueError, "fp8_amax_history_len must be an integer >= 1, got 0"),
+        ({"fp8": "hybrid", "fp4": "e2m1"}, ValueError, "fp8='hybrid' and fp4='e2m1' are both given"),
+        ({"fp8_param": True}, ValueError, "fp8_param=True holds kernels as fp8 quantizes them, and fp8 is None"),
+        ({"fp8": "e4m3", "fp4_param": True}, ValueError, "fp4_param=True .* and fp4 is None"),
+        ({"fp8": "e4m3", "fp8_recipe": "custom"}, ValueError, "'custom' needs fp8_quantizer_factory"),
+        ({"fp4": "e2m1", "fp4_recipe": "custom"}, ValueError, "'custom' needs fp4_quantizer_factory"),
+        ({"fp8": "e4m3", "fp8_quantizer_factory": "a.b"}, ValueError, "has no effect, because fp8_recipe is not"),
+        ({"fp8_dot_product_attention": True}, ValueError, "attention does not run in FP8 here"),
+        ({"fp8_multi_head_attention": True}, ValueError, "attention does not run in FP8 here"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "mxfp8", "tp_only_amax_red": True},
+            ValueError,
+            "tp_only_amax_red=True has no effect under fp8_recipe 'mxfp8'",
+        ),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": True},
+            ValueError,
+            "first_last_layers_bf16 does not go with fp8_recipe 'delayed'",
+        ),
+        ({"num_layers_at_end_in_bf16": 3}, ValueError, r"must be an integer in \[0, num_layers = 2\], got 3"),
+        ({"softmax_type": "sparse"}, ValueError, "softmax_type must be one of 'vanilla', 'off-by-one', 'learnable'"),
+        ({"window_size": 128}, ValueError, "window_size must be two integers >= -1"),
+        ({"window_size": (128, -2)}, ValueError, "window_size must be two integers >= -1"),
+        ({"window_attn_skip_freq": 0}, ValueError, "window_attn_skip_freq must be an integer >= 1 or 0 or 1 for each"),
+        ({"window_attn_skip_freq": [1, 0, 1]}, ValueError, "for each of 2 layers"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be > 0"),
+        ({"qk_clip_threshold": 0.0}, ValueError, "qk_clip_threshold must be > 0"),
+        ({"qk_clip_alpha": 1.5}, ValueError, r"qk_clip_alpha must be in \[0, 1\]"),
+        ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type must be one of None, 'p2p', .* got 'ring'"),
+        ({"cp_comm_type": ["p2p"]}, AssertionError, "cp_comm_type has 1 entries for 2 layers"),
+        ({"init_method": 0.02}, TypeError, "init_method must be a function"),
+        ({"init_method_std": -1.0}, ValueError, "std must be >= 0, got -1.0"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], error: type[Exception], message: str):
+    with without_type_checker(), pytest.raises(error, match=message):
+        config(**fields)
+
+
+def test_what_goes_together_is_taken():
+    config(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
+    config(fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True, fp8_param=True)
+    config(first_last_layers_bf16=True)
+    lists = config(window_size=[4, 0], window_attn_skip_freq=[1, 0], cp_comm_type=["p2p", "a2a"])
+    assert (lists.window_size, lists.window_attn_skip_freq, lists.cp_comm_type) == ((4, 0), (1, 0), ("p2p", "a2a"))
+    hash(lists)
+
+
+def test_initializers_follow_from_the_standard_deviation():
+    made, key = config(init_method_std=0.5), jax.random.key(3)
+    shape, dtype = (8, 16), jnp.float32
+    assert_bitwise(made.init_method(key, shape, dtype), normal_init(0.5)(key, shape, dtype))
+    assert_bitwise(made.output_layer_init_method(key, shape, dtype), scaled_normal_init(0.5, 2)(key, shape, dtype))
+    assert made == config(init_method_std=0.5)
+    assert hash(made) == hash(config(init_method_std=0.5))
+    assert dataclasses.replace(made, num_layers=8).output_layer_init_method.std == 0.125
+    given = dataclasses.replace(config(init_method=NormalInit(0.1)), init_method_std=0.3)
+    assert (given.init_method, given.output_layer_init_method.std) == (NormalInit(0.1), 0.15)
+
+
+def test_gpt_takes_the_initializers():
+    zeros = jax.nn.initializers.zeros
+    model = GPTModel(config(output_layer_init_method=zeros), vocab_size=8, max_sequence_length=4, rngs=nnx.Rngs(0))
+    assert not model.layers[1].layernorm_mlp.wo_kernel[...].any()
+    assert model.layers[1].layernorm_mlp.wi_kernel[...].any()
+
+
+def test_gpt_refuses_what_it_does_not_follow():
+    def build(**fields: Any) -> GPTModel:
+        return GPTModel(config(**fields), vocab_size=8, max_sequence_length=4, rngs=nnx.Rngs(0))
+
+    with pytest.raises(ValueError, match="the models do not follow qk_clip=True"):
+        build(qk_clip=True)
+    with pytest.raises(ValueError, match="asks for the recipe 'current': build and call the model inside of autocast"):
+        build(fp8="hybrid", fp8_recipe="tensorwise")
+    with autocast(recipe_from_name("current")):
+        build(fp8="hybrid", fp8_recipe="tensorwise")

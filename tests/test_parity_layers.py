@@ -1,0 +1,92 @@
+"""Arguments of Transformer Engine's modules that no other test holds; docs/parity.md has a row for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import ParallelConfig
+from jax_te.layers import LayerNormMLP, TransformerLayer
+from jax_te.parallel import make_mesh
+from tests.layers import reference
+from tests.layers.reference import ROUNDOFF, Form, parameters, randomize
+from tests.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2, without_type_checker
+
+S, H, F, N = 8, 32, 64, 4
+TOLERANCE = 12 * ROUNDOFF["float32"] * F**0.5  # twelve sums of at most F products follow one another
+
+
+def build(**options: Any) -> TransformerLayer:
+    return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+
+
+@pytest.mark.parametrize("output_norm", [False, True])
+def test_epsilon_is_that_of_every_norm(output_norm: bool) -> None:
+    """Inputs so small that it matters: with another one in any norm the output would be another."""
+    form = Form(epsilon=0.5, output_norm=output_norm)
+    x = draw("x", (2, S, H), scale=0.3)
+    layer = build(layernorm_epsilon=form.epsilon, output_layernorm=output_norm)
+    wide = lambda model: jax.tree.map(np.float64, parameters(model))  # noqa: E731
+    y = quick_jit(lambda layer, x: layer(x))(layer, x)
+    assert_close(y, reference.layer(np, wide(layer), np.float64(x), form), TOLERANCE)
+    assert relative_l2(y, reference.layer(np, wide(layer), np.float64(x), Form(output_norm=output_norm))) > 0.01
+    mlp = randomize(LayerNormMLP(H, F, form.epsilon, rngs=nnx.Rngs(0)))
+    p = wide(mlp)
+    normed = reference.norm(np, np.float64(x), p["scale"], p["ln_bias"], form)
+    assert_close(quick_jit(lambda mlp, x: mlp(x))(mlp, x), reference.mlp_block(np, p, normed, form), TOLERANCE)
+
+
+def test_attention_dropout_is_of_the_softmax_alone() -> None:
+    """Without hidden dropout a key drops attention's weights; where rows have one weight, it keeps or drops all."""
+    call = quick_jit(lambda layer, x, key: layer(x, dropout_key=key))
+    x, keys = draw("x", (2, S, H)), [jax.random.key(seed) for seed in (0, 1)]
+    plain = build(hidden_dropout=0.0, attention_dropout=0.0)
+    assert_bitwise(call(plain, x, keys[0]), call(plain, x, None))
+    first, second = (call(build(hidden_dropout=0.0, attention_dropout=0.5), x, key) for key in keys)
+    assert relative_l2(first, second) > 0.05
+    core = build(hidden_dropout=0.0, attention_dropout=0.5).self_attention.core_attention
+    ones = jnp.ones((256, 1, N, H // N))
+    kept = np.asarray(core(ones, ones, ones, dropout_key=keys[0])).reshape(256 * N, -1)
+    assert (kept == kept[:, :1]).all()
+    assert set(np.unique(kept)) == {0.0, 2.0}
+    assert abs((kept[:, 0] == 2.0).mean() - 0.5) < 4 * (0.25 / len(kept)) ** 0.5
+
+
+def test_arguments_without_effect_on_a_transformer_layer() -> None:
+    """In bf16, where TE's two choices of the softmax's arithmetic give different results."""
+    options: dict[str, Any] = {"apply_query_key_layer_scaling": False, "attention_softmax_in_fp32": True}
+    tuned = build(**options, layer_number=3, seq_length=S, micro_batch_size=2, fuse_wgrad_accumulation=True)
+    x = draw("x", (2, S, H), jnp.bfloat16)
+    call = quick_jit(lambda layer, x: layer(x))
+    assert_bitwise(call(tuned, x), call(build(), x))
+    assert (tuned.layer_number, build().layer_number) == (3, None)
+    for layer in (tuned.self_attention.qkv, tuned.self_attention.proj, tuned.layernorm_mlp):
+        assert layer.fuse_wgrad_accumulation
+
+
+def test_tp_size_of_a_transformer_layer_is_the_meshs() -> None:
+    layer, x = build(tp_size=2), draw("x", (4, S, H))
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        assert jax.eval_shape(layer, x).shape == x.shape
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=4))):
+        with pytest.raises(ValueError, match="built with tp_size=2, and the mesh in use has 4 tensor ranks"):
+            jax.eval_shape(layer, x)
+        assert jax.eval_shape(build(), x).shape == x.shape
+
+
+def test_masks_hide_where_they_are_true() -> None:
+    """An arbitrary mask equals what it spells: causal self-attention, and an encoder's output cut short."""
+    x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
+    kinds = {"self_attn_mask_type": "arbitrary", "enc_dec_attn_mask_type": "arbitrary"}
+    future = jnp.triu(jnp.ones((S, S), bool), 1)[None, None]
+    behind = jnp.broadcast_to(jnp.arange(6) >= 4, (2, 1, S, 6))
+    y = quick_jit(lambda layer, *a: layer(*a))(build(layer_type="decoder", **kinds), x, future, encoded, behind)
+    plain = build(layer_type="decoder")
+    assert_close(y, quick_jit(lambda layer, *a: layer(a[0], None, a[1]))(plain, x, encoded[:, :4]), TOLERANCE)
+    with without_type_checker(), pytest.raises(ValueError, match="'arbitrary' needs a mask"):
+        build(self_attn_mask_type="arbitrary")(x)
