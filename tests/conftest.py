@@ -33,3 +33,10 @@ def mesh_mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
     with use_mesh(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_caches() -> Iterator[None]:
+    """Programs of one file are of little use to the next, and gigabytes of them make garbage collection slow."""
+    yield
+    jax.clear_caches()
