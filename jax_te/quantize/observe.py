@@ -97,7 +97,8 @@ def quantization_statistics(
     """What quantizing ``x`` does to it, as fp32 scalars.
 
     - ``amax``: its largest absolute value.
-    - ``scale``: the (largest) scale its values are multiplied with; blocks of zeros do not count.
+    - ``scale``: the (largest) scale its values are multiplied with; blocks of zeros, and those whose scale rounds to
+      zero, do not count.
     - ``underflow``: share of its non-zero values that become 0.
     - ``saturation``: share of its values that lie beyond the largest the format can hold.
     - ``mse``: mean squared error of the quantized values; ``relative_mse``: over the mean square of ``x``.
@@ -113,14 +114,18 @@ def quantization_statistics(
     q, _ = quantizer.quantize(x, scale, axis=axis % x.ndim, columnwise=False)
     wide, values = x.astype(jnp.float32), q.values()
     nonzero = wide != 0.0
-    lost = jnp.sum(nonzero & (q.data.astype(jnp.float32) == 0.0)) / jnp.maximum(jnp.sum(nonzero), 1)
+    inverse = _inverse_scales(q)
+    # NVFP4's scale of a block that is tiny beside the tensor's amax rounds to 0, and all of the block with it.
+    gone = (q.data.astype(jnp.float32) == 0.0) | (inverse == 0.0)
+    largest = inverse * jnp.finfo(q.data.dtype).max.astype(jnp.float32)
+    lost = jnp.sum(nonzero & gone) / jnp.maximum(jnp.sum(nonzero), 1)
     error = jnp.mean(jnp.square(values - wide))
     power = jnp.mean(jnp.square(wide))
     return {
         "amax": amax(x),
-        "scale": _largest_scale(q, nonzero),
+        "scale": _largest_scale(inverse, nonzero),
         "underflow": lost.astype(jnp.float32),
-        "saturation": jnp.mean((jnp.abs(wide) > _largest_values(q)).astype(jnp.float32)),
+        "saturation": jnp.mean(((jnp.abs(wide) > largest) & (inverse > 0.0)).astype(jnp.float32)),
         "mse": error,
         "relative_mse": error / jnp.where(power > 0.0, power, 1.0),
     }
@@ -139,11 +144,7 @@ def _inverse_scales(q: QuantizedTensor) -> Array:
     ).values()
 
 
-def _largest_scale(q: QuantizedTensor, used: Array) -> Array:
-    scales = 1.0 / _inverse_scales(q)
+def _largest_scale(inverse: Array, used: Array) -> Array:
+    scales = jnp.where(inverse > 0.0, 1.0 / inverse, 0.0)
     largest = jnp.max(jnp.where(used, scales, 0.0))
     return jnp.where(largest > 0.0, largest, jnp.max(scales))
-
-
-def _largest_values(q: QuantizedTensor) -> Array:
-    return _inverse_scales(q) * jnp.finfo(q.data.dtype).max.astype(jnp.float32)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantize
+from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantize, quantizer_for
+from jax_te.quantize.observe import quantization_statistics
+from jax_te.recipe import NVFP4BlockScaling
 from tests import oracles
 from tests.numerics import assert_bitwise, draw
 from tests.oracles import E4M3, E5M2, F32
@@ -140,3 +142,11 @@ def test_quantizers_are_hashable():
 def test_delayed_scaling_without_a_scale_is_refused():
     with pytest.raises((AssertionError, ValueError)):
         quantize(jnp.ones((2, 2)), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="delayed"))
+
+
+def test_a_block_whose_nvfp4_scale_rounds_to_zero_does_not_count_in_the_statistics():
+    quantizer = quantizer_for(NVFP4BlockScaling(), "x")
+    x = jnp.concatenate([jnp.ones((1, 16)), jnp.full((1, 16), 1e-7)], axis=1)
+    found = quantization_statistics(x, quantizer)
+    assert 0.0 < float(found["scale"]) < 1e6
+    assert float(found["underflow"]) == 0.5
