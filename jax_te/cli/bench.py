@@ -1,4 +1,4 @@
-"""``jax-te bench``: jax_te and its peers, in turn, in one process."""
+"""``jax-te bench``: layers of jax_te and of its peers, in turn, in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.cli.bench_step import bench_step
-from jax_te.layers import TransformerLayer
+from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import te, use_backend
 from jax_te.quantize import split_model
 from jax_te.recipe import Recipe, autocast, recipe_from_name
@@ -52,15 +52,22 @@ class Contestant:
         }
 
 
-def layer_flops(shape: Shape) -> float:
-    """Floating-point operations of one layer's forward and backward: GEMMs, and attention's causal half."""
+MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
+"""What can be measured."""
+
+
+def module_flops(module: str, shape: Shape) -> float:
+    """Floating-point operations of a module's forward and backward: GEMMs, and attention's causal half."""
     b, s, h, _, f = shape
-    return 3 * (2 * b * s * (4 * h * h + 2 * h * f) + 4 * b * s * s * h / 2)
+    attention = 2 * b * s * 4 * h * h + 4 * b * s * s * h / 2
+    linear = 2 * b * s * h * f
+    forward = {"transformer_layer": attention + 2 * linear, "layernorm_mlp": 2 * linear, "layernorm_linear": linear}
+    return 3 * forward[module]
 
 
 def compile_pass(name: str, apply: Callable[[Any, Array], Array], variables: Any, x: Array) -> Contestant:
     """Compile the gradients of ``vdot(apply(variables, x), dy)`` with respect to ``variables`` and ``x``."""
-    dy = jax.random.normal(jax.random.key(2), x.shape, x.dtype)
+    dy = jax.random.normal(jax.random.key(2), jax.eval_shape(apply, variables, x).shape, x.dtype)
 
     def loss(variables: Any, x: Array, dy: Array) -> Array:
         return jnp.vdot(apply(variables, x).astype(jnp.float32), dy.astype(jnp.float32))
@@ -73,33 +80,38 @@ def compile_pass(name: str, apply: Callable[[Any, Array], Array], variables: Any
     return Contestant(name, lambda: compiled(variables, x, dy), temp, seconds, compiled.as_text() or "", [])
 
 
-def our_layer(shape: Shape, recipe: Recipe | None, x: Array, backend: str) -> Contestant:
-    """jax_te's TransformerLayer: causal, GELU, biases, bf16 parameters, no dropout."""
+def our_module(module: str, shape: Shape, recipe: Recipe | None, x: Array, backend: str) -> Contestant:
+    """jax_te's module: causal, GELU, biases, bf16 parameters, no dropout."""
     _, _, hidden, heads, ffn = shape
+    options: dict[str, Any] = {"params_dtype": x.dtype, "rngs": nnx.Rngs(1)}
     with autocast(recipe), use_backend(backend):  # type: ignore[arg-type]
-        layer = TransformerLayer(
-            hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=x.dtype, rngs=nnx.Rngs(1)
-        )
+        layer: nnx.Module
+        if module == "transformer_layer":
+            layer = TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, **options)
+        elif module == "layernorm_mlp":
+            layer = LayerNormMLP(hidden, ffn, **options)
+        else:
+            layer = LayerNormLinear(hidden, ffn, **options)
         graphdef, params, quantizers, rest = split_model(layer)
 
         def apply(variables: Any, x: Array) -> Array:
             return nnx.merge(graphdef, *variables, rest)(x)
 
-        return compile_pass(f"jax_te {_label(recipe)} ({backend})", apply, (params, quantizers), x)
+        return compile_pass(f"jax_te {module} {_label(recipe)} ({backend})", apply, (params, quantizers), x)
 
 
 TE_RECIPES = ("none", "delayed", "current")
 """Recipes that te.jax has on every GPU with FP8; the others are measured beside its bf16 layer."""
 
 
-def raw_te_layer(shape: Shape, recipe: Recipe | None, x: Array) -> Contestant:
-    """te.jax's own TransformerLayer with the same mathematics."""
+def raw_te_module(module: str, shape: Shape, recipe: Recipe | None, x: Array) -> Contestant:
+    """te.jax's own module with the same mathematics."""
     from jax_te.ops.te import raw
 
     _, _, hidden, heads, ffn = shape
     with raw.raw_autocast(recipe):
-        apply, variables = raw.raw_layer(hidden, heads, ffn, x, jax.random.key(1))
-        return compile_pass(f"te.jax {_label(recipe)}", apply, variables, x)
+        apply, variables = raw.raw_module(module, hidden, heads, ffn, x, jax.random.key(1))
+        return compile_pass(f"te.jax {module} {_label(recipe)}", apply, variables, x)
 
 
 def _label(recipe: Recipe | None) -> str:
@@ -119,18 +131,18 @@ def measure(contestants: list[Contestant], *, rounds: int, calls: int) -> None:
             contestant.seconds.append((time.perf_counter() - start) / calls)
 
 
-def bench_layer(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one transformer layer per recipe, jax_te beside te.jax where it is there."""
+def bench_module(args: argparse.Namespace, module: str) -> list[dict[str, Any]]:
+    """Measure one module per recipe, jax_te's beside te.jax's where that is there."""
     shape: Shape = tuple(args.shape)  # type: ignore[assignment]
     x = jax.random.normal(jax.random.key(0), (shape[0], shape[1], shape[2]), jnp.bfloat16)
     rows = []
     for name in args.recipes:
         recipe = recipe_from_name(name)
-        contestants = [our_layer(shape, recipe, x, args.backend)]
+        contestants = [our_module(module, shape, recipe, x, args.backend)]
         if te.available()[0]:
-            contestants.insert(0, raw_te_layer(shape, recipe if name in TE_RECIPES else None, x))
+            contestants.insert(0, raw_te_module(module, shape, recipe if name in TE_RECIPES else None, x))
         measure(contestants, rounds=args.rounds, calls=args.calls)
-        summaries = [contestant.summary(layer_flops(shape)) for contestant in contestants]
+        summaries = [contestant.summary(module_flops(module, shape)) for contestant in contestants]
         for summary in summaries:
             peer = summaries[0]
             summary["speed_ratio"] = round(peer["ms"] / summary["ms"], 3)
@@ -150,12 +162,13 @@ def add_parser(subparsers: Any) -> None:
     """Register ``jax-te bench``."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a transformer layer beside te.jax's",
-        description="Forward and backward of one transformer layer (causal, GELU, biases, bf16): jax_te's and te.jax's "
-        "own, measured in turn in one process; for a recipe that te.jax has not, its bf16 layer. "
+        help="measure layers beside te.jax's",
+        description="Forward and backward of one layer (causal, GELU, biases, bf16): jax_te's and te.jax's own, "
+        "measured in turn in one process; for a recipe that te.jax has not, its bf16 layer. "
         "speed_ratio is the peer's time over the row's, memory_ratio the row's temporary memory over the peer's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--modules", nargs="+", choices=MODULES, default=MODULES[:1], help="layers to measure")
     parser.add_argument("--recipes", nargs="+", default=["none", "delayed", "current"], help="recipes to measure")
     parser.add_argument(
         "--shape", nargs=5, type=int, default=list(DEFAULT_SHAPE), metavar=("B", "S", "H", "HEADS", "F"),
@@ -178,7 +191,10 @@ def run(args: argparse.Namespace) -> int:
     """Run ``jax-te bench`` with parsed arguments."""
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
-    rows = bench_layer(args) if args.microbatches is None else bench_step(args)
+    if args.microbatches is None:
+        rows = [row for module in args.modules for row in bench_module(args, module)]
+    else:
+        rows = bench_step(args)
     if args.output:
         Path(args.output).write_text(json.dumps({"device": device.device_kind, "jax": jax.__version__, "rows": rows}))
     return 0

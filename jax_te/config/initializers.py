@@ -15,7 +15,7 @@ class NormalInit:
     """``init(key, shape, dtype)`` that draws from N(0, std²).
 
     Two of the same ``std`` are equal and have one hash, as a field of a configuration needs: it is part of the jit
-    cache key. The values are those of `jax_te.layers.normal_init`.
+    cache key.
 
     Raises:
         ValueError: if ``std`` is negative.

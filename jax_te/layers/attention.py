@@ -159,7 +159,9 @@ class DotProductAttention(nnx.Module):
         mask_type: Any = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         bias_type: Any = core_attention_bias_type
         bias = core_attention_bias
-        if bias_type == "alibi" and bias is None:
+        if bias_type == "alibi":
+            if bias is not None:
+                raise ValueError("core_attention_bias_type 'alibi' takes alibi_slopes, and no core_attention_bias")
             bias = _slopes(self.num_attention_heads) if alibi_slopes is None else alibi_slopes
         elif alibi_slopes is not None:
             raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import jax
-import jax.numpy as jnp
-
-from jax_te.typing import Array, DTypeLike, Initializer
+from jax_te.config import NormalInit
+from jax_te.typing import Initializer
 
 TE_INIT_STD = 0.023
 """Standard deviation of Transformer Engine's default ``init_method``."""
@@ -24,15 +22,7 @@ def normal_init(std: float = TE_INIT_STD) -> Initializer:
     >>> normal_init(0.0)(jax.random.key(0), (2,), jnp.float32).tolist()
     [0.0, 0.0]
     """
-    if not std >= 0.0:
-        raise ValueError(f"std must be >= 0, got {std!r}")
-
-    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
-        # Without the barrier a jitted caller's compiler merges std with the last factor inside normal, which changes
-        # the last bit of half of the values against an unjitted call.
-        return std * jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))
-
-    return init
+    return NormalInit(std)
 
 
 def scaled_normal_init(std: float, num_layers: int) -> Initializer:

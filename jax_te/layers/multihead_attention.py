@@ -29,7 +29,7 @@ from jax_te.layers.qkv import (
 from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import layernorm
-from jax_te.ops.attention_spec import Window
+from jax_te.ops.attention_spec import Window, normal_window
 from jax_te.typing import Array, DTypeLike, Initializer
 
 ATTENTION_TYPES = ("self", "cross")
@@ -262,7 +262,8 @@ class MultiheadAttention(nnx.Module):
             if encoder_lengths is not None and sequence_lengths is None:
                 sequence_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
             masks |= {"q_lengths": sequence_lengths, "kv_lengths": encoder_lengths}
-        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache)
+        window = core.window_size if window_size is None else window_size
+        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, window)
         with jax.named_scope("MultiheadAttention"):
             operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
             if cache is not None:
@@ -283,7 +284,7 @@ class MultiheadAttention(nnx.Module):
                 core_attention_bias=core_attention_bias,
                 alibi_slopes=alibi_slopes,
                 attn_mask_type=mask_type,
-                window_size=(-1, -1) if isinstance(cache, WindowKVCache) else window_size,
+                window_size=(-1, -1) if isinstance(cache, WindowKVCache) else window,
                 dropout_key=dropout_key,
                 checkpoint_core_attention=checkpoint_core_attention,
             )
@@ -299,6 +300,7 @@ class MultiheadAttention(nnx.Module):
         encoder_lengths: Array | None,
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
+        window: Window | None,
     ) -> None:
         if (self.attention_type == "cross") != (encoder_output is not None):
             raise ValueError(
@@ -311,11 +313,8 @@ class MultiheadAttention(nnx.Module):
                 raise ValueError("self-attention takes no encoder_lengths; give sequence_lengths")
         elif rotary is not None or cache is not None:
             raise ValueError("rotary_pos_emb and cache are for self-attention; cross-attention takes neither")
-        if isinstance(cache, WindowKVCache) and self.core_attention.window_size != (cache.left, 0):
-            raise ValueError(
-                f"the cache keeps a window of ({cache.left}, 0), the layer's is {self.core_attention.window_size}; "
-                "make them equal"
-            )
+        if isinstance(cache, WindowKVCache) and normal_window(window, "causal") != (cache.left, 0):
+            raise ValueError(f"the cache keeps a window of ({cache.left}, 0), the layer's is {window}; make them equal")
 
     def _operands(
         self,

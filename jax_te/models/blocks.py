@@ -50,6 +50,8 @@ def transformer_layer(
         softmax_type=config.softmax_type,
         qk_norm_type=config.normalization if config.qk_layernorm else None,
         qk_norm_before_rope=True,
+        tp_size=config.tensor_model_parallel_size,
+        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
         num_gqa_groups=config.num_query_groups,
         normalization=config.normalization,
         zero_centered_gamma=config.layernorm_zero_centered_gamma,

@@ -8,23 +8,18 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig, check_positive
 from jax_te.layers import (
-    Embedding,
     KVCache,
     Rotary,
     RotaryScaling,
-    dropout,
     init_kv_cache,
-    make_norm,
     rotary_embedding,
 )
-from jax_te.layers.parameters import parameter
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
+from jax_te.models.language_model import LanguageModel
 from jax_te.models.stack import REMAT, layer_keys, run_layers
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
-from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
-from jax_te.parallel import constrain
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 """Kinds of position embedding, in Megatron-Core's words."""
@@ -32,10 +27,8 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 Cache = tuple[KVCache, ...]
 """One `KVCache` for each layer."""
 
-_AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
-
-class GPTModel(nnx.Module):
+class GPTModel(LanguageModel):
     """Embedding, transformer layers with causal attention, final norm, output head.
 
     GPT-2's form is ``TransformerConfig``'s defaults with learned positions and a tied head; Llama's is
@@ -110,29 +103,12 @@ class GPTModel(nnx.Module):
         self.remat = remat
         self.scan_layers = scan_layers
         self.loss_chunks = loss_chunks
-        self.compute_dtype = jnp.dtype(config.compute_dtype)
-        h, dtype, init = config.hidden_size, config.params_dtype, config.init_method
-        self.embedding = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
-        self.position_embedding = (
-            Embedding(max_sequence_length, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
-            if position_embedding_type == "learned_absolute"
-            else None
-        )
+        learned = position_embedding_type == "learned_absolute"
+        self._make_embeddings(vocab_size, learned_positions=learned, rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
         self._rotary(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
-        self.final_norm = make_norm(
-            config.normalization,
-            h,
-            config.layernorm_epsilon,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            params_dtype=dtype,
-            rngs=rngs,
-        )
-        self.output_kernel = (
-            None
-            if share_embeddings_and_output_weights
-            else parameter(init, rngs, (h, vocab_size), dtype, ("fsdp", "vocab"))
-        )
+        self.final_norm = self._make_norm(rngs)
+        self._make_head(vocab_size, tied=share_embeddings_and_output_weights, rngs=rngs)
 
     def __call__(
         self,
@@ -214,15 +190,6 @@ class GPTModel(nnx.Module):
         if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"positions must be [b, s] or [s] for tokens {tokens.shape}, got shape {positions.shape}")
 
-    def _embed(self, tokens: Array, positions: Array, key: Array | None) -> Array:
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")
-            at = self.position_embedding(positions, ids_axes=ids_axes)
-            x = x + (at[None] if positions.ndim == 1 else at)
-        x = constrain(x.astype(self.compute_dtype), _AXES)
-        return dropout(x, self.config.hidden_dropout, key, axes=_AXES)
-
     def _rotary(self, positions: Array) -> Rotary | None:
         if self.position_embedding_type != "rope":
             return None
@@ -243,17 +210,3 @@ class GPTModel(nnx.Module):
         rotary = self._rotary(positions)
         x = run_layers(self.layers, x, keys, remat=self.remat, scan=self.scan_layers, rotary_pos_emb=rotary)
         return self.final_norm(x)
-
-    def _losses(self, x: Array, labels: Array) -> Array:
-        """Loss of each token, ``[b, s]``."""
-        axes = ("batch", "sequence")
-        if self.loss_chunks == 1:
-            return softmax_cross_entropy(self._head(x), labels, out_axes=axes)
-        return linear_cross_entropy(x, self._head_kernel(), labels, chunks=self.loss_chunks, out_axes=axes)
-
-    def _head_kernel(self) -> Array:
-        return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
-
-    def _head(self, x: Array) -> Array:
-        with jax.named_scope("head"):
-            return dense(x, self._head_kernel(), out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,23 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig, check_positive
-from jax_te.layers import Embedding, RelativePositionBias, dropout, make_norm
-from jax_te.layers.parameters import parameter
+from jax_te.layers import RelativePositionBias, dropout
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
+from jax_te.models.language_model import AXES, LanguageModel
 from jax_te.models.stack import REMAT, layer_keys, run_layers
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
-from jax_te.ops import dense, softmax_cross_entropy
-from jax_te.parallel import constrain
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
 """Kinds of position embedding of `T5Model`, in Megatron-Core's words."""
 
-_AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
-
-class T5Model(nnx.Module):
+class T5Model(LanguageModel):
     """Encoder over one sequence, decoder with cross-attention over another; both share the embedding.
 
     T5's own form is ``TransformerConfig(normalization="RMSNorm", activation="relu", add_bias_linear=False,
@@ -45,6 +42,7 @@ class T5Model(nnx.Module):
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         remat, scan_layers: see `run_layers`.
+        loss_chunks: see `GPTModel`.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
@@ -74,10 +72,16 @@ class T5Model(nnx.Module):
         share_embeddings_and_output_weights: bool = True,
         remat: str = "none",
         scan_layers: bool = False,
+        loss_chunks: int = 1,
         rngs: nnx.Rngs,
     ):
         encoders = config.num_layers if encoder_num_layers is None else encoder_num_layers
-        check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length, encoder_num_layers=encoders)
+        check_positive(
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            encoder_num_layers=encoders,
+            loss_chunks=loss_chunks,
+        )
         for name, value, allowed in (
             ("position_embedding_type", position_embedding_type, T5_POSITION_EMBEDDINGS),
             ("remat", remat, REMAT),
@@ -90,15 +94,10 @@ class T5Model(nnx.Module):
         self.position_embedding_type = position_embedding_type
         self.remat = remat
         self.scan_layers = scan_layers
-        self.compute_dtype = jnp.dtype(config.compute_dtype)  # type: ignore[arg-type]  # the config has filled it in
-        h, n, dtype, init = config.hidden_size, config.num_attention_heads, config.params_dtype, config.init_method
-        self.embedding = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
+        self.loss_chunks = loss_chunks
+        n, dtype, init = config.num_attention_heads, config.params_dtype, config.init_method
         learned, relative = (position_embedding_type == name for name in ("learned_absolute", "relative"))
-        self.position_embedding = (
-            Embedding(max_sequence_length, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
-            if learned
-            else None
-        )
+        self._make_embeddings(vocab_size, learned_positions=learned, rngs=rngs)
 
         def bias(bidirectional: bool) -> RelativePositionBias | None:
             if not relative:
@@ -113,31 +112,19 @@ class T5Model(nnx.Module):
                 rngs=rngs,
             )
 
-        def norm() -> nnx.Module:
-            return make_norm(
-                config.normalization,
-                h,
-                config.layernorm_epsilon,
-                zero_centered_gamma=config.layernorm_zero_centered_gamma,
-                params_dtype=dtype,
-                rngs=rngs,
-            )
-
+        # What depends on the number of layers, like which are the last ones, depends on the encoder's here.
+        encoder_config = dataclasses.replace(config, num_layers=encoders)
         self.encoder_bias = bias(bidirectional=True)
         self.encoder_layers = nnx.List(
-            [transformer_layer(config, i, self_attn_mask_type="no_mask", rngs=rngs) for i in range(encoders)]
+            [transformer_layer(encoder_config, i, self_attn_mask_type="no_mask", rngs=rngs) for i in range(encoders)]
         )
-        self.encoder_norm = norm()
+        self.encoder_norm = self._make_norm(rngs)
         self.decoder_bias = bias(bidirectional=False)
         self.decoder_layers = nnx.List(
             [transformer_layer(config, i, layer_type="decoder", rngs=rngs) for i in range(config.num_layers)]
         )
-        self.decoder_norm = norm()
-        self.output_kernel = (
-            None
-            if share_embeddings_and_output_weights
-            else parameter(init, rngs, (h, vocab_size), dtype, ("fsdp", "vocab"))
-        )
+        self.decoder_norm = self._make_norm(rngs)
+        self._make_head(vocab_size, tied=share_embeddings_and_output_weights, rngs=rngs)
 
     def __call__(
         self,
@@ -172,9 +159,9 @@ class T5Model(nnx.Module):
             mask_types["self_attn_mask_type"] = "padding"
             arrays["sequence_lengths"] = encoder_lengths
         with jax.named_scope("T5Encoder"):
-            x = self._embed(tokens, embedding_key)
+            x = self._enter(tokens, embedding_key)
             x = self._run(self.encoder_layers, self.encoder_bias, x, keys, mask_types, arrays)
-            return dropout(self.encoder_norm(x), self.config.hidden_dropout, last_key, axes=_AXES)  # type: ignore[operator]
+            return dropout(self.encoder_norm(x), self.config.hidden_dropout, last_key, axes=AXES)
 
     def decode(
         self,
@@ -185,6 +172,10 @@ class T5Model(nnx.Module):
         dropout_key: Array | None = None,
     ) -> Array:
         """Logits ``[b, t, v]`` from the decoder's tokens and the encoder's output."""
+        return self._head(self._hidden(tokens, encoded, encoder_lengths, dropout_key))
+
+    def _hidden(self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Array | None) -> Array:
+        """What the head reads, ``[b, t, h]``."""
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.decoder_layers) + 2)
         mask_types: dict[str, str] = {}
         arrays: dict[str, Any] = {"encoder_output": encoded}
@@ -192,11 +183,9 @@ class T5Model(nnx.Module):
             mask_types["enc_dec_attn_mask_type"] = "padding"
             arrays["encoder_lengths"] = encoder_lengths
         with jax.named_scope("T5Decoder"):
-            x = self._embed(tokens, embedding_key)
+            x = self._enter(tokens, embedding_key)
             x = self._run(self.decoder_layers, self.decoder_bias, x, keys, mask_types, arrays)
-            x = dropout(self.decoder_norm(x), self.config.hidden_dropout, last_key, axes=_AXES)  # type: ignore[operator]
-            kernel = self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
-            return dense(x, kernel, out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))
+            return dropout(self.decoder_norm(x), self.config.hidden_dropout, last_key, axes=AXES)
 
     def loss(
         self,
@@ -210,18 +199,15 @@ class T5Model(nnx.Module):
     ) -> Array:
         """Mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``: fp32 ``[]``."""
         check_like_tokens(decoder_tokens, labels=labels, loss_mask=loss_mask)
-        logits = self(encoder_tokens, decoder_tokens, encoder_lengths=encoder_lengths, dropout_key=dropout_key)
+        keys = layer_keys(dropout_key, 2)
+        encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
+        x = self._hidden(decoder_tokens, encoded, encoder_lengths, keys[1])
         with jax.named_scope("loss"):
-            return masked_mean(softmax_cross_entropy(logits, labels, out_axes=("batch", "sequence")), loss_mask)
+            return masked_mean(self._losses(x, labels), loss_mask)
 
-    def _embed(self, tokens: Array, key: Array | None) -> Array:
+    def _enter(self, tokens: Array, key: Array | None) -> Array:
         check_tokens(tokens, self.max_sequence_length)
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            x = x + self.position_embedding(positions, ids_axes=("sequence",))[None]
-        x = constrain(x.astype(self.compute_dtype), _AXES)
-        return dropout(x, self.config.hidden_dropout, key, axes=_AXES)
+        return self._embed(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32), key)
 
     def _run(
         self,

@@ -74,6 +74,14 @@ def test_arbitrary_mask_hides_where_it_is_true() -> None:
         (lambda q: DotProductAttention(N, D, num_gqa_groups=2)(q, q, q), r"key .* value \[b, s, 2, 8\]; got shapes"),
         (lambda q: DotProductAttention(N, D, attn_mask_type="padding")(q, q, q), "'padding' needs kv_lengths"),
         (lambda q: DotProductAttention(N, D)(q, q, q, kv_lengths=jnp.ones(2, jnp.int32)), "'causal' takes no lengths"),
+        (
+            lambda q: DotProductAttention(N, D)(q, q, q, core_attention_bias_type="alibi", core_attention_bias=q),
+            "'alibi' takes alibi_slopes, and no core_attention_bias",
+        ),
+        (
+            lambda q: DotProductAttention(N, D)(q, q, q, alibi_slopes=jnp.ones(N)),
+            "alibi_slopes are for core_attention_bias_type 'alibi', got 'no_bias'",
+        ),
         (lambda q: DotProductAttention(N, D)(q, q, q, attn_mask_type="none"), "unknown mask_type 'none'"),
         (lambda q: DotProductAttention(N, D, attn_mask_type="sliding"), "unknown attn_mask_type 'sliding'; allowed:"),
         (lambda q: DotProductAttention(N, D, attention_dropout=1.5), r"attention_dropout must be in \[0, 1\)"),

@@ -157,6 +157,8 @@ def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
     assert int(cache.length) == 14
     with pytest.raises(ValueError, match="5 tokens and the 3 before them do not fit a cache of 7 places"):
         cache.append(*(jnp.ones((2, 5, 2, D)),) * 2)
+    with pytest.raises(ValueError, match=r"the cache keeps a window of \(3, 0\), the layer's is \(1, 0\)"):
+        layer(x[:, :1], cache=cache, window_size=(1, 0))
     other = MultiheadAttention(H, N, num_gqa_groups=2, window_size=(2, 0), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"the cache keeps a window of \(3, 0\), the layer's is \(2, 0\)"):
         other(x[:, :1], cache=cache)
@@ -180,6 +182,7 @@ def test_a_decoder_under_a_recipe(recipe: Any) -> None:
     ]
     # E4M3 rounds to 2^-4; seven products of two rounded factors follow one another, half of each on a residual path.
     assert 1e-4 < relative_l2(y, plain_y) < 0.1
+    # Gradients pass up to seven quantized products on their way back, with E5M2's 2^-3 in half of the operands: 0.3.
     for (path, a), (_, e) in zip(*map(jax.tree_util.tree_leaves_with_path, (gradients, plain)), strict=True):
         assert relative_l2(a, e) < 0.3, path
 

@@ -129,6 +129,14 @@ def test_a_scanned_stack_trains_like_an_unrolled_one() -> None:
         np.testing.assert_allclose(a, e, rtol=0.02, err_msg=jax.tree_util.keystr(path))
 
 
+def test_a_mesh_of_another_tensor_size_than_the_configs_is_refused() -> None:
+    model = GPTModel(
+        dataclasses.replace(GPT2, tensor_model_parallel_size=4), vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)
+    )
+    with use_mesh("auto"), pytest.raises(ValueError, match="built with tp_size=4, and the mesh in use has 2"):
+        jax.eval_shape(lambda model: model(batch()[0]), model)
+
+
 def test_rotary_options_reach_the_layers() -> None:
     scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=8)
     options = {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_scaling": scaling}

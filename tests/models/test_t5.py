@@ -98,7 +98,9 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     assert_close(logits[:1], alone, TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "selective"}, {"scan_layers": True}])
+@pytest.mark.parametrize(
+    "options", [{"remat": "full"}, {"remat": "selective"}, {"scan_layers": True, "loss_chunks": 3}]
+)
 def test_recomputation_and_scanning_change_nothing(options: dict[str, Any]) -> None:
     config = dataclasses.replace(CONFIG, num_layers=2, hidden_dropout=0.3)
 
@@ -128,6 +130,30 @@ def test_it_trains_under_delayed_scaling() -> None:
     assert len(names) == 3 + 6  # three linear layers in the encoder's layer, six in the decoder's
     scales = jax.tree.leaves(state.quantizers)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in scales)
+
+
+def test_the_encoder_counts_its_own_layers() -> None:
+    """Of four encoder and two decoder layers, the last of each keep to bf16, and every second one sees all."""
+    config = dataclasses.replace(
+        CONFIG,
+        num_layers=2,
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=0,
+        window_size=(4, 0),
+        window_attn_skip_freq=2,
+    )
+    model = T5Model(config, **SIZES, encoder_num_layers=4, rngs=nnx.Rngs(0))
+
+    def kept(layers: Any) -> list[bool]:
+        return [layer.layernorm_mlp.high_precision for layer in layers]
+
+    def windows(layers: Any) -> list[Any]:
+        return [layer.self_attention.core_attention.window_size for layer in layers]
+
+    assert kept(model.encoder_layers) == [False, False, False, True]
+    assert kept(model.decoder_layers) == [False, True]
+    assert windows(model.encoder_layers) == [(4, 0), None, (4, 0), None]
+    assert windows(model.decoder_layers) == [(4, 0), None]
 
 
 def test_dropout_needs_a_key() -> None:

@@ -1,4 +1,4 @@
-"""Transformer Engine's own layer, unwrapped: what ``jax-te bench`` measures jax_te against."""
+"""Transformer Engine's own layers, unwrapped: what ``jax-te bench`` measures jax_te against."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import transformer_engine.jax as te
 from transformer_engine.common import recipe as te_recipe
-from transformer_engine.jax.flax import TransformerLayer
+from transformer_engine.jax.flax import LayerNormDenseGeneral, LayerNormMLP, TransformerLayer
 from transformer_engine.jax.sharding import MeshResource
 
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -40,12 +40,28 @@ def raw_autocast(recipe: Recipe | None) -> contextlib.AbstractContextManager[Non
     return te.autocast(enabled=recipe is not None, recipe=raw_recipe(recipe), mesh_resource=MeshResource())
 
 
-def raw_layer(hidden: int, heads: int, ffn: int, x: Array, key: Array) -> tuple[Callable[[Any, Array], Array], Any]:
-    """``(apply(variables, x) -> y, variables)`` of a causal bf16 TransformerLayer with GELU and biases, no dropout.
+def raw_module(
+    kind: str, hidden: int, heads: int, ffn: int, x: Array, key: Array
+) -> tuple[Callable[[Any, Array], Array], Any]:
+    """``(apply(variables, x) -> y, variables)`` of one of te.jax's own modules, with biases and without dropout.
 
-    Call it, and everything that traces or compiles ``apply``, inside `raw_autocast`.
+    ``kind`` is ``"transformer_layer"`` (causal, GELU), ``"layernorm_mlp"`` (GELU) or ``"layernorm_linear"`` (from
+    ``hidden`` to ``ffn`` features). Call it, and everything that traces or compiles ``apply``, inside `raw_autocast`.
     """
-    layer = TransformerLayer(
+    module = {"transformer_layer": _layer, "layernorm_mlp": _mlp, "layernorm_linear": _linear}[kind](hidden, heads, ffn)
+    boxed = jax.jit(module.init)({"params": key}, x)
+    is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
+    variables = jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, boxed, is_leaf=is_box)
+
+    def apply(variables: Any, x: Array) -> Array:
+        y = module.apply(variables, x)
+        return y[0] if isinstance(y, tuple) else y
+
+    return apply, variables
+
+
+def _layer(hidden: int, heads: int, ffn: int) -> TransformerLayer:
+    return TransformerLayer(
         hidden_size=hidden,
         mlp_hidden_size=ffn,
         num_attention_heads=heads,
@@ -58,7 +74,11 @@ def raw_layer(hidden: int, heads: int, ffn: int, x: Array, key: Array) -> tuple[
         dtype=jnp.bfloat16,
         transpose_batch_sequence=False,
     )
-    boxed = jax.jit(layer.init)({"params": key}, x)
-    is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
-    variables = jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, boxed, is_leaf=is_box)
-    return lambda variables, x: layer.apply(variables, x), variables
+
+
+def _mlp(hidden: int, heads: int, ffn: int) -> LayerNormMLP:
+    return LayerNormMLP(intermediate_dim=ffn, activations=("gelu",), use_bias=True, dtype=jnp.bfloat16)
+
+
+def _linear(hidden: int, heads: int, ffn: int) -> LayerNormDenseGeneral:
+    return LayerNormDenseGeneral(features=ffn, use_bias=True, dtype=jnp.bfloat16)

@@ -1,0 +1,85 @@
+"""What language models have around their layers: embeddings in front, a head and a loss behind."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
+from jax_te.layers.parameters import parameter
+from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
+from jax_te.parallel import constrain
+from jax_te.typing import Array, LogicalAxes
+
+AXES: LogicalAxes = ("batch", "sequence", "hidden")
+"""Logical axes of what flows between the layers."""
+
+
+class LanguageModel(nnx.Module):
+    """Base of `GPTModel` and `T5Model`.
+
+    Attributes:
+        embedding: table ``[v, h]``.
+        position_embedding: table of learned positions, or None.
+        output_kernel: the head's kernel ``[h, v]``; None: the embedding table, transposed.
+        loss_chunks: parts of the sequence whose logits the loss takes at a time.
+    """
+
+    config: TransformerConfig
+    max_sequence_length: int
+    loss_chunks: int
+
+    def _make_embeddings(self, vocab_size: int, *, learned_positions: bool, rngs: nnx.Rngs) -> None:
+        config, rows = self.config, self.max_sequence_length
+        h, init, dtype = config.hidden_size, config.init_method, config.params_dtype
+        self.compute_dtype = jnp.dtype(config.compute_dtype)  # type: ignore[arg-type]  # the config has filled it in
+        self.embedding = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
+        self.position_embedding = (
+            Embedding(rows, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
+            if learned_positions
+            else None
+        )
+
+    def _make_norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+        config = self.config
+        return make_norm(
+            config.normalization,
+            config.hidden_size,
+            config.layernorm_epsilon,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            params_dtype=config.params_dtype,
+            rngs=rngs,
+        )
+
+    def _make_head(self, vocab_size: int, *, tied: bool, rngs: nnx.Rngs) -> None:
+        config, shape = self.config, (self.config.hidden_size, vocab_size)
+        self.output_kernel = (
+            None if tied else parameter(config.init_method, rngs, shape, config.params_dtype, ("fsdp", "vocab"))
+        )
+
+    def _embed(self, tokens: Array, positions: Array, key: Array | None) -> Array:
+        """``[b, s, h]`` from tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``."""
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")
+            at = self.position_embedding(positions, ids_axes=ids_axes)
+            x = x + (at[None] if positions.ndim == 1 else at)
+        x = constrain(x.astype(self.compute_dtype), AXES)
+        return dropout(x, self.config.hidden_dropout, key, axes=AXES)
+
+    def _head_kernel(self) -> Array:
+        return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
+
+    def _head(self, x: Array) -> Array:
+        """Logits ``[b, s, v]``."""
+        with jax.named_scope("head"):
+            return dense(x, self._head_kernel(), out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))
+
+    def _losses(self, x: Array, labels: Array) -> Array:
+        """Loss of each token, fp32 ``[b, s]``, from what the head reads."""
+        axes = ("batch", "sequence")
+        if self.loss_chunks == 1:
+            return softmax_cross_entropy(self._head(x), labels, out_axes=axes)
+        return linear_cross_entropy(x, self._head_kernel(), labels, chunks=self.loss_chunks, out_axes=axes)
