@@ -115,7 +115,12 @@ def test_te_against_xla(name, recipe, dtype):
     for (path, actual), (_, expected) in pairs:
         actual, expected = jax.tree.leaves(actual)[0], jax.tree.leaves(expected)[0]
         assert actual.dtype == expected.dtype == jnp.float32
-        distances["/".join(map(str, path))] = relative_l2(actual, expected)
+        distance = relative_l2(actual, expected)
+        if path[-2:] == ("key", "bias"):
+            # It moves all logits of a query alike, which softmax does not see: its gradient is 0 but for rounding.
+            query = jax.tree.leaves(expected_dparams[path[0]]["query"]["bias"])[0]
+            distance = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(query))
+        distances["/".join(map(str, path))] = distance
     limit = {"none": 0.02, "current": 0.12, "delayed": 0.12, "block": 0.12}[recipe]
     assert max(distances.values()) < limit, distances
     for actual, expected in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import transformer_engine.jax.attention as te_attention
 import transformer_engine.jax.cpp_extensions as tex
+from jax.ad_checkpoint import checkpoint_name
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor
 
 from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec, unpack
@@ -118,27 +118,69 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
 def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
     """As the plain form, by cuDNN's kernel. `attention_supports` refuses calls with a mask, slopes or dropout."""
     q = unpack(qkv)[0]
+    bias = None if arrays.bias is None else arrays.bias.astype(q.dtype)
     offset = arrays.softmax_offset
+    offset = None if offset is None else offset.astype(jnp.float32).reshape(1, -1, 1, 1)
+    out, max_logit = _fused(spec, qkv, bias, offset, _descriptor(spec, arrays))
+    return out, jax.lax.stop_gradient(max_logit.astype(jnp.float32)) if spec.return_max_logit else None
+
+
+# TE's own function of this name leaves backward outside of `inside_te`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(spec: AttentionSpec, qkv: QKV, bias: Array | None, offset: Array | None, rows: Any) -> tuple[Array, Array]:
+    return _forward(spec, qkv, bias, offset, rows)[0]
+
+
+def _forward(spec: AttentionSpec, qkv: QKV, bias: Array | None, offset: Array | None, rows: Any) -> tuple[Any, Any]:
     with inside_te():
-        result: Any = te_attention.fused_attn(
-            qkv,
-            None if arrays.bias is None else arrays.bias.astype(q.dtype),
-            _descriptor(spec, arrays),
-            None,
-            attn_bias_type=_BIASES[spec.bias_type],
-            attn_mask_type=_MASKS[spec.mask_type],
-            qkv_layout=_layout(spec),
-            softmax_type=_SOFTMAXES[spec.softmax_type],
-            scaling_factor=spec.scale,
-            dropout_probability=0.0,
-            is_training=True,
-            max_segments_per_seq=max(spec.max_segments, 1),
-            window_size=None if _window(spec) == (-1, -1) else _window(spec),
-            softmax_offset=None if offset is None else offset.astype(jnp.float32).reshape(1, -1, 1, 1),
-            return_max_logit=spec.return_max_logit,
+        out, softmax_aux, rng_state, max_logit = tex.fused_attn_fwd(
+            qkv, bias, offset, rows, None, **_options(spec), return_max_logit=spec.return_max_logit
         )
-    out, max_logit = result if spec.return_max_logit else (result, None)
-    return out, None if max_logit is None else jax.lax.stop_gradient(max_logit.astype(jnp.float32))
+    # The name under which te.jax saves them too: a remat policy that keeps it does not run attention again.
+    out, softmax_aux, rng_state = (checkpoint_name(a, "context") for a in (out, softmax_aux, rng_state))
+    return (out, max_logit), (qkv, bias, offset, rows, softmax_aux, rng_state, out)
+
+
+def _backward(spec: AttentionSpec, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
+    qkv, bias, offset, rows, softmax_aux, rng_state, out = kept
+    with inside_te():
+        d_qkv, d_bias, _ = tex.fused_attn_bwd(
+            qkv, bias, offset, softmax_aux, rng_state, out, cotangents[0], rows, **_options(spec)
+        )
+    d_offset = None if offset is None else _offset_gradient(spec, offset, softmax_aux, out, cotangents[0])
+    return d_qkv, None if bias is None else d_bias, d_offset, None
+
+
+_fused.defvjp(_forward, _backward)
+
+
+def _offset_gradient(spec: AttentionSpec, offset: Array, softmax_aux: Array, out: Array, g: Array) -> Array:
+    """Gradient ``[1, n, 1, 1]`` of the learnable offset: what its share of the softmax takes from the output.
+
+    Not cuDNN's own: that of jax 0.11.2's CUDA 13 wheels lacks the factor ``exp(offset)`` (measured on an H200).
+    """
+    axes = (0, 1, 2, 3) if spec.max_segments else (0, 2, 1, 3)  # cuDNN's log-sum-exp: [b, s, n, 1] or [b, n, s, 1]
+    log_sum = jnp.transpose(softmax_aux, axes)[..., 0]
+    taken = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)  # [b, s, n]
+    share = jnp.exp(offset.reshape(1, 1, -1) - log_sum)
+    # Padding has an output of 0 and no log-sum-exp.
+    gradient = jnp.where(taken == 0.0, jnp.zeros_like(taken), share * taken)
+    return -jnp.sum(gradient, axis=(0, 1)).reshape(1, -1, 1, 1)
+
+
+def _options(spec: AttentionSpec) -> dict[str, Any]:
+    window = _window(spec)
+    return {
+        "attn_bias_type": _BIASES[spec.bias_type],
+        "attn_mask_type": _MASKS[spec.mask_type],
+        "qkv_layout": _layout(spec),
+        "softmax_type": _SOFTMAXES[spec.softmax_type],
+        "scaling_factor": spec.scale,
+        "dropout_probability": 0.0,
+        "is_training": True,
+        "max_segments_per_seq": max(spec.max_segments, 1),
+        "window_size": None if window == (-1, -1) else window,
+    }
 
 
 def _descriptor(spec: AttentionSpec, arrays: AttentionArrays) -> SequenceDescriptor:
@@ -155,19 +197,20 @@ def _descriptor(spec: AttentionSpec, arrays: AttentionArrays) -> SequenceDescrip
 
 
 def _packed_descriptor(segments: Segments) -> SequenceDescriptor:
-    """TE marks sequences that are not there by -1, and wants the end of the last one among the offsets."""
+    """TE marks sequences that are not there by -1.
 
-    def convert(offsets: Array, lengths: Array) -> tuple[Array, Array]:
-        there, minus = lengths > 0, jnp.full((), -1, jnp.int32)
-        count = jnp.sum(there, axis=-1, keepdims=True)
-        ends = jnp.max(jnp.where(there, offsets + lengths, jnp.zeros((), jnp.int32)), axis=-1, keepdims=True)
-        index = jnp.arange(offsets.shape[-1] + 1)[None]
-        padded = jnp.pad(offsets, ((0, 0), (0, 1)))
-        return (
-            jnp.where(there, lengths, minus),
-            jnp.where(index < count, padded, jnp.where(index == count, ends, minus)),
-        )
+    It takes the i-th length that is not -1, over all rows, to belong to the i-th such offset: there must be as many of
+    the one as of the other, for keys as for queries. Its arrays of offsets have one entry more than those of lengths.
+    """
+    there, minus = (segments.q_lengths > 0) & (segments.kv_lengths > 0), jnp.full((), -1, jnp.int32)
 
-    q_lengths, q_offsets = convert(segments.q_offsets, segments.q_lengths)
-    kv_lengths, kv_offsets = convert(segments.kv_offsets, segments.kv_lengths)
-    return SequenceDescriptor.from_seqlens_and_offsets((q_lengths, kv_lengths), (q_offsets, kv_offsets))
+    def lengths(array: Array) -> Array:
+        return jnp.where(there, array, minus)
+
+    def offsets(array: Array) -> Array:
+        return jnp.pad(jnp.where(there, array, minus), ((0, 0), (0, 1)), constant_values=-1)
+
+    return SequenceDescriptor.from_seqlens_and_offsets(
+        (lengths(segments.q_lengths), lengths(segments.kv_lengths)),
+        (offsets(segments.q_offsets), offsets(segments.kv_offsets)),
+    )

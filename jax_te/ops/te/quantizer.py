@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +22,16 @@ from jax_te.typing import Array, DTypeLike
 def inside_te() -> Iterator[None]:
     """What TE's code needs around it while it is traced.
 
-    It reads a global description of the mesh (no axis of it is in use here), and relies on JAX's implicit
-    promotions, which users may have turned off.
+    It reads a global description of the mesh (no axis of it is in use here), relies on JAX's implicit promotions, which
+    users may have turned off, and warns of names of axes that it uses itself.
     """
-    with global_shard_guard(MeshResource()), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with (
+        global_shard_guard(MeshResource()),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "TransformerEngine logical axes", DeprecationWarning)
         yield
 
 
