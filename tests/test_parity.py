@@ -133,10 +133,8 @@ OPEN = {
     "pipeline stages": {"MegatronModule"},
     "CUDA graphs": {"GraphableMegatronModule"},
     "expert dispatch": {"is_expert"},
-    "RNG streams and recompute": {"TECudaRNGStatesTracker", "te_checkpoint", "checkpoint"},
-    "context parallelism": {"cp_comm_type", "cp_stream", "set_context_parallel_group"},
 }
-WHOLE_SECTIONS = {"GraphableMegatronModule", "TECudaRNGStatesTracker"}
+WHOLE_SECTIONS = {"GraphableMegatronModule"}
 
 NAME = re.compile(r"(jax_te(?:\.\w+)+)(?:\((\w+)=\))?")
 TEST = re.compile(r"([\w/]*\w\.py)?::(test_\w+)")

@@ -51,7 +51,7 @@ def _model(config: RunConfig, rngs: nnx.Rngs) -> GPTModel:
         max_sequence_length=config.seq_len,
         position_embedding_type=config.position_embedding,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        remat=config.remat,
+        recompute_policy=config.recompute_policy,
         rngs=rngs,
     )
 

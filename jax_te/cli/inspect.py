@@ -1,4 +1,4 @@
-"""``jax-te inspect``: what quantization does to the tensors of a trained model, and which layers mind it most."""
+"""``jax-te inspect``: what quantization does to a trained model's tensors, and how its arrays are split."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model, abstract_state, contexts, loss_fn, warnings_as_lines
+from jax_te.cli.sharding import show_sharding
 from jax_te.cli.table import table
 from jax_te.layers import quantizable_modules
 from jax_te.megatron import QuantizationReport
@@ -34,6 +35,8 @@ SENSITIVITY_BATCHES = 2
 def run(options: argparse.Namespace) -> int:
     """Print what was asked for on stdout, and what it comes from on stderr."""
     _check_options(options)
+    if options.sharding:
+        return show_sharding(options)
     output = Path(options.output)
     config = read_config(output)
     if config is None:
@@ -57,11 +60,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
+    if options.sharding:
+        reports = ("recipes", "sensitivity")
+        for name in (*reports, "recipe", "precision_config", "data", "batch_size", "batches", "keep_bf16", "write"):
+            if getattr(options, name):
+                raise ValueError(f"--sharding computes nothing, so leave --{name.replace('_', '-')} out")
     if options.recipes and options.sensitivity:
         raise ValueError("--recipes and --sensitivity are two different reports; give one of them")
     if options.sensitivity and options.precision_config is not None:
         raise ValueError("--sensitivity quantizes every layer alone, whatever its rules; leave --precision-config out")
     needed = {"batches": "sensitivity", "keep_bf16": "sensitivity", "write": "keep_bf16"}
+    needed |= {"mesh": "sharding", "preset": "sharding"}
     for name, other in needed.items():
         if getattr(options, name) is not None and not getattr(options, other):
             raise ValueError(f"--{name.replace('_', '-')} is for --{other.replace('_', '-')}; give that too")

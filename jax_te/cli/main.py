@@ -51,7 +51,8 @@ def explain(error: Exception) -> str | None:
     """One line for an error that the user can do something about; None for one that is a bug."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "RESOURCE_EXHAUSTED" in text and isinstance(error, RuntimeError):
-        return f"out of memory; lower --batch-size or raise --microbatches, or use --remat full ({text[:160]})"
+        advice = "lower --batch-size or raise --microbatches, or use --recompute-granularity full"
+        return f"out of memory; {advice} ({text[:160]})"
     if isinstance(error, OSError) and not isinstance(error, ImportError):
         place = f"{error.filename}: " if error.filename else ""
         hint = "; free some space, then the same command goes on" if error.errno == errno.ENOSPC and not place else ""

@@ -13,6 +13,9 @@ from jax_te.cli.presets import PRESETS, preset_table
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
 GEMMS = ("fprop", "dgrad", "wgrad")
 DTYPES = ("float32", "bfloat16", "float16")
+GRANULARITIES = ("none", "full", "selective")
+MODULES = ("core_attn", "layernorm", "activation", "mlp")
+POLICIES = ("full", "save_gemms", "save_quantized", "offload_gemms")
 ACTIVATIONS = (
     *("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "glu"),
     "clamped_swiglu",
@@ -77,12 +80,16 @@ def rate(text: str) -> float:
     return value
 
 
-def gemms(text: str) -> str:
-    """An argparse type: GEMMs separated by commas, given back in their order."""
-    names = [name.strip() for name in text.split(",")]
-    if any(name not in GEMMS or names.count(name) > 1 for name in names):
-        raise argparse.ArgumentTypeError(f"must be some of {','.join(GEMMS)}, each once, got {text!r}")
-    return ",".join(gemm for gemm in GEMMS if gemm in names)
+def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
+    """An argparse type: names separated by commas, given back in the order of ``allowed``."""
+
+    def parse(text: str) -> str:
+        names = [name.strip() for name in text.split(",")]
+        if any(name not in allowed or names.count(name) > 1 for name in names):
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(allowed)}, each once, got {text!r}")
+        return ",".join(name for name in allowed if name in names)
+
+    return parse
 
 
 def build_parser(command: str | None = None) -> Parser:
@@ -179,7 +186,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--fp8-accumulation", choices=("fast", "precise"), help="delayed, current: sums on Hopper (default: fast)")
     add(
         "--override-linear-precision",
-        type=gemms,
+        type=some_of(GEMMS),
         metavar="GEMMS",
         help="GEMMs in high precision, some of fprop,dgrad,wgrad (default: none of them)",
     )
@@ -196,9 +203,19 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
     add = parser.add_argument_group("execution").add_argument
     add("--backend", choices=("auto", "xla", "te"), help="kernels; te runs or says why it cannot (default: auto)")
-    add("--mesh", metavar="AXES", help="device mesh, e.g. data=2,fsdp=2,tensor=2 (default: one device)")
+    add("--mesh", metavar="AXES", help="data, fsdp, context, tensor: e.g. data=2,tensor=4 (default: one device)")
     add("--mesh-axis-type", choices=("auto", "explicit"), help="kind of mesh axes (default: auto)")
-    add("--remat", choices=("none", "full", "selective"), help="what backward computes again (default: none)")
+    add("--recompute-granularity", choices=GRANULARITIES, help="what backward computes again (default: none)")
+    add("--recompute-method", choices=("uniform", "block"), help="full: groups, or the first layers (default: uniform)")
+    add("--recompute-num-layers", type=SIZE, metavar="N", help="full: layers of a group, or first layers (default: 1)")
+    add(
+        "--recompute-modules",
+        type=some_of(MODULES),
+        metavar="NAMES",
+        help="selective: some of core_attn,layernorm,activation,mlp (default: core_attn)",
+    )
+    add("--recompute-policy", choices=POLICIES, help="full: what is kept inside of layers (default: full, nothing)")
+    add("--distribute-saved-activations", action=FLAG, help="full: split kept inputs over tensor ranks (default: no)")
 
     add = parser.add_argument_group("output").add_argument
     add("--save-every", type=SIZE, metavar="N", help=f"steps between checkpoints {PRESET}")
@@ -234,12 +251,15 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     parser = _command(
         commands,
         "inspect",
-        "show what quantization does to the tensors of a run",
+        "show what quantization does to the tensors of a run, and how its arrays are split",
         description=(
             "One batch of held-out text runs forward and backward through the newest checkpoint of a run, and every\n"
             "tensor that is quantized is looked at: largest value, scale, share of values lost to 0 (underflow) or to\n"
             "the format's largest (saturation), and the squared error over the tensor's mean square, in decibels.\n"
-            "Runs on one device, also a CPU, whatever the run was trained on."
+            "Runs on one device, also a CPU, whatever the run was trained on.\n\n"
+            "With --sharding nothing runs: it lists every array of the training state, its logical axes, the mesh\n"
+            "axes that split it and its bytes, in all and on each device, and draws which device holds which part.\n"
+            "It needs neither a checkpoint nor devices: jax-te inspect --sharding --preset gpt-1.3b --mesh fsdp=8"
         ),
         epilog=(
             "columns of --sensitivity, for each layer quantized alone:\n"
@@ -257,6 +277,9 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     add("--precision-config", metavar="FILE", help="another precision file; reports on it (default: the run's)")
     add("--data", metavar="PATH", help="text file or folder (default: the run's)")
     add("--batch-size", type=SIZE, metavar="N", help="examples of a batch (default: a microbatch of the run)")
+    add("--sharding", action="store_true", help="show how the arrays are split over devices (default: no)")
+    add("--mesh", metavar="AXES", help="with --sharding: over this mesh, e.g. fsdp=4,tensor=2 (default: the run's)")
+    add("--preset", choices=tuple(PRESETS), help="with --sharding: of a preset, in place of a run (default: the run)")
     add("--recipes", action="store_true", help="only list each layer's recipe, and why it has it (default: no)")
     add("--sensitivity", action="store_true", help="quantize each layer alone, and rank them (default: no)")
     add("--batches", type=SIZE, metavar="N", help="with --sensitivity: batches of held-out text (default: 2)")

@@ -48,7 +48,7 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     saved = read_config(output)
     if not holds_run(output):
         if saved is None or changed_fields(saved, given):
-            return _new_config(given), False
+            return new_config(given), False
         return dataclasses.replace(saved, **given), False
     if saved is None:
         raise ValueError(
@@ -58,7 +58,8 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     return dataclasses.replace(saved, **given), True
 
 
-def _new_config(given: dict[str, Any]) -> RunConfig:
+def new_config(given: dict[str, Any]) -> RunConfig:
+    """The configuration of a new run from the options that are given; the others are its preset's or defaults."""
     name = given.get("preset", "tiny")
     values = {"preset": name} | PRESETS[name].values | given
     if "num_heads" in given:

@@ -42,8 +42,10 @@ class AttentionConfig:
         qk_clip_alpha, qk_clip_threshold: for who clips: how the factor ``threshold / logit`` is shared between query
             and key, and from which logit on.
         log_max_attention_logit: give each head's largest logit beside the output, for the log.
-        cp_comm_type: one of `CP_COMM_TYPES`, or one for each layer; without effect while there is no context
-            parallelism.
+        cp_comm_type: how context-parallel ranks exchange keys and values: one of `CP_COMM_TYPES`, or a list with one
+            for each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
+        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, how many neighbouring context ranks exchange heads, and
+            how many such groups are on a ring. None: there is no such exchange.
 
     Lists become tuples, as a hashable configuration needs.
 
@@ -71,17 +73,25 @@ class AttentionConfig:
     qk_clip_threshold: float = 100.0
     log_max_attention_logit: bool = False
     cp_comm_type: Any = None
+    hierarchical_context_parallel_sizes: Any = None
 
     def __post_init__(self) -> None:
         check_bool(**{name: getattr(self, name) for name in _FLAGS})
         check_choice(("vanilla", "off-by-one", "learnable"), softmax_type=self.softmax_type)
-        for name in ("window_size", "window_attn_skip_freq", "cp_comm_type"):
+        for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
             value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         window = self.window_size
         pair = isinstance(window, tuple) and len(window) == 2 and all(_is_int(side) and side >= -1 for side in window)
         if window is not None and not pair:
             raise ValueError(f"window_size must be two integers >= -1, e.g. (128, 0), got {window!r}")
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes is not None and not (
+            isinstance(sizes, tuple) and len(sizes) == 2 and all(_is_int(size) and size >= 1 for size in sizes)
+        ):
+            raise ValueError(
+                f"hierarchical_context_parallel_sizes must be two integers >= 1, (a2a ranks, p2p ranks), got {sizes!r}"
+            )
         if self.softmax_scale is not None and not self.softmax_scale > 0.0:
             raise ValueError(f"softmax_scale must be > 0, got {self.softmax_scale!r}")
         if not self.qk_clip_threshold > 0.0:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from jax_te.config.checks import check_positive
 
-MESH_AXES = ("data", "fsdp", "tensor")
-"""Mesh axis names in the order devices are laid out; the last one changes fastest."""
+MESH_AXES = ("data", "fsdp", "context", "tensor")
+"""Mesh axis names in the order devices are laid out; the last one changes fastest.
+
+Neighbouring devices have the fastest links, so the axes lie in the order of what they communicate: tensor ranks twice
+a block, context ranks once a block, FSDP ranks once a layer, data-parallel ranks once a step. It is Megatron's default
+order ``tp-cp-dp``, read from the last axis."""
+
+RESERVED_AXES = {"pipeline": "pipeline stages", "expert": "experts of a mixture"}
+"""Names that meshes will use, and what for. No mesh has them yet, and no other axis may be called so."""
+
+
+def check_mesh_axis(name: str) -> None:
+    """Raise ValueError for a mesh axis name that is reserved.
+
+    >>> check_mesh_axis("tensor")
+    """
+    if name in RESERVED_AXES:
+        raise ValueError(
+            f"mesh axis {name!r} is reserved for {RESERVED_AXES[name]} and not there yet; the axes that are there: "
+            f"{', '.join(MESH_AXES)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +34,16 @@ class ParallelConfig:
     """Sizes of the device mesh's axes.
 
     Args:
-        data: replicas that split the batch and hold all parameters.
-        fsdp: ranks that split the batch and the parameters (ZeRO-3).
-        tensor: ranks that split heads, feed-forward and vocabulary (Megatron's tensor parallel size).
+        data: replicas that split the batch and hold all parameters (Megatron's data-parallel ranks).
+        fsdp: ranks that split the batch, and parameters, gradients and optimizer state too (ZeRO-3).
+        context: ranks that split the sequence, in attention and everywhere else (Megatron's context-parallel size).
+        tensor: ranks that split heads, feed-forward and vocabulary (Megatron's tensor-parallel size).
+        pipeline, expert: reserved; 1.
+
+    Raises:
+        ValueError: for a size that is not an integer >= 1; for a reserved axis.
+
+    Source: ``megatron.core.parallel_state.initialize_model_parallel``.
 
     >>> ParallelConfig(data=2, tensor=4).num_devices
     8
@@ -25,11 +51,17 @@ class ParallelConfig:
 
     data: int = 1
     fsdp: int = 1
+    context: int = 1
     tensor: int = 1
+    pipeline: InitVar[int] = 1
+    expert: InitVar[int] = 1
     axis_names: tuple[str, ...] = field(default=MESH_AXES, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        check_positive(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
+    def __post_init__(self, pipeline: int, expert: int) -> None:
+        for name, size in {"pipeline": pipeline, "expert": expert}.items():
+            if size != 1:
+                check_mesh_axis(name)
+        check_positive(**{name: getattr(self, name) for name in MESH_AXES})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,21 +71,22 @@ class ParallelConfig:
     @property
     def num_devices(self) -> int:
         """Devices the mesh takes."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.context * self.tensor
 
     @classmethod
     def parse(cls, text: str) -> ParallelConfig:
         """From ``"data=2,fsdp=2,tensor=2"``; axes left out are 1.
 
         Raises:
-            ValueError: for an unknown or repeated axis, or a size that is not an integer >= 1.
+            ValueError: for an unknown, reserved or repeated axis, or a size that is not an integer >= 1.
 
-        >>> ParallelConfig.parse("tensor=2")
-        ParallelConfig(data=1, fsdp=1, tensor=2)
+        >>> ParallelConfig.parse("context=2,tensor=2")
+        ParallelConfig(data=1, fsdp=1, context=2, tensor=2)
         """
         sizes: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             name, _, value = part.partition("=")
+            check_mesh_axis(name)
             if name not in MESH_AXES:
                 raise ValueError(f"unknown mesh axis {name!r} in {text!r}; allowed: {', '.join(MESH_AXES)}")
             if name in sizes:

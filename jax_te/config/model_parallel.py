@@ -39,9 +39,9 @@ class ModelParallelConfig:
             mesh's where a layer is built or called under one.
         sequence_parallel: between the tensor-parallel parts of a layer, split activations over the tensor ranks along
             the sequence.
-        context_parallel_size: 1; the mesh has no axis for context parallelism.
-        expert_model_parallel_size: 1; the mesh has no axis for experts. Every rank holds all of them, split over the
-            tensor axis.
+        context_parallel_size: ranks on the mesh's context axis, in the same way.
+        expert_model_parallel_size: 1; the mesh's axis for experts is reserved and not there yet. Every rank holds all
+            of them, split over the tensor axis.
         expert_tensor_parallel_size: ranks that split an expert's kernels. None or ``tensor_model_parallel_size``, since
             one axis of the mesh splits all kernels.
         perform_initialization: False: kernels start as zeros, for a model whose weights are loaded anyway.
@@ -69,7 +69,7 @@ class ModelParallelConfig:
         ValueError: for a size that is not positive; sequence parallelism without tensor parallelism; both fp16 and
             bf16; an unknown dtype or kind of all-reduce; for what JAX does another way: ``init_model_with_meta_device``
             (``nnx.eval_shape``), ``tp_comm_overlap`` (XLA flags), ``deterministic_mode`` (XLA flags and an environment
-            variable); for context and expert parallelism.
+            variable); for expert parallelism.
         TypeError: for a flag that is no bool, a ``quant_recipe`` that is not hashable.
 
     Source: ``megatron.core.ModelParallelConfig``, and what ``TELinear`` reads of ``TransformerConfig``.
@@ -143,10 +143,11 @@ class ModelParallelConfig:
                 "sequence_parallel=True needs tensor parallelism: set tensor_model_parallel_size to the size of the "
                 "mesh's tensor axis"
             )
-        for name in ("context_parallel_size", "expert_model_parallel_size"):
-            if getattr(self, name) != 1:
-                axis = name.split("_")[0]
-                raise ValueError(f"{name} must be 1, got {getattr(self, name)}: the mesh has no {axis} axis")
+        if self.expert_model_parallel_size != 1:
+            raise ValueError(
+                f"expert_model_parallel_size must be 1, got {self.expert_model_parallel_size}: the mesh axis 'expert' "
+                "is reserved and not there yet; the tensor axis splits every expert's kernels"
+            )
         if self.expert_tensor_parallel_size not in (None, tensor):
             raise ValueError(
                 f"expert_tensor_parallel_size must be None or tensor_model_parallel_size = {tensor}, got "

@@ -12,14 +12,16 @@ from jax_te.config.checks import check_positive, check_rate, float_dtype
 from jax_te.config.initializers import FilledInit
 from jax_te.config.model_parallel import ModelParallelConfig
 from jax_te.config.precision import PrecisionConfig
+from jax_te.config.recompute import RecomputeConfig
 from jax_te.typing import DTypeLike
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig):
+class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, RecomputeConfig):
     """Sizes and choices of a stack of transformer layers, in Megatron-Core's words.
 
-    It has the fields of `ModelParallelConfig`, `PrecisionConfig` and `AttentionConfig`, too, all keyword-only.
+    It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig` and `RecomputeConfig`, too, all
+    keyword-only.
 
     Args:
         num_layers: transformer layers.
@@ -42,9 +44,11 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig):
         compute_dtype: dtype of activations. None: ``params_dtype``.
 
     Raises:
-        ValueError: for a size that is not positive or does not divide, or an unknown name; and as the other three.
-        TypeError: for an initializer that cannot be called or hashed; and as the other three.
-        AssertionError: as `AttentionConfig`.
+        ValueError: for a size that is not positive or does not divide, or an unknown name;
+            ``distribute_saved_activations`` under sequence parallelism, which splits them already; and as the other
+            four.
+        TypeError: for an initializer that cannot be called or hashed; and as the other four.
+        AssertionError: as `AttentionConfig` and `RecomputeConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -74,6 +78,12 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig):
         ModelParallelConfig.__post_init__(self)
         PrecisionConfig.__post_init__(self)
         AttentionConfig.__post_init__(self)
+        RecomputeConfig.__post_init__(self)
+        if self.distribute_saved_activations and self.sequence_parallel:
+            raise ValueError(
+                "distribute_saved_activations=True does not go with sequence_parallel=True, under which layers' inputs "
+                "are split over the tensor ranks already; leave it out"
+            )
         check_positive(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import check_positive, check_rate
+from jax_te.layers.context_parallel import check_cp_group
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import constant, value_or_none
 from jax_te.layers.qkv import HEAD_AXES
-from jax_te.ops import dot_product_attention
+from jax_te.ops import ContextParallel, dot_product_attention
 from jax_te.ops.attention_spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, Window, normal_window
+from jax_te.parallel import recomputed
 from jax_te.typing import Array
 
 
@@ -61,6 +64,10 @@ class DotProductAttention(nnx.Module):
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
         return_max_logit: calls also return the largest logit of each head, for `clip_qk`.
         num_splits: kept as an attribute; it tunes one CUDA kernel and has no effect on results.
+        cp_comm_type: how the ranks of the mesh's context axis exchange keys and values: ``"p2p"``, ``"all_gather"``,
+            ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. Without such ranks it has no effect.
+        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, ranks that exchange heads, and groups on a ring.
+        cp_load_balanced: sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
         rngs: taken like in every layer; there is nothing to draw.
 
     Raises:
@@ -88,6 +95,9 @@ class DotProductAttention(nnx.Module):
         logit_softcap: float | None = None,
         return_max_logit: bool = False,
         num_splits: int | None = None,
+        cp_comm_type: str = "p2p",
+        hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
+        cp_load_balanced: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
         del rngs
@@ -113,6 +123,11 @@ class DotProductAttention(nnx.Module):
         self.logit_softcap = logit_softcap
         self.return_max_logit = return_max_logit
         self.num_splits = num_splits
+        self.context_parallel = ContextParallel(
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
+        )
         self.softmax_offset = (
             constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
         )
@@ -170,19 +185,17 @@ class DotProductAttention(nnx.Module):
             query, key, value = query[None], *(None if array is None else array[None] for array in (key, value))
         self._check_operands(query, key, value)
         rate = 0.0 if dropout_key is None else self.attention_dropout
-        segments = None if packed_seq_params is None else packed_seq_params.segments
-        arrays = AttentionArrays(
-            attention_mask, q_lengths, kv_lengths, segments, bias, value_or_none(self.softmax_offset), dropout_key
-        )
+        offset = value_or_none(self.softmax_offset)
+        arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
 
-        def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
+        def attend(qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None) -> Any:
             return dot_product_attention(
                 qkv,
                 mask_type=mask_type,
                 mask=arrays.mask,
                 q_lengths=arrays.q_lengths,
                 kv_lengths=arrays.kv_lengths,
-                segments=arrays.segments,
+                segments=None if packed is None else packed.segments,
                 window=self.window_size if window_size is None else window_size,
                 bias_type=bias_type,
                 bias=arrays.bias,
@@ -193,16 +206,45 @@ class DotProductAttention(nnx.Module):
                 dropout_rate=rate,
                 dropout_key=arrays.dropout_key if rate > 0.0 else None,
                 return_max_logit=self.return_max_logit,
+                context_parallel=self.context_parallel,
                 out_axes=HEAD_AXES,
             )
 
         with jax.named_scope("DotProductAttention"):
             qkv = (query,) if key is None or value is None else (query, key, value)
-            run = jax.checkpoint(attend) if checkpoint_core_attention else attend
-            result = run(qkv, arrays)
+            recompute = checkpoint_core_attention or recomputed("core_attn")
+            run = jax.checkpoint(attend) if recompute else attend
+            result = run(qkv, arrays, packed_seq_params)
             if not row:
                 return result
             return (result[0][0], result[1]) if self.return_max_logit else result[0]
+
+    def set_context_parallel_group(
+        self,
+        cp_group: str | None,
+        cp_global_ranks: None = None,
+        cp_stream: None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Choose how the ranks of the mesh's context axis exchange keys and values.
+
+        Args:
+            cp_group: None or ``"context"``, which both leave the ranks to the mesh.
+            cp_global_ranks: None: the order of the mesh's devices is the ranks'.
+            cp_stream: None: XLA orders exchange and computation by itself.
+            cp_comm_type: as in the constructor.
+
+        Raises:
+            TypeError: for a process group, ranks or a CUDA stream.
+            ValueError: for an unknown type.
+
+        >>> core = DotProductAttention(4, 16)
+        >>> core.set_context_parallel_group("context", cp_comm_type="all_gather")
+        >>> core.context_parallel.cp_comm_type
+        'all_gather'
+        """
+        check_cp_group(cp_group, cp_global_ranks, cp_stream)
+        self.context_parallel = dataclasses.replace(self.context_parallel, cp_comm_type=cp_comm_type)
 
     def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
         n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels

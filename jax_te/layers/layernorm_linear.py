@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +12,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import value_or_none
 from jax_te.ops import layernorm, layernorm_dense
+from jax_te.parallel import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 
@@ -108,17 +111,19 @@ class LayerNormLinear(Linear):
             if self.return_layernorm_output:
                 normed = self._normalize(x)
                 return self._result(self._dense(normed, weight, bias, is_first_microbatch), x, bias, normed)
-            y = layernorm_dense(
-                x,
-                *self._norm_parameters(),
+            run = functools.partial(
+                layernorm_dense,
                 bias=None if self.return_bias else bias,
                 norm=self.norm,
                 recipe=self.recipe,
                 out_axes=self.output_axes(x),
                 kernel_axes=self.kernel_axes,
+                x_axes=self._operand_axes(x),
                 name=self.module_name,
                 **self._kernel_arguments(weight, is_first_microbatch),
             )
+            norm_parameters = self._norm_parameters()
+            y = run_recomputed(lambda x: run(x, *norm_parameters), x, kept={"layernorm": ()})
             return self._result(y, x, bias)
 
     def operand(self, x: Array) -> Array:

@@ -16,7 +16,12 @@ from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, 
 from jax_te.ops import activation as apply_activation
 from jax_te.ops import dense, layernorm, layernorm_mlp
 from jax_te.ops.spec import check_activation_params
+from jax_te.parallel import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+
+_KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": ("ffn1", "gemm", "norm")}
+"""What stays when a module of selective recomputation is computed again: the first GEMM's output, so that no GEMM runs
+again, and what the other module computes."""
 
 
 class LayerNormMLP(TensorParallelModule):
@@ -129,7 +134,8 @@ class LayerNormMLP(TensorParallelModule):
         wi = self.linear_arguments("wi_kernel", is_first_microbatch)
         wo = self.linear_arguments("wo_kernel", is_first_microbatch)
         with jax.named_scope("LayerNormMLP"):
-            y, *normed = self._unfused(x, wi, wo) if self.return_layernorm_output else (self._fused(x, wi, wo),)
+            run = self._unfused if self.return_layernorm_output else self._fused
+            y, *normed = run_recomputed(lambda x: run(x, wi, wo), x, kept=_KEPT)
             bias = value_or_none(self.wo_bias)
             extra = (None if bias is None else bias.astype(x.dtype),) if self.return_bias else ()
             return (y, *extra, *normed) if extra or normed else y
@@ -142,8 +148,8 @@ class LayerNormMLP(TensorParallelModule):
         """Logical axes of input and output."""
         return (*sequence_axes(x, self.tensor_parallel.sequence_parallel), "hidden")
 
-    def _fused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> Array:
-        return layernorm_mlp(
+    def _fused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> tuple[Array]:
+        y = layernorm_mlp(
             x,
             self.scale[...],
             value_or_none(self.ln_bias),
@@ -163,6 +169,7 @@ class LayerNormMLP(TensorParallelModule):
             wi_axes=self.wi_axes,
             wo_axes=self.wo_axes,
         )
+        return (y,)
 
     def _unfused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> tuple[Array, Array]:
         """The same in four operations, so that the norm's output is there to return."""
@@ -174,6 +181,7 @@ class LayerNormMLP(TensorParallelModule):
             recipe=recipe,
             out_axes=(*lead, *self.wi_axes[1:]),
             kernel_axes=self.wi_axes,
+            x_axes=axes,
             name=names[0],
             **wi,
         )
@@ -184,6 +192,7 @@ class LayerNormMLP(TensorParallelModule):
             recipe=recipe,
             out_axes=axes,
             kernel_axes=self.wo_axes,
+            x_axes=(*lead, self.wo_axes[0]),
             name=names[1],
             **wo,
         )

@@ -174,6 +174,11 @@ class Linear(TensorParallelModule):
         split = self.tensor_parallel.sequence_parallel and self.parallel_mode == "column"
         return (*sequence_axes(x, split), "hidden")
 
+    def _operand_axes(self, x: Array) -> LogicalAxes:
+        """Logical axes of what the kernel multiplies."""
+        inner = self.kernel_axes[0]
+        return (*self._input_axes(x)[:-1], "hidden" if inner == "fsdp" else inner)
+
     def _enter(self, x: Array) -> Array:
         """The input, in the sharding it has outside of the layer."""
         return self.tensor_parallel.enter(x, self._input_axes(x))
@@ -200,6 +205,7 @@ class Linear(TensorParallelModule):
             recipe=self.recipe,
             out_axes=self.output_axes(x),
             kernel_axes=self.kernel_axes,
+            x_axes=self._operand_axes(x),
             save_original_input=getattr(self, "save_original_input", False),
             name=self.module_name,
             **self._kernel_arguments(weight, is_first_microbatch),

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_te.config import check_positive
 from jax_te.layers.attention import DotProductAttention, check_heads
+from jax_te.layers.context_parallel import set_context_parallel_group
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
@@ -52,8 +53,8 @@ class MultiheadAttention(nnx.Module):
         input_layernorm: have that norm.
         return_layernorm_output: also return its output.
         attention_type: ``"self"`` or ``"cross"``.
-        attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits: see
-            `DotProductAttention`.
+        attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits,
+            cp_comm_type, hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and keys over its ``d``
             channels, with parameters of their own. None: do not.
         qk_norm_before_rope: do so before the rotation by position, not after it.
@@ -97,6 +98,9 @@ class MultiheadAttention(nnx.Module):
         logit_softcap: float | None = None,
         return_max_logit: bool = False,
         num_splits: int | None = None,
+        cp_comm_type: str = "p2p",
+        hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
+        cp_load_balanced: bool = False,
         qk_norm_type: str | None = None,
         qk_norm_before_rope: bool = False,
         fuse_qkv_params: bool = True,
@@ -140,6 +144,9 @@ class MultiheadAttention(nnx.Module):
             logit_softcap=logit_softcap,
             return_max_logit=return_max_logit,
             num_splits=num_splits,
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
         )
         norm: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "rngs": rngs}
         linear: dict[str, Any] = {
@@ -210,6 +217,16 @@ class MultiheadAttention(nnx.Module):
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""
         set_tensor_parallel_group(self, tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: str | None,
+        cp_global_ranks: None = None,
+        cp_stream: None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """As `DotProductAttention.set_context_parallel_group`."""
+        set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def __call__(
         self,

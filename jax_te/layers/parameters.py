@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import float_dtype
+from jax_te.parallel import create_sharded
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
@@ -16,7 +17,8 @@ def parameter(
     """A parameter with one logical axis name for each dimension in its metadata, as ``logical_axes``.
 
     The initializer runs in fp32 and the result is cast, so one seed gives the same weights, rounded, in every dtype.
-    Values depend on the key and the shape alone, never on the mesh.
+    Values depend on the key and the shape alone, never on the mesh. Under a mesh it is created split as its axes say:
+    inside of ``jax.jit`` no device holds the whole of it, outside the default device does until it is split.
 
     Args:
         init: ``init(key, shape, dtype)``.
@@ -26,7 +28,8 @@ def parameter(
         axes: logical axes, see `jax_te.parallel.ShardingRules`.
 
     Raises:
-        ValueError: for another dtype, or if ``axes`` does not name every dimension.
+        ValueError: for another dtype; if ``axes`` does not name every dimension, or one does not divide over its mesh
+            axes.
 
     >>> kernel = parameter(jax.nn.initializers.ones, nnx.Rngs(0), (2, 4), jnp.bfloat16, ("fsdp", "ffn"))
     >>> kernel.get_metadata("logical_axes")
@@ -37,7 +40,11 @@ def parameter(
         raise ValueError(
             f"{len(axes)} logical axes {axes} for a parameter of shape {shape}; name every dimension, or use None"
         )
-    return nnx.Param(init(rngs.params(), shape, jnp.float32).astype(dtype), logical_axes=tuple(axes))
+    axes = tuple(axes)
+    value = create_sharded(
+        lambda key: init(key, shape, jnp.float32).astype(dtype), rngs.params(), shape=shape, axes=axes
+    )
+    return nnx.Param(value, logical_axes=axes)
 
 
 def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes) -> nnx.Param:
@@ -46,7 +53,9 @@ def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: Logic
     >>> float(constant(1.0, (4,), jnp.float32, ("norm",))[0])
     1.0
     """
-    return nnx.Param(jnp.full(shape, value, float_dtype("params_dtype", dtype)), logical_axes=tuple(axes))
+    dtype = float_dtype("params_dtype", dtype)
+    filled = create_sharded(lambda: jnp.full(shape, value, dtype), shape=shape, axes=tuple(axes))
+    return nnx.Param(filled, logical_axes=tuple(axes))
 
 
 def value_or_none(variable: nnx.Variable | None) -> Array | None:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax_te.config import check_positive
 from jax_te.layers.parameters import leading_axes
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.parallel import axis_ranks, constrain, current_mesh
+from jax_te.parallel import axis_ranks, constrain, current_mesh, logical_to_spec, ranks_of
 from jax_te.typing import Array, LogicalAxes
 
 TENSOR_AXIS = "tensor"
@@ -75,12 +75,25 @@ def check_tp_group(tp_group: str | None) -> None:
         )
 
 
+def check_context_size(size: int) -> None:
+    """Raise ValueError unless ``size``, a ``context_parallel_size``, is 1 or that of the mesh in use, if any.
+
+    >>> check_context_size(4)  # without a mesh one device has the whole sequence
+    """
+    ranks = axis_ranks("sequence")
+    if size not in (1, ranks) and current_mesh() is not None:
+        raise ValueError(
+            f"context_parallel_size is {size}, and the mesh in use has {ranks} context ranks; set a mesh with that "
+            "many (jax.set_mesh), or leave it 1, which takes the mesh's"
+        )
+
+
 def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
     """Logical axes of all axes of an activation but its last, as `leading_axes`; with the sequence split if asked for.
 
     Raises:
         ValueError: with ``sequence_parallel``, if ``x`` is not ``[b, s, ..., h]`` or ``s`` does not divide over the
-            tensor ranks.
+            context and tensor ranks together.
 
     >>> import jax.numpy as jnp
     >>> sequence_axes(jnp.ones((2, 8, 16)))
@@ -91,12 +104,14 @@ def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
         return axes
     if x.ndim < 3:
         raise ValueError(f"sequence parallelism splits the second axis of [b, s, ..., h], got shape {x.shape}")
-    ranks = axis_ranks("sequence_parallel")
-    if x.shape[1] % ranks:
-        raise ValueError(
-            f"sequence length {x.shape[1]} of {x.shape} does not divide over {ranks} tensor ranks; pad it, or turn "
-            "sequence_parallel off"
-        )
+    mesh = current_mesh()
+    if mesh is not None:
+        over, ranks = ranks_of(logical_to_spec(("sequence_parallel",), mesh)[0], mesh)
+        if x.shape[1] % ranks:
+            raise ValueError(
+                f"sequence length {x.shape[1]} of {x.shape} does not divide over mesh axes {over} = {ranks}; pad it, "
+                "or turn sequence_parallel off"
+            )
     return ("batch", "sequence_parallel", *axes[2:])
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import check_positive, check_rate
+from jax_te.layers.context_parallel import set_context_parallel_group
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_mlp import LayerNormMLP
@@ -47,8 +48,8 @@ class TransformerLayer(nnx.Module):
         layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: cross-attention to an
             encoder's output follows it.
         kv_channels: head size ``d``. None: ``h / n``.
-        self_attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, num_splits: see
-            `DotProductAttention`.
+        self_attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, num_splits, cp_comm_type,
+            hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         enc_dec_attn_mask_type, enc_dec_window_size: of cross-attention.
         qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
         set_parallel_mode: split the projections over the mesh's tensor axis; False keeps them whole on every rank.
@@ -102,6 +103,9 @@ class TransformerLayer(nnx.Module):
         softmax_type: str = "vanilla",
         logit_softcap: float | None = None,
         num_splits: int | None = None,
+        cp_comm_type: str = "p2p",
+        hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
+        cp_load_balanced: bool = False,
         qk_norm_type: str | None = None,
         qk_norm_before_rope: bool = False,
         fuse_qkv_params: bool = True,
@@ -148,6 +152,9 @@ class TransformerLayer(nnx.Module):
             "softmax_type": softmax_type,
             "logit_softcap": logit_softcap,
             "num_splits": num_splits,
+            "cp_comm_type": cp_comm_type,
+            "hierarchical_context_parallel_sizes": hierarchical_context_parallel_sizes,
+            "cp_load_balanced": cp_load_balanced,
             "qk_norm_type": qk_norm_type,
             "qk_norm_before_rope": qk_norm_before_rope,
             "fuse_qkv_params": fuse_qkv_params,
@@ -311,6 +318,16 @@ class TransformerLayer(nnx.Module):
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""
         set_tensor_parallel_group(self, tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: str | None,
+        cp_global_ranks: None = None,
+        cp_stream: None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """As `DotProductAttention.set_context_parallel_group`, for all attention."""
+        set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
 
 def _keys(key: Array) -> tuple[Array, ...]:

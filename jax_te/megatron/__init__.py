@@ -47,6 +47,16 @@ from jax_te.megatron.quant_config import (
 from jax_te.megatron.quant_layer import finish_init, set_save_original_input, will_execute_quantized
 from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
 from jax_te.megatron.quant_recipe import TEQuantizationRecipe, resolve_factory
+from jax_te.megatron.recompute import te_checkpoint
+from jax_te.megatron.rng import (
+    TECudaRNGStatesTracker,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+    initialize_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
@@ -70,6 +80,7 @@ __all__ = [
     "QuantizationReport",
     "RecipeConfig",
     "TEColumnParallelLinear",
+    "TECudaRNGStatesTracker",
     "TEDelayedScaling",
     "TEDotProductAttention",
     "TELayerNormColumnParallelLinear",
@@ -92,16 +103,22 @@ __all__ = [
     "finish_init",
     "float16_to_fp32",
     "fp32_to_float16",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
     "get_fp8_autocast_for_quant_params",
     "get_fp8_autocast_for_quant_recipe",
     "get_quant_config_or_none",
     "get_should_context_be_quantized_params",
     "get_should_context_be_quantized_recipe",
+    "initialize_rng_tracker",
     "is_layer_window_attention",
     "load_quantization_recipe",
     "load_state_dict",
     "mark_keep_in_fp32",
     "match_context",
+    "model_parallel_cuda_manual_seed",
     "param_is_not_shared",
     "recipe_from_config",
     "resolve_factory",
@@ -109,5 +126,6 @@ __all__ = [
     "sharded_state_dict",
     "split_te_layernorm_column_parallel_linear",
     "state_dict",
+    "te_checkpoint",
     "will_execute_quantized",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import CP_COMM_TYPES, TransformerConfig
+from jax_te.config import TransformerConfig
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.qkv import merge_heads
 from jax_te.layers.tensor_parallel import check_tp_group
@@ -66,9 +66,12 @@ class TEDotProductAttention(DotProductAttention):
         softmax_scale: None: the configuration's, or ``1 / sqrt(d)``.
         k_channels, v_channels: head sizes of keys and values, if both are given. Else ``config.kv_channels``.
         num_splits: kept as an attribute; it tunes one CUDA kernel. None: 1 if ``config.batch_invariant_mode``.
-        cp_comm_type: how keys and values are exchanged under context parallelism; one of
-            `jax_te.config.CP_COMM_TYPES`.
+        cp_comm_type: how the ranks of the mesh's context axis exchange keys and values, see
+            `jax_te.ops.ContextParallel`. None: ``"p2p"``. Read in place of ``config.cp_comm_type``, as in Megatron,
+            where whoever builds the layer takes it from there.
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
+        cp_load_balanced: sequences come in zig-zag order, as Megatron's batches do under context parallelism; see
+            `jax_te.ops.zigzag_positions`.
         rngs: taken like in every layer; there is nothing to draw.
 
     Raises:
@@ -97,12 +100,11 @@ class TEDotProductAttention(DotProductAttention):
         cp_comm_type: str | None = "p2p",
         pg_collection: None = None,
         *,
+        cp_load_balanced: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
         if attention_type not in ATTENTION_TYPES:
             raise ValueError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
-        if cp_comm_type is not None and cp_comm_type not in CP_COMM_TYPES:
-            raise ValueError(f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)}, got {cp_comm_type!r}")
         if pg_collection is not None:
             raise TypeError(
                 "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has "
@@ -121,13 +123,15 @@ class TEDotProductAttention(DotProductAttention):
             softmax_type=config.softmax_type,
             return_max_logit=config.qk_clip or config.log_max_attention_logit,
             num_splits=1 if num_splits is None and config.batch_invariant_mode else num_splits,
+            cp_comm_type="p2p" if cp_comm_type is None else cp_comm_type,
+            hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
             rngs=rngs,
         )
         self.layer_window = config.window_size if windowed else None
         self.has_window = config.window_size is not None
         self.layer_number = layer_number
         self.attention_type = attention_type
-        self.cp_comm_type = "p2p" if cp_comm_type is None else cp_comm_type
 
     def __call__(  # type: ignore[override]  # Megatron's arguments
         self,

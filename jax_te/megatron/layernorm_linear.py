@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import LayerNormLinear
+from jax_te.layers.tensor_parallel import check_context_size
 from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
 from jax_te.megatron.te_layer import TELayer, refuse
 from jax_te.typing import Array, Initializer
@@ -106,5 +107,6 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
         own = self.scale.get_value().dtype
         if x.dtype == jnp.float32 and jnp.dtype(own).itemsize < x.dtype.itemsize:
             x = x.astype(own)
+        check_context_size(self.config.context_parallel_size)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         return result if self.te_return_bias else (result, None)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_te.config import ModelParallelConfig, check_choice
 from jax_te.layers import Linear
+from jax_te.layers.tensor_parallel import check_context_size
 from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
 from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, refuse
 from jax_te.typing import Array, Initializer
@@ -127,6 +128,7 @@ class TELinear(TELayer, Linear):
             ``(y, bias [n])``, both in the dtype of ``x``. A row-parallel layer's bias is added once, to the sum over
             the tensor ranks.
         """
+        check_context_size(self.config.context_parallel_size)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         return result if self.te_return_bias else (result, None)
 

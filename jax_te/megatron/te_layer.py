@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jax_te.config import SYMMETRIC_AR_TYPES, ModelParallelConfig
-from jax_te.layers.tensor_parallel import TensorParallel
+from jax_te.layers.tensor_parallel import TensorParallel, check_context_size
 from jax_te.megatron.quant_config import QuantizationConfig, get_quant_config_or_none
 from jax_te.megatron.quant_layer import finish_init, will_execute_quantized
 from jax_te.megatron.sharded_state import sharded_state_dict
@@ -81,6 +81,7 @@ class TELayer:
             )
 
     def _check_mesh(self) -> None:
+        check_context_size(self.config.context_parallel_size)
         wanted = self.config.tensor_model_parallel_size
         if self.parallel_mode is not None and wanted not in (1, self.tp_size):
             raise ValueError(

@@ -3,12 +3,11 @@
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
-from jax_te.models.stack import REMAT, run_layers
+from jax_te.models.stack import run_layers
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
 
 __all__ = [
     "POSITION_EMBEDDINGS",
-    "REMAT",
     "T5_POSITION_EMBEDDINGS",
     "GPTModel",
     "T5Model",

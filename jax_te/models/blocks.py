@@ -23,8 +23,8 @@ def transformer_layer(
 ) -> TransformerLayer:
     """Layer ``number``, from 0, of ``config``.
 
-    One of the first and last layers may be kept in high precision, see ``first_last_layers_bf16``, and some may attend
-    in a window, see ``window_attn_skip_freq``.
+    One of the first and last layers may be kept in high precision, see ``first_last_layers_bf16``, some may attend in a
+    window, see ``window_attn_skip_freq``, and exchange keys in a way of their own, see ``cp_comm_type``.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
@@ -32,6 +32,8 @@ def transformer_layer(
     """
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     ffn: Any = config.ffn_hidden_size  # the config has filled it in
+    kinds = config.cp_comm_type
+    kind = kinds[number] if isinstance(kinds, tuple) else kinds
     build = functools.partial(
         TransformerLayer,
         config.hidden_size,
@@ -48,9 +50,12 @@ def transformer_layer(
         window_size=config.window_size if windowed else None,
         softmax_scale=config.softmax_scale,
         softmax_type=config.softmax_type,
+        cp_comm_type="p2p" if kind is None else kind,
+        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
         qk_norm_type=config.normalization if config.qk_layernorm else None,
         qk_norm_before_rope=True,
         tp_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
         fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
         num_gqa_groups=config.num_query_groups,
         normalization=config.normalization,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from jax_te.config import TransformerConfig
+from jax_te.layers.tensor_parallel import check_context_size
 from jax_te.megatron import recipe_from_config
 from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {
-    "sequence_parallel": "",
     "perform_initialization": "; nnx.eval_shape gives a model without arrays",
     "delay_wgrad_compute": "; jax_te.parallel.split_vjp computes weight gradients apart",
     "disable_parameter_transpose_cache": "; kernels are kept between microbatches only where a call asks for it",
@@ -23,10 +23,11 @@ def check_config(config: TransformerConfig) -> None:
     """Raise ValueError for a field that the models do not follow, unless it has its default.
 
     ``fp8`` and ``fp4`` are followed where the model is built inside of ``autocast(recipe_from_config(config))``, and
-    refused elsewhere.
+    refused elsewhere. ``context_parallel_size`` must be the size of the mesh in use, unless it is 1.
 
     >>> check_config(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2))
     """
+    check_context_size(config.context_parallel_size)
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in _NOT_FOLLOWED and value != field.default:

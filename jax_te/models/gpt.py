@@ -17,8 +17,9 @@ from jax_te.layers import (
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.stack import REMAT, layer_keys, run_layers
+from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
+from jax_te.parallel import RecomputePolicy
 from jax_te.typing import Array
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
@@ -48,8 +49,8 @@ class GPTModel(LanguageModel):
             `Llama3Scaling`.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        remat: ``"none"``; ``"full"``: keep only each layer's input for backward; ``"selective"``: recompute the
-            attention core only.
+        recompute_policy: what is kept inside of layers that ``config.recompute_granularity="full"`` computes again, a
+            `jax_te.parallel.RecomputePolicy` or its name. ``"full"``: nothing.
         scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner.
         loss_chunks: parts of the sequence whose logits `loss` computes at a time, see `linear_cross_entropy`; must
             divide the sequence length. 1: all at once.
@@ -62,7 +63,7 @@ class GPTModel(LanguageModel):
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
-    Source: ``megatron.core.models.gpt.GPTModel``; Radford et al. 2019; Touvron et al. 2023; Chen et al. 2016 (remat).
+    Source: ``megatron.core.models.gpt.GPTModel``; Radford et al. 2019; Touvron et al. 2023.
 
     >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     >>> model = GPTModel(config, vocab_size=100, max_sequence_length=16, rngs=nnx.Rngs(0))
@@ -81,7 +82,7 @@ class GPTModel(LanguageModel):
         rotary_percent: float = 1.0,
         rotary_scaling: RotaryScaling | None = None,
         share_embeddings_and_output_weights: bool = True,
-        remat: str = "none",
+        recompute_policy: RecomputePolicy | str = "full",
         scan_layers: bool = False,
         loss_chunks: int = 1,
         rngs: nnx.Rngs,
@@ -92,15 +93,14 @@ class GPTModel(LanguageModel):
                 f"unknown position_embedding_type {position_embedding_type!r}; "
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
-        if remat not in REMAT:
-            raise ValueError(f"unknown remat {remat!r}; allowed: {', '.join(REMAT)}")
+        check_recompute_policy(config, recompute_policy)
         check_config(config)
         self.config = config
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.position_embedding_type = position_embedding_type
         self.rotary_base, self.rotary_percent, self.rotary_scaling = rotary_base, rotary_percent, rotary_scaling
-        self.remat = remat
+        self.recompute_policy = recompute_policy
         self.scan_layers = scan_layers
         self.loss_chunks = loss_chunks
         learned = position_embedding_type == "learned_absolute"
@@ -208,5 +208,13 @@ class GPTModel(LanguageModel):
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         x = self._embed(tokens, positions, embedding_key)
         rotary = self._rotary(positions)
-        x = run_layers(self.layers, x, keys, remat=self.remat, scan=self.scan_layers, rotary_pos_emb=rotary)
+        x = run_layers(
+            self.layers,
+            x,
+            keys,
+            recompute=self.config,
+            policy=self.recompute_policy,
+            scan=self.scan_layers,
+            rotary_pos_emb=rotary,
+        )
         return self.final_norm(x)

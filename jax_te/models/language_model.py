@@ -9,12 +9,10 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
 from jax_te.layers.parameters import parameter
+from jax_te.layers.tensor_parallel import check_context_size
 from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
 from jax_te.parallel import constrain
 from jax_te.typing import Array, LogicalAxes
-
-AXES: LogicalAxes = ("batch", "sequence", "hidden")
-"""Logical axes of what flows between the layers."""
 
 
 class LanguageModel(nnx.Module):
@@ -30,6 +28,11 @@ class LanguageModel(nnx.Module):
     config: TransformerConfig
     max_sequence_length: int
     loss_chunks: int
+
+    @property
+    def _axes(self) -> LogicalAxes:
+        """Logical axes of what flows between the layers."""
+        return ("batch", "sequence_parallel" if self.config.sequence_parallel else "sequence", "hidden")
 
     def _make_embeddings(self, vocab_size: int, *, learned_positions: bool, rngs: nnx.Rngs) -> None:
         config, rows = self.config, self.max_sequence_length
@@ -48,6 +51,7 @@ class LanguageModel(nnx.Module):
             config.normalization,
             config.hidden_size,
             config.layernorm_epsilon,
+            sequence_parallel=config.sequence_parallel,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             params_dtype=config.params_dtype,
             rngs=rngs,
@@ -61,13 +65,14 @@ class LanguageModel(nnx.Module):
 
     def _embed(self, tokens: Array, positions: Array, key: Array | None) -> Array:
         """``[b, s, h]`` from tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``."""
+        check_context_size(self.config.context_parallel_size)
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")
             at = self.position_embedding(positions, ids_axes=ids_axes)
             x = x + (at[None] if positions.ndim == 1 else at)
-        x = constrain(x.astype(self.compute_dtype), AXES)
-        return dropout(x, self.config.hidden_dropout, key, axes=AXES)
+        x = constrain(x.astype(self.compute_dtype), self._axes)
+        return dropout(x, self.config.hidden_dropout, key, axes=self._axes)
 
     def _head_kernel(self) -> Array:
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
@@ -75,11 +80,18 @@ class LanguageModel(nnx.Module):
     def _head(self, x: Array) -> Array:
         """Logits ``[b, s, v]``."""
         with jax.named_scope("head"):
-            return dense(x, self._head_kernel(), out_axes=("batch", "sequence", "vocab"), kernel_axes=("fsdp", "vocab"))
+            return dense(
+                x,
+                self._head_kernel(),
+                out_axes=("batch", "sequence", "vocab"),
+                kernel_axes=("fsdp", "vocab"),
+                x_axes=self._axes,
+            )
 
     def _losses(self, x: Array, labels: Array) -> Array:
         """Loss of each token, fp32 ``[b, s]``, from what the head reads."""
         axes = ("batch", "sequence")
         if self.loss_chunks == 1:
             return softmax_cross_entropy(self._head(x), labels, out_axes=axes)
+        x = constrain(x, (*axes, "hidden"))
         return linear_cross_entropy(x, self._head_kernel(), labels, chunks=self.loss_chunks, out_axes=axes)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te.config import RecomputeConfig
 from jax_te.layers import TransformerLayer
+from jax_te.parallel import RecomputePolicy, checkpoint, recompute_policy, selective_recompute
 from jax_te.quantize import QuantizerState
 from jax_te.quantize.state import plain_inside
 from jax_te.typing import Array
 
-REMAT = ("none", "full", "selective")
-"""What backward recomputes: nothing, each layer from its input, or each layer's attention core."""
+_NO_RECOMPUTE = RecomputeConfig()
 
 
 def layer_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -25,12 +27,57 @@ def layer_keys(key: Array | None, count: int) -> list[Array | None]:
     return [None if key is None else jax.random.fold_in(key, i) for i in range(count)]
 
 
+@dataclass(frozen=True)
+class Group:
+    """Consecutive layers ``first``, …, ``first + count - 1``, which backward recomputes together if ``recomputed``."""
+
+    first: int
+    count: int
+    recomputed: bool
+
+
+def recompute_groups(config: RecomputeConfig, num_layers: int) -> list[Group]:
+    """The layers of a stack in the groups that full recomputation makes of them; each by itself without it.
+
+    >>> config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    >>> [(group.first, group.count) for group in recompute_groups(config, 3)]
+    [(0, 2), (2, 1)]
+    """
+    full, size = config.recompute_granularity == "full", config.recompute_num_layers
+    if not full or size is None:
+        return [Group(i, 1, False) for i in range(num_layers)]
+    if config.recompute_method == "block":
+        return [Group(i, 1, i < size) for i in range(num_layers)]
+    return [Group(i, min(size, num_layers - i), True) for i in range(0, num_layers, size)]
+
+
+def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | str | None) -> None:
+    """Raise ValueError for a policy that is unknown, or has no effect because layers are not checkpointed whole.
+
+    >>> check_recompute_policy(RecomputeConfig(), "full")
+    """
+    chosen, full = recompute_policy(policy), config.recompute_granularity == "full"
+    if chosen is None:
+        raise ValueError(f"recompute_policy={policy!r} keeps everything; leave recompute_granularity None for that")
+    if not full and not chosen.keeps_nothing:
+        raise ValueError(
+            f"recompute_policy={policy!r} says what full recomputation keeps, and recompute_granularity is "
+            f"{config.recompute_granularity!r}; set recompute_granularity='full' in the config"
+        )
+    if config.distribute_saved_activations and not chosen.keeps_nothing:
+        raise ValueError(
+            "distribute_saved_activations=True goes with recompute_policy='full' only, under which inputs are all that "
+            f"is kept; got {policy!r}"
+        )
+
+
 def run_layers(
     layers: Sequence[TransformerLayer],
     x: Array,
     keys: Sequence[Array | None],
     *,
-    remat: str = "none",
+    recompute: RecomputeConfig = _NO_RECOMPUTE,
+    policy: RecomputePolicy | str | None = "full",
     scan: bool = False,
     mask_types: dict[str, str] | None = None,
     **arrays: Any,
@@ -41,8 +88,10 @@ def run_layers(
         layers: of one stack.
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
-        remat: one of `REMAT`.
-        scan: run consecutive layers of the same structure in a loop, ``jax.lax.scan``, whose body is compiled once.
+        recompute: what backward computes again.
+        policy: what full recomputation keeps inside of the layers, see `jax_te.parallel.checkpoint`.
+        scan: run consecutive layers of the same structure in a loop, ``jax.lax.scan``, whose body is compiled once; of
+            groups of layers that are recomputed together, the groups.
             The parameters stay those of the single layers: they are stacked on the way in, which takes memory for a
             copy of them. A layer that differs from its neighbours, because it has a recipe or a name of its own, runs
             by itself.
@@ -53,31 +102,65 @@ def run_layers(
     Returns:
         ``[b, s, h]``.
     """
-    call = functools.partial(_call, mask_types or {}, remat == "selective")
-    if remat == "full":
-        call = jax.checkpoint(call)
-    if not scan:
-        for i, (layer, key) in enumerate(zip(layers, keys, strict=True)):
-            with jax.named_scope(f"layer_{i}"):
-                x = call(layer, x, key, arrays)
+    plain = functools.partial(_run_group, mask_types or {})
+    saved = functools.partial(
+        checkpoint,
+        plain,
+        policy=policy,
+        distribute_saved_activations=recompute.distribute_saved_activations,
+    )
+    calls: dict[bool, Callable[..., Array]] = {False: plain, True: saved}
+    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    groups = recompute_groups(recompute, len(layers))
+    with selective_recompute(*modules):
+        if scan:
+            return _run_scanned(calls, groups, layers, x, keys, arrays)
+        for group in groups:
+            members = range(group.first, group.first + group.count)
+            x = calls[group.recomputed](
+                x, [layers[i] for i in members], [keys[i] for i in members], arrays, first=group.first
+            )
         return x
-    numbered = [(nnx.split(layer), key) for layer, key in zip(layers, keys, strict=True)]
-    for graphdef, group in itertools.groupby(numbered, key=lambda item: item[0][0]):
-        parts = [(_stackable(state), key) for (_, state), key in group]
-        with jax.named_scope("layers"):
-            x = _scan(call, graphdef, parts, x, arrays)
+
+
+def _run_group(
+    mask_types: dict[str, str],
+    x: Array,
+    layers: Sequence[TransformerLayer],
+    keys: Sequence[Any],
+    arrays: dict[str, Any],
+    first: int | None = None,
+) -> Array:
+    """Consecutive layers, the first of which has number ``first``, or any number inside a loop."""
+    for i, (layer, key) in enumerate(zip(layers, keys, strict=True)):
+        with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
+            x = layer(x, dropout_key=key, **mask_types, **arrays)
     return x
 
 
-def _call(
-    mask_types: dict[str, str],
-    checkpoint_core: bool,
-    layer: TransformerLayer,
+def _run_scanned(
+    calls: dict[bool, Callable[..., Array]],
+    groups: Sequence[Group],
+    layers: Sequence[TransformerLayer],
     x: Array,
-    key: Any,
+    keys: Sequence[Any],
     arrays: dict[str, Any],
 ) -> Array:
-    return layer(x, dropout_key=key, checkpoint_core_attention=checkpoint_core, **mask_types, **arrays)
+    """Consecutive groups of the same structure in one loop."""
+    split = [nnx.split(layer) for layer in layers]
+
+    def structure(group: Group) -> tuple[Any, ...]:
+        members = split[group.first : group.first + group.count]
+        return group.recomputed, *(graphdef for graphdef, _ in members)
+
+    for (recomputed, *graphdefs), alike in itertools.groupby(groups, key=structure):
+        parts = []
+        for group in alike:
+            members = range(group.first, group.first + group.count)
+            parts.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
+        with jax.named_scope("layers"):
+            x = _scan(calls[recomputed], graphdefs, parts, x, arrays)
+    return x
 
 
 def _stackable(state: nnx.State) -> nnx.State:
@@ -92,14 +175,18 @@ def _stackable(state: nnx.State) -> nnx.State:
     return jax.tree.map(plain, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def _scan(call: Any, graphdef: Any, parts: list[tuple[nnx.State, Any]], x: Array, arrays: dict[str, Any]) -> Array:
+def _scan(
+    call: Callable[..., Array],
+    graphdefs: Sequence[Any],
+    parts: list[tuple[list[nnx.State], list[Any]]],
+    x: Array,
+    arrays: dict[str, Any],
+) -> Array:
+    def run(x: Array, part: tuple[list[nnx.State], list[Any]]) -> Array:
+        states, keys = part
+        return call(x, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, arrays)
+
     if len(parts) == 1:
-        state, key = parts[0]
-        return call(nnx.merge(graphdef, state), x, key, arrays)
+        return run(x, parts[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-
-    def body(x: Array, part: tuple[nnx.State, Any]) -> tuple[Array, None]:
-        state, key = part
-        return call(nnx.merge(graphdef, state), x, key, arrays), None
-
-    return jax.lax.scan(body, x, stacked)[0]
+    return jax.lax.scan(lambda x, part: (run(x, part), None), x, stacked)[0]

@@ -13,9 +13,10 @@ from jax_te.config import TransformerConfig, check_positive
 from jax_te.layers import RelativePositionBias, dropout
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
-from jax_te.models.language_model import AXES, LanguageModel
-from jax_te.models.stack import REMAT, layer_keys, run_layers
+from jax_te.models.language_model import LanguageModel
+from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
+from jax_te.parallel import RecomputePolicy
 from jax_te.typing import Array
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
@@ -41,8 +42,9 @@ class T5Model(LanguageModel):
         relative_attention_num_buckets, relative_attention_max_distance: see `RelativePositionBias`.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        remat, scan_layers: see `run_layers`.
-        loss_chunks: see `GPTModel`.
+        scan_layers: see `run_layers`.
+        recompute_policy, loss_chunks: see `GPTModel`. Groups of layers that are recomputed together are counted in the
+            encoder and in the decoder apart.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
@@ -70,7 +72,7 @@ class T5Model(LanguageModel):
         relative_attention_num_buckets: int = 32,
         relative_attention_max_distance: int = 128,
         share_embeddings_and_output_weights: bool = True,
-        remat: str = "none",
+        recompute_policy: RecomputePolicy | str = "full",
         scan_layers: bool = False,
         loss_chunks: int = 1,
         rngs: nnx.Rngs,
@@ -82,17 +84,17 @@ class T5Model(LanguageModel):
             encoder_num_layers=encoders,
             loss_chunks=loss_chunks,
         )
-        for name, value, allowed in (
-            ("position_embedding_type", position_embedding_type, T5_POSITION_EMBEDDINGS),
-            ("remat", remat, REMAT),
-        ):
-            if value not in allowed:
-                raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
+        if position_embedding_type not in T5_POSITION_EMBEDDINGS:
+            raise ValueError(
+                f"unknown position_embedding_type {position_embedding_type!r}; "
+                f"allowed: {', '.join(T5_POSITION_EMBEDDINGS)}"
+            )
+        check_recompute_policy(config, recompute_policy)
         check_config(config)
         self.config = config
         self.max_sequence_length = max_sequence_length
         self.position_embedding_type = position_embedding_type
-        self.remat = remat
+        self.recompute_policy = recompute_policy
         self.scan_layers = scan_layers
         self.loss_chunks = loss_chunks
         n, dtype, init = config.num_attention_heads, config.params_dtype, config.init_method
@@ -161,7 +163,7 @@ class T5Model(LanguageModel):
         with jax.named_scope("T5Encoder"):
             x = self._enter(tokens, embedding_key)
             x = self._run(self.encoder_layers, self.encoder_bias, x, keys, mask_types, arrays)
-            return dropout(self.encoder_norm(x), self.config.hidden_dropout, last_key, axes=AXES)
+            return dropout(self.encoder_norm(x), self.config.hidden_dropout, last_key, axes=self._axes)
 
     def decode(
         self,
@@ -185,7 +187,7 @@ class T5Model(LanguageModel):
         with jax.named_scope("T5Decoder"):
             x = self._enter(tokens, embedding_key)
             x = self._run(self.decoder_layers, self.decoder_bias, x, keys, mask_types, arrays)
-            return dropout(self.decoder_norm(x), self.config.hidden_dropout, last_key, axes=AXES)
+            return dropout(self.decoder_norm(x), self.config.hidden_dropout, last_key, axes=self._axes)
 
     def loss(
         self,
@@ -221,4 +223,13 @@ class T5Model(LanguageModel):
         if bias is not None:
             mask_types = {**mask_types, "core_attention_bias_type": "post_scale_bias"}
             arrays = {**arrays, "core_attention_bias": bias(x.shape[1], x.shape[1])}
-        return run_layers(layers, x, keys, remat=self.remat, scan=self.scan_layers, mask_types=mask_types, **arrays)
+        return run_layers(
+            layers,
+            x,
+            keys,
+            recompute=self.config,
+            policy=self.recompute_policy,
+            scan=self.scan_layers,
+            mask_types=mask_types,
+            **arrays,
+        )

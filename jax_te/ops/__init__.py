@@ -5,6 +5,7 @@ from jax_te.ops.activation import activation
 from jax_te.ops.attention import dot_product_attention
 from jax_te.ops.attention_spec import AttentionSpec, BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.backend import BACKENDS, OPS, BackendName, Choice, explain_backend, use_backend
+from jax_te.ops.context_parallel import ContextParallel, reorder_to_zigzag, undo_zigzag, zigzag_positions
 from jax_te.ops.cross_entropy import softmax_cross_entropy
 from jax_te.ops.dense import dense
 from jax_te.ops.layernorm import layernorm
@@ -23,6 +24,7 @@ __all__ = [
     "BackendName",
     "BiasType",
     "Choice",
+    "ContextParallel",
     "MaskType",
     "NormSpec",
     "Segments",
@@ -37,7 +39,10 @@ __all__ = [
     "layernorm_mlp",
     "linear_cross_entropy",
     "quantize_kernel",
+    "reorder_to_zigzag",
     "segments_from_cu_seqlens",
     "softmax_cross_entropy",
+    "undo_zigzag",
     "use_backend",
+    "zigzag_positions",
 ]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.config import ActivationParams
 from jax_te.ops.backend import BackendName, primitives, select
+from jax_te.ops.row_ranks import RowRanks, row_ranks
 from jax_te.ops.spec import activation_parts, check_activation_params
 from jax_te.parallel import auto_region
+from jax_te.parallel.ranks import Layout, on_ranks, place
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -56,21 +60,54 @@ def activation(
     if x.ndim < 2 or x.shape[-2] != parts:
         raise ValueError(f"activation: x must be [..., {parts}, f] for {name!r}, got {x.shape}")
     check_activation_params(name, params)
-    chosen = select("activation", backend=backend)
-    return auto_region(functools.partial(_activation, chosen, name, params), out_axes)(x)
+    axes = None if out_axes is None else (*out_axes[:-1], "joined", out_axes[-1])
+    ranks = row_ranks(x.shape, axes, whole=0)
+    chosen = select("activation", backend=backend, ranks=ranks)
+    spec = _Spec(backend=chosen, name=name, params=params, ranks=ranks if isinstance(ranks, RowRanks) else None)
+    if spec.ranks is None:
+        return auto_region(functools.partial(_activation, spec), out_axes)(x)
+    return _activation(spec, place(x, spec.ranks.rows, spec.ranks.mesh))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _activation(backend: str, name: str, params: ActivationParams | None, x: Array) -> Array:
-    return primitives(backend).act(x, name, params)
+@dataclass(frozen=True, kw_only=True)
+class _Spec:
+    backend: str
+    name: str
+    params: ActivationParams | None
+    ranks: RowRanks | None
+
+    @property
+    def out(self) -> Layout:
+        """Layout of the result."""
+        assert self.ranks is not None
+        *lead, _, last = self.ranks.rows.dims
+        return Layout((*lead, last))
 
 
-def _forward(backend: str, name: str, params: ActivationParams | None, x: Array) -> tuple[Array, Array]:
-    return primitives(backend).act(x, name, params), x
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activation(spec: _Spec, x: Array) -> Array:
+    return _forward(spec, x)[0]
 
 
-def _backward(backend: str, name: str, params: ActivationParams | None, x: Array, dz: Array) -> tuple[Array]:
-    return (primitives(backend).act_backward(dz, x, name, params),)
+def _forward(spec: _Spec, x: Array) -> tuple[Array, Array]:
+    ranks = spec.ranks
+    y = _run(spec, x) if ranks is None else on_ranks(_run, spec, ranks.mesh, (ranks.rows,), spec.out, (x,))
+    return checkpoint_name(y, "activation"), x
+
+
+def _run(spec: _Spec, x: Array) -> Array:
+    return primitives(spec.backend).act(x, spec.name, spec.params)
+
+
+def _backward(spec: _Spec, x: Array, dz: Array) -> tuple[Array]:
+    ranks = spec.ranks
+    if ranks is None:
+        return (_run_backward(spec, x, dz),)
+    return (on_ranks(_run_backward, spec, ranks.mesh, (ranks.rows, spec.out), ranks.rows, (x, dz)),)
+
+
+def _run_backward(spec: _Spec, x: Array, dz: Array) -> Array:
+    return primitives(spec.backend).act_backward(dz, x, spec.name, spec.params)
 
 
 _activation.defvjp(_forward, _backward)

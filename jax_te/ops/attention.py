@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -21,8 +23,12 @@ from jax_te.ops.attention_spec import (
     describe,
 )
 from jax_te.ops.backend import BackendName, primitives, select
+from jax_te.ops.context_parallel import ContextParallel
+from jax_te.ops.context_parallel.call import MeshCall, mesh_call
+from jax_te.ops.context_parallel.checks import check_call, choose
+from jax_te.ops.context_parallel.run import attention_on_mesh
 from jax_te.ops.segments import Segments
-from jax_te.parallel import auto_region, constrain
+from jax_te.parallel import auto_region, constrain, current_mesh
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -44,6 +50,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     return_max_logit: bool = False,
+    context_parallel: ContextParallel | None = None,
     out_axes: LogicalAxes | None = None,
     backend: BackendName | None = None,
 ) -> Any:
@@ -70,7 +77,10 @@ def dot_product_attention(
         scale: None: ``1 / sqrt(d)``.
         dropout_rate: of the probabilities; needs ``dropout_key``. Without a key there is no dropout.
         return_max_logit: also return the largest logit of each head, after scale, cap and bias.
-        out_axes: logical axes of the result ``[b, sq, n, dv]``; required on a mesh with Explicit axes.
+        context_parallel: how the ranks exchange keys and values among which the mesh in use splits the sequence. None:
+            as `ContextParallel`'s defaults.
+        out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values, which are split
+            likewise; required on a mesh with Explicit axes, for context parallelism and for ``te`` on a mesh.
         backend: None for the ambient one.
 
     Returns:
@@ -78,7 +88,8 @@ def dot_product_attention(
         whole batch, without a gradient.
 
     Raises:
-        ValueError: for shapes, or an array that the call lacks or does not use.
+        ValueError: for shapes, or an array that the call lacks or does not use; for sizes that do not divide over the
+            context axis, and what the way of exchange does not have.
         TypeError: for a mask that is not bool, lengths that are no integers, a bias that is not floating point.
         BackendUnavailableError: if the backend asked for has no kernel for this call; the message says why.
 
@@ -108,16 +119,48 @@ def dot_product_attention(
     check_arrays(spec, arrays)
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
-    name = select("dot_product_attention", attention=spec, backend=backend)
-    fn = functools.partial(_attention, name, spec, out_axes)
+    name, call = _where(spec, arrays, out_axes, context_parallel or ContextParallel(), backend)
+    fn = functools.partial(_attention, name, call or spec, out_axes)
     axes: Any = (out_axes, None if out_axes is None else (out_axes[2],)) if return_max_logit else out_axes
     return auto_region(fn, axes)(qkv, arrays)
 
 
+def _where(
+    spec: AttentionSpec,
+    arrays: AttentionArrays,
+    axes: LogicalAxes | None,
+    context_parallel: ContextParallel,
+    backend: BackendName | None,
+) -> tuple[str, MeshCall | None]:
+    """Which backend runs a call, and how on each device of the mesh; None: on one, or as the compiler splits it."""
+    mesh = current_mesh()
+    call = None if mesh is None or axes is None else mesh_call(spec, axes, mesh, context_parallel)
+    if call is None:
+        free = 1 if mesh is None else mesh.size // prod(mesh.shape[name] for name in mesh.manual_axes)
+        lacks = f"out_axes {axes} do not say how heads and examples are split" if free > 1 else None
+        return select("dot_product_attention", attention=spec, backend=backend, ranks=lacks), None
+    if call.context:
+        check_call(call, arrays)
+        choice = choose(call, arrays, backend)
+        return choice.backend, replace(call, backend=choice.backend)
+    try:
+        check_call(call, arrays)
+    except ValueError as error:  # the compiler splits what does not divide
+        return select("dot_product_attention", attention=spec, backend=backend, ranks=str(error)), None
+    choice = choose(call, arrays, backend)
+    # The compiler can split plain JAX as well as we, and jax.nn's kernel.
+    return choice.backend, None if choice.backend == "xla" else replace(call, backend=choice.backend)
+
+
 def _attention(
-    backend: str, spec: AttentionSpec, out_axes: LogicalAxes | None, qkv: QKV, arrays: AttentionArrays
+    backend: str, spec: AttentionSpec | MeshCall, out_axes: LogicalAxes | None, qkv: QKV, arrays: AttentionArrays
 ) -> Any:
     with jax.named_scope("dot_product_attention"):
-        out, max_logit = primitives(backend).attention(qkv, spec, arrays)
+        if isinstance(spec, MeshCall):
+            result: Any = attention_on_mesh(spec, qkv, arrays)
+            spec = spec.spec
+        else:
+            result = primitives(backend).attention(qkv, spec, arrays)
+    out, max_logit = result
     out = checkpoint_name(constrain(out, out_axes), "context")
     return (out, max_logit) if spec.return_max_logit else out

@@ -35,7 +35,12 @@ QKV = tuple[Array] | tuple[Array, Array, Array]
 
 
 class AttentionArrays(NamedTuple):
-    """The arrays of a call beside queries, keys and values; see `dot_product_attention`."""
+    """The arrays of a call beside queries, keys and values; see `dot_product_attention`.
+
+    The last three say which part of the whole call a device has, for plain JAX: int32 places ``[sq]`` and ``[skv]`` of
+    its queries and keys, and for dropout ``[b, n]``, the number of each head's first row among the rows of all heads.
+    None: it has the whole.
+    """
 
     mask: Array | None = None
     q_lengths: Array | None = None
@@ -44,6 +49,9 @@ class AttentionArrays(NamedTuple):
     bias: Array | None = None
     softmax_offset: Array | None = None
     dropout_key: Array | None = None
+    q_positions: Array | None = None
+    kv_positions: Array | None = None
+    rows: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -60,6 +60,7 @@ def explain_backend(
     recipe: Recipe | None = None,
     attention: AttentionSpec | None = None,
     backend: BackendName | None = None,
+    ranks: Any = None,
 ) -> Choice:
     """What would run ``op`` here and why, without running it.
 
@@ -69,6 +70,7 @@ def explain_backend(
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
         backend: None for the ambient one (`use_backend`).
+        ranks: on a mesh, a str that says why the op cannot run on each device by itself.
 
     Raises:
         BackendUnavailableError: if the backend asked for by name cannot run it.
@@ -86,7 +88,7 @@ def explain_backend(
         raise ValueError(f"unknown backend {asked!r}; allowed: {', '.join(BACKENDS)}")
     if asked == "xla":
         return Choice(op, "xla", "asked for")
-    supported, reason = te.supports(op, recipe=recipe, attention=attention)
+    supported, reason = te.supports(op, recipe=recipe, attention=attention, ranks=ranks)
     if asked == "te":
         if not supported:
             raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use backend 'xla' or 'auto'")
@@ -115,9 +117,10 @@ def select(
     recipe: Recipe | None = None,
     attention: AttentionSpec | None = None,
     backend: BackendName | None = None,
+    ranks: Any = None,
 ) -> str:
     """Name of the backend that runs ``op``; raises as `explain_backend`."""
-    return explain_backend(op, recipe=recipe, attention=attention, backend=backend).backend
+    return explain_backend(op, recipe=recipe, attention=attention, backend=backend, ranks=ranks).backend
 
 
 def primitives(name: str) -> ModuleType:

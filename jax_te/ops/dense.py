@@ -6,11 +6,15 @@ import functools
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.ops.backend import BackendName, select
-from jax_te.ops.gemm import GemmSpec, LinearGemms, gemm_spec
+from jax_te.ops.gemm import GemmSpec, LinearGemms, cotangents, gemm_spec
+from jax_te.ops.gemm_ranks import gemm_ranks, kernel_layout, place_linear
 from jax_te.ops.quantize_kernel import ready_kernel
+from jax_te.ops.split_gemms import linear_gemms
 from jax_te.parallel import auto_region
+from jax_te.parallel.ranks import PER_RANK, WHOLE, on_ranks, place
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
@@ -25,6 +29,7 @@ def dense(
     state: GemmState | None = None,
     out_axes: LogicalAxes | None = None,
     kernel_axes: LogicalAxes | None = None,
+    x_axes: LogicalAxes | None = None,
     gradient: Array | None = None,
     save_original_input: bool = False,
     name: str | None = None,
@@ -41,7 +46,10 @@ def dense(
             (``recipe.alignment``).
         state: the recipe's state, if it has any; its gradient is its next value.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
-        kernel_axes: logical axes of the kernel, which its gradient is constrained to.
+        kernel_axes: logical axes of the kernel, and of its gradient. With both of these named, a mesh's devices each
+            run the GEMMs of their parts, and tell each other what `GemmRanks` says.
+        x_axes: logical axes of the input. None: those of the result's leading axes, and ``"hidden"`` or the kernel's
+            first.
         gradient: ``[k, *n]``, what is differentiated in place of the kernel: nothing reads its values, the kernel's
             gradient comes out as its gradient, in its dtype.
         save_original_input: keep ``x`` itself for backward, and quantize it there, instead of its quantized copy:
@@ -67,7 +75,10 @@ def dense(
     (2, 8, 16)
     """
     kernel = ready_kernel(kernel, gradient, recipe)
-    chosen = select("dense", recipe=recipe, backend=backend)
+    ranks = gemm_ranks(
+        x.shape, kernel, x_axes=x_axes, kernel_axes=kernel_axes, out_axes=out_axes, recipe=recipe, state=state
+    )
+    chosen = select("dense", recipe=recipe, backend=backend, ranks=ranks)
     spec = gemm_spec(
         "dense",
         x.shape,
@@ -77,12 +88,17 @@ def dense(
         backend=chosen,
         out_axes=out_axes,
         kernel_axes=kernel_axes,
+        x_dtype=x.dtype,
         gradient=gradient,
         save_original_input=save_original_input,
         name=name,
+        ranks=ranks,
     )
     LinearGemms(spec, state)  # raises for a missing state
-    return auto_region(functools.partial(_dense, spec), out_axes)(x, kernel, bias, state, gradient)
+    if spec.ranks is None:
+        return auto_region(functools.partial(_dense, spec), out_axes)(x, kernel, bias, state, gradient)
+    x = place(x, spec.ranks.x, spec.ranks.mesh)
+    return _dense(spec, x, *place_linear(spec.ranks, kernel, bias, state), gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,21 +121,50 @@ def _forward(
     state: GemmState | None,
     gradient: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
-    gemms = LinearGemms(spec, state)
+    arrays, ranks = (x, kernel, bias, state), spec.ranks
+    if ranks is None:
+        y, saved = _run(spec, *arrays)
+    else:
+        layouts = (ranks.x, kernel_layout(kernel, ranks.kernel), ranks.bias, WHOLE)
+        y, saved = on_ranks(_run, spec, ranks.mesh, layouts, (ranks.out, PER_RANK), arrays)
+    return checkpoint_name(y, "gemm"), (checkpoint_name(saved, "quantized"), state, gradient)
+
+
+def _run(
+    spec: GemmSpec, x: Array, kernel: Array | QuantizedKernel, bias: Array | None, state: GemmState | None
+) -> tuple[Array, Any]:
+    gemms = linear_gemms(spec, state)
     x_forms, x_amax = gemms.operand(x, "x", axis=-1)
     kernel_forms, kernel_amax = gemms.kernel(kernel)
     y = gemms.fprop(x_forms, kernel_forms, bias)
-    return y, (gemms.keep(x_forms, kernel_forms, x), x_amax, kernel_amax, state, gradient)
+    return y, (gemms.keep(x_forms, kernel_forms, x), x_amax, kernel_amax)
 
 
-def _backward(spec: GemmSpec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
-    kept, x_amax, kernel_amax, state, gradient = saved
-    gemms = LinearGemms(spec, state)
-    g_forms, dbias, g_amax = gemms.gradient(g)
-    dx, dkernel = gemms.backward(kept, g_forms)
-    next_state = gemms.quantizers.next_state({"x": x_amax, "kernel": kernel_amax, "grad": g_amax})
-    dkernel, dgradient = gemms.cotangents(dkernel, gradient)
+def _backward(spec: GemmSpec, kept: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
+    saved, state, gradient = kept
+    ranks = spec.ranks
+    if ranks is None:
+        dx, dkernel, dbias, next_state = _run_backward(spec, saved, state, g)
+    else:
+        dx, dkernel, dbias, next_state = on_ranks(
+            _run_backward,
+            spec,
+            ranks.mesh,
+            (PER_RANK, WHOLE, ranks.out),
+            (ranks.x, ranks.kernel, ranks.bias, WHOLE),
+            (saved, state, g),
+        )
+    dkernel, dgradient = cotangents(spec, dkernel, gradient)
     return dx, dkernel, dbias, next_state, dgradient
+
+
+def _run_backward(spec: GemmSpec, saved: Any, state: GemmState | None, g: Array) -> tuple[Any, ...]:
+    operands, x_amax, kernel_amax = saved
+    gemms = linear_gemms(spec, state)
+    gemms.begin_backward(g)
+    g_forms, dbias, g_amax = gemms.gradient(g)
+    dx, dkernel = gemms.backward(operands, g_forms)
+    return dx, dkernel, dbias, gemms.next_state({"x": x_amax, "kernel": kernel_amax, "grad": g_amax})
 
 
 _dense.defvjp(_forward, _backward)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
 from jax_te.ops.backend import primitives
+from jax_te.ops.gemm_ranks import GemmRanks
 from jax_te.parallel import constrain
+from jax_te.parallel.ranks import RankTree
 from jax_te.quantize import ROLES, GemmQuantizers, GemmState, QuantizedKernel, Quantizer, TensorRole, quantizer_for
 from jax_te.quantize.observe import Observer, current_observer
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
+Reduce = Callable[[Array], Array]
 _GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 _READERS: dict[TensorRole, tuple[Gemm, Gemm]] = {
     "x": ("fprop", "wgrad"),
@@ -26,14 +30,17 @@ _READERS: dict[TensorRole, tuple[Gemm, Gemm]] = {
 class GemmSpec:
     """Static facts about one linear layer inside an op: hashable, so that it can be a non-differentiated argument.
 
-    ``gradient_dtype`` is the kernel gradient's, ``kernel_rank`` the kernel's number of axes. ``name`` and ``observer``
-    say under which name the layer's quantized tensors are observed, and by whom.
+    ``x_dtype`` is the compute dtype, ``gradient_dtype`` the kernel gradient's, ``kernel_rank`` the kernel's number of
+    axes. ``name`` and ``observer`` say under which name the layer's quantized tensors are observed, and by whom.
+    ``ranks`` says how the GEMMs are split over a mesh where the op runs on each device by itself; None: on one device,
+    or where the compiler splits them.
     """
 
     recipe: Recipe | None
     backend: str
     out_axes: LogicalAxes | None
     kernel_axes: LogicalAxes | None
+    x_dtype: DTypeLike
     gradient_dtype: DTypeLike
     kernel_rank: int
     kernel_quantized: bool
@@ -41,6 +48,7 @@ class GemmSpec:
     save_original_input: bool = False
     name: str | None = None
     observer: Observer | None = None
+    ranks: GemmRanks | None = None
 
     def overridden(self, gemm: Gemm) -> bool:
         """Whether the recipe leaves this GEMM in high precision."""
@@ -61,9 +69,11 @@ def gemm_spec(
     backend: str,
     out_axes: LogicalAxes | None,
     kernel_axes: LogicalAxes | None,
+    x_dtype: DTypeLike,
     gradient: Array | None = None,
     save_original_input: bool = False,
     name: str | None = None,
+    ranks: GemmRanks | str | None = None,
 ) -> GemmSpec:
     """The spec of ``x [..., k] @ kernel [k, *n] + bias [*n]``.
 
@@ -77,6 +87,11 @@ def gemm_spec(
         )
     if bias is not None and bias.shape != kernel.shape[1:]:
         raise ValueError(f"{op}: bias {bias.shape} must have the kernel's output shape {kernel.shape[1:]}")
+    if isinstance(ranks, str) and isinstance(kernel, QuantizedKernel) and isinstance(kernel.form, RankTree):
+        raise ValueError(
+            f"{op}: its kernel was quantized on each device of a mesh, and here the devices cannot run it by "
+            f"themselves: {ranks}. Quantize it again where it is used (is_first_microbatch=None)"
+        )
     if recipe is not None:
         _check_alignment(op, recipe, x_shape, kernel.shape)
     if save_original_input and isinstance(recipe, DelayedScaling):
@@ -89,6 +104,7 @@ def gemm_spec(
         backend=backend,
         out_axes=out_axes,
         kernel_axes=kernel_axes,
+        x_dtype=x_dtype,
         gradient_dtype=kernel.dtype if gradient is None else gradient.dtype,
         kernel_rank=kernel.ndim,
         kernel_quantized=isinstance(kernel, QuantizedKernel),
@@ -96,6 +112,7 @@ def gemm_spec(
         save_original_input=save_original_input and recipe is not None,
         name=name,
         observer=current_observer(),
+        ranks=ranks if isinstance(ranks, GemmRanks) else None,
     )
 
 
@@ -137,6 +154,9 @@ class LinearGemms:
         self.run: Any = primitives(spec.backend)
         self.quantizers = GemmQuantizers(spec.recipe, state)
 
+    reduce: Reduce | None = None
+    """What makes an amax of a device's part that of the whole tensor; None where it is that already."""
+
     def fuses(self, role: TensorRole) -> bool:
         """Whether whatever computes this tensor may write it as an operand at once: nobody else wants to see it."""
         quantizer, _ = self.quantizers[role]
@@ -156,7 +176,7 @@ class LinearGemms:
             plain, _ = self.run.quantize_operand(x, None, None, axis=axis)
         if quantizer is not None and self._wants(role, plain=False):
             self.observe(x, role, quantizer, scale, axis=axis)
-            quantized, x_amax = self.run.quantize_operand(x, quantizer, scale, axis=axis)
+            quantized, x_amax = self.run.quantize_operand(x, quantizer, scale, axis=axis, reduce=self.reduce)
         return Forms(plain=plain, quantized=quantized), x_amax
 
     def kernel(self, kernel: Array | QuantizedKernel) -> tuple[Forms, Array | None]:
@@ -168,6 +188,9 @@ class LinearGemms:
         plain, _ = self.run.quantize_operand(kernel.dequantize(), None, None, axis=1)
         return Forms(plain=plain, quantized=kernel.operand), kernel.amax
 
+    def begin_backward(self, g: Array) -> None:
+        """Backward of the op that the GEMMs are part of begins, with its output's gradient."""
+
     def gradient(self, g: Array) -> tuple[Forms, Array | None, Array | None]:
         """The output gradient's forms, the bias gradient, the amax."""
         spec, run = self.spec, self.run
@@ -175,12 +198,12 @@ class LinearGemms:
         axis = g.ndim - spec.kernel_rank + 1
         if self.fuses("grad"):
             operand, dbias, g_amax = run.quantize_dbias(
-                g, *self.quantizers["grad"], axis=axis, bias_dtype=spec.bias_dtype
+                g, *self.quantizers["grad"], axis=axis, bias_dtype=spec.bias_dtype, reduce=self.reduce
             )
-            return self.adopt(operand, "grad"), dbias, g_amax
+            return self.adopt(operand, "grad"), self.bias_gradient(dbias), g_amax
         _, dbias, _ = run.quantize_dbias(g, None, None, axis=axis, bias_dtype=spec.bias_dtype)
         forms, g_amax = self.operand(g, "grad", axis=axis)
-        return forms, dbias, g_amax
+        return forms, self.bias_gradient(dbias), g_amax
 
     def fprop(self, x: Forms, kernel: Forms, bias: Array | None) -> Array:
         """``x @ kernel + bias``."""
@@ -193,23 +216,36 @@ class LinearGemms:
             kept_x = original
         else:
             kept_x = self.run.keep_x(self._pick(x, "wgrad"))
-        return kept_x, self.run.keep_kernel(self._pick(kernel, "dgrad"))
+        return kept_x, self.kept_kernel(kernel)
+
+    def kept_kernel(self, kernel: Forms) -> Any:
+        """What backward needs of the kernel."""
+        return self.run.keep_kernel(self._pick(kernel, "dgrad"))
 
     def backward(self, kept: tuple[Any, Any], g: Forms) -> tuple[Array, Array]:
         """Gradients of input and kernel, the kernel's in its own sharding. ``kept`` is what `keep` gave."""
         spec, (kept_x, kept_kernel) = self.spec, kept
         dx = self.run.gemm_dgrad(self._pick(g, "dgrad"), kept_kernel, spec.precise("dgrad"))
         if spec.save_original_input and not spec.overridden("wgrad"):
-            again, _ = self.run.quantize_operand(kept_x, *self.quantizers["x"], axis=-1)
-            kept_x = self.run.keep_x(again)
+            kept_x = self.run.keep_x(self.quantized_again(kept_x))
         dkernel = self.run.gemm_wgrad(kept_x, self._pick(g, "wgrad"), spec.gradient_dtype, spec.precise("wgrad"))
         return dx, constrain(dkernel, spec.kernel_axes)
 
-    def cotangents(self, dkernel: Array, gradient: Array | None) -> tuple[Array | None, Array | None]:
-        """The kernel's gradient as cotangents of the kernel and of the place given for it; None is zero."""
-        if gradient is not None:
-            return None, dkernel
-        return (None if self.spec.kernel_quantized else dkernel), None
+    def quantized_again(self, x: Array) -> Any:
+        """The input as an operand, in backward, for ``save_original_input``."""
+        return self.run.quantize_operand(x, *self.quantizers["x"], axis=-1)[0]
+
+    def next_state(self, amaxes: dict[TensorRole, Array | None]) -> GemmState | None:
+        """The recipe's state after a call that saw these amaxes, see `GemmQuantizers.next_state`."""
+        return self.quantizers.next_state(amaxes)
+
+    def bias_gradient(self, dbias: Array | None) -> Array | None:
+        """A bias gradient that something in front of the GEMMs has summed over the rows it has."""
+        return dbias
+
+    def norm_gradients(self, *gradients: Array | None) -> tuple[Array | None, ...]:
+        """Gradients of what a norm in front of the GEMMs has for each feature, summed over its rows."""
+        return gradients
 
     def observe(self, x: Array, role: TensorRole, quantizer: Quantizer, scale: Array | None, *, axis: int) -> None:
         """Report the tensor to the spec's observer, if it has one."""
@@ -222,3 +258,10 @@ class LinearGemms:
 
     def _pick(self, forms: Forms, gemm: Gemm) -> Any:
         return forms.plain if forms.quantized is None or self.spec.overridden(gemm) else forms.quantized
+
+
+def cotangents(spec: GemmSpec, dkernel: Array, gradient: Array | None) -> tuple[Array | None, Array | None]:
+    """The kernel's gradient as cotangents of the kernel and of the place given for it; None is zero."""
+    if gradient is not None:
+        return None, dkernel
+    return (None if spec.kernel_quantized else dkernel), None

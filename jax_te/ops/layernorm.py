@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.ops.backend import BackendName, primitives, select
+from jax_te.ops.row_ranks import RowRanks, row_ranks
 from jax_te.ops.spec import NormSpec
 from jax_te.parallel import auto_region, constrain
+from jax_te.parallel.ranks import PER_RANK, WHOLE, on_ranks, place, reduce_sum
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -55,8 +58,13 @@ def layernorm(
     [[-1.0, 1.0]]
     """
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
-    spec = _Spec(norm=norm, backend=select("layernorm", backend=backend), out_axes=out_axes)
-    return auto_region(functools.partial(_layernorm, spec), out_axes)(x, scale, bias)
+    ranks = row_ranks(x.shape, out_axes, whole=1)
+    chosen = select("layernorm", backend=backend, ranks=ranks)
+    spec = _Spec(norm=norm, backend=chosen, out_axes=out_axes, ranks=ranks if isinstance(ranks, RowRanks) else None)
+    if spec.ranks is None:
+        return auto_region(functools.partial(_layernorm, spec), out_axes)(x, scale, bias)
+    scale, bias = place((scale, bias), WHOLE, spec.ranks.mesh)
+    return _layernorm(spec, place(x, spec.ranks.rows, spec.ranks.mesh), scale, bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,7 @@ class _Spec:
     norm: NormSpec
     backend: str
     out_axes: LogicalAxes | None
+    ranks: RowRanks | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,14 +81,33 @@ def _layernorm(spec: _Spec, x: Array, scale: Array, bias: Array | None) -> Array
 
 
 def _forward(spec: _Spec, x: Array, scale: Array, bias: Array | None) -> tuple[Array, tuple[Any, ...]]:
-    x = constrain(x, spec.out_axes)
+    ranks = spec.ranks
+    if ranks is None:
+        y, saved = _run(spec, constrain(x, spec.out_axes), scale, bias)
+    else:
+        layouts = (ranks.rows, WHOLE, WHOLE)
+        y, saved = on_ranks(_run, spec, ranks.mesh, layouts, (ranks.rows, PER_RANK), (x, scale, bias))
+    return checkpoint_name(constrain(y, spec.out_axes), "norm"), (saved, scale, bias)
+
+
+def _run(spec: _Spec, x: Array, scale: Array, bias: Array | None) -> tuple[Array, Any]:
     y, stats = primitives(spec.backend).norm(x, scale, bias, spec.norm)
-    return constrain(y, spec.out_axes), (x, stats, scale, bias)
+    return y, (x, stats)
 
 
-def _backward(spec: _Spec, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    x, stats, scale, bias = saved
-    return primitives(spec.backend).norm_backward(constrain(dy, spec.out_axes), x, stats, scale, bias, spec.norm)
+def _backward(spec: _Spec, kept: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    saved, scale, bias = kept
+    ranks = spec.ranks
+    if ranks is None:
+        return _run_backward(spec, saved, scale, bias, constrain(dy, spec.out_axes))
+    layouts = (PER_RANK, WHOLE, WHOLE, ranks.rows)
+    return on_ranks(_run_backward, spec, ranks.mesh, layouts, (ranks.rows, WHOLE, WHOLE), (saved, scale, bias, dy))
+
+
+def _run_backward(spec: _Spec, saved: Any, scale: Array, bias: Array | None, dy: Array) -> tuple[Any, ...]:
+    dx, *dnorm = primitives(spec.backend).norm_backward(dy, *saved, scale, bias, spec.norm)
+    axes = () if spec.ranks is None else spec.ranks.rows.axes
+    return dx, *(None if gradient is None else reduce_sum(gradient, axes) for gradient in dnorm)
 
 
 _layernorm.defvjp(_forward, _backward)

@@ -11,12 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.config import ActivationParams
 from jax_te.ops.backend import BackendName, select
-from jax_te.ops.gemm import GemmSpec, LinearGemms, gemm_spec
+from jax_te.ops.gemm import GemmSpec, LinearGemms, cotangents, gemm_spec
+from jax_te.ops.gemm_ranks import GemmRanks, gemm_ranks, kernel_layout, norm_ranks, place_linear
 from jax_te.ops.layernorm import check_norm
 from jax_te.ops.layernorm_dense import normed_operand
 from jax_te.ops.quantize_kernel import ready_kernel
 from jax_te.ops.spec import NormSpec, activation_parts, check_activation_params
+from jax_te.ops.split_gemms import linear_gemms
 from jax_te.parallel import auto_region, constrain
+from jax_te.parallel.ranks import PER_RANK, WHOLE, on_ranks, place
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
@@ -88,8 +91,21 @@ def layernorm_mlp(
     states = (None, None) if states is None else states
     wi_kernel = ready_kernel(wi_kernel, gradients[0], recipe)
     wo_kernel = ready_kernel(wo_kernel, gradients[1], recipe)
-    chosen = select("layernorm_mlp", recipe=recipe, backend=backend)
     wide_axes = None if ffn_axes is None else (*ffn_axes[:-1], "joined", ffn_axes[-1])
+    ffn_shape = (*x.shape[:-1], wi_kernel.shape[2])
+    wi_ranks, wo_ranks = _mlp_ranks(
+        norm_ranks(
+            gemm_ranks(
+                x.shape, wi_kernel, x_axes=out_axes, kernel_axes=wi_axes, out_axes=wide_axes, recipe=recipe,
+                state=states[0],
+            )
+        ),
+        gemm_ranks(
+            ffn_shape, wo_kernel, x_axes=ffn_axes, kernel_axes=wo_axes, out_axes=out_axes, recipe=recipe,
+            state=states[1],
+        ),
+    )  # fmt: skip
+    chosen = select("layernorm_mlp", recipe=recipe, backend=backend, ranks=wi_ranks)
     spec = _Spec(
         norm=norm,
         activation=activation,
@@ -97,16 +113,30 @@ def layernorm_mlp(
         ffn_axes=ffn_axes,
         wi=gemm_spec(
             "layernorm_mlp (wi)", x.shape, wi_kernel, wi_bias, recipe=recipe, backend=chosen, out_axes=wide_axes,
-            kernel_axes=wi_axes, gradient=gradients[0], name=names[0],
+            kernel_axes=wi_axes, x_dtype=x.dtype, gradient=gradients[0], name=names[0], ranks=wi_ranks,
         ),
         wo=gemm_spec(
-            "layernorm_mlp (wo)", (*x.shape[:-1], wi_kernel.shape[2]), wo_kernel, wo_bias, recipe=recipe,
-            backend=chosen, out_axes=out_axes, kernel_axes=wo_axes, gradient=gradients[1], name=names[1],
+            "layernorm_mlp (wo)", ffn_shape, wo_kernel, wo_bias, recipe=recipe, backend=chosen, out_axes=out_axes,
+            kernel_axes=wo_axes, x_dtype=x.dtype, gradient=gradients[1], name=names[1], ranks=wo_ranks,
         ),
     )  # fmt: skip
-    spec.gemms(states)  # raises for a missing state
+    for gemm, state in zip((spec.wi, spec.wo), states, strict=True):
+        LinearGemms(gemm, state)  # raises for a missing state
     fn = functools.partial(_layernorm_mlp, spec)
-    return auto_region(fn, out_axes)(x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states, gradients)
+    if spec.wi.ranks is None or spec.wo.ranks is None:
+        return auto_region(fn, out_axes)(x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states, gradients)
+    scale, ln_bias = place((scale, ln_bias), WHOLE, spec.wi.ranks.mesh)
+    x = place(x, spec.wi.ranks.x, spec.wi.ranks.mesh)
+    wi_kernel, wi_bias, wi_state = place_linear(spec.wi.ranks, wi_kernel, wi_bias, states[0])
+    wo_kernel, wo_bias, wo_state = place_linear(spec.wo.ranks, wo_kernel, wo_bias, states[1])
+    states = (wi_state, wo_state)
+    return fn(x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states, gradients)
+
+
+def _mlp_ranks(wi: GemmRanks | str | None, wo: GemmRanks | str | None) -> tuple[Any, Any]:
+    """How both are split; where one of them cannot be, why, for both."""
+    why_not = next((ranks for ranks in (wi, wo) if isinstance(ranks, str)), None)
+    return (wi, wo) if why_not is None else (why_not, why_not)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +149,7 @@ class _Spec:
     wo: GemmSpec
 
     def gemms(self, states: States) -> tuple[LinearGemms, LinearGemms]:
-        return LinearGemms(self.wi, states[0]), LinearGemms(self.wo, states[1])
+        return linear_gemms(self.wi, states[0]), linear_gemms(self.wo, states[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -150,6 +180,30 @@ def _forward(
     states: States,
     gradients: Gradients,
 ) -> tuple[Array, tuple[Any, ...]]:
+    arrays = (x, scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias, states)
+    wi, wo = spec.wi.ranks, spec.wo.ranks
+    if wi is None or wo is None:
+        out, saved = _run(spec, *arrays)
+    else:
+        layouts = (
+            wi.x, WHOLE, WHOLE, kernel_layout(wi_kernel, wi.kernel), wi.bias, kernel_layout(wo_kernel, wo.kernel),
+            wo.bias, WHOLE,
+        )  # fmt: skip
+        out, saved = on_ranks(_run, spec, wi.mesh, layouts, (wo.out, (PER_RANK,) * 3), arrays)
+    return checkpoint_name(out, "ffn2"), (*saved, scale, ln_bias, states, gradients)
+
+
+def _run(
+    spec: _Spec,
+    x: Array,
+    scale: Array,
+    ln_bias: Array | None,
+    wi_kernel: Kernel,
+    wi_bias: Array | None,
+    wo_kernel: Kernel,
+    wo_bias: Array | None,
+    states: States,
+) -> tuple[Array, Any]:
     wi, wo = spec.gemms(states)
     y_forms, stats, y_amax = normed_operand(wi, x, scale, ln_bias, spec.norm)
     wi_forms, wi_amax = wi.kernel(wi_kernel)
@@ -157,26 +211,58 @@ def _forward(
 
     if wo.fuses("x"):
         operand, act_amax = wo.run.act_quantize(
-            pre, spec.activation, *wo.quantizers["x"], params=spec.activation_params
+            pre, spec.activation, *wo.quantizers["x"], params=spec.activation_params, reduce=wo.reduce
         )
         act_forms = wo.adopt(operand, "x")
     else:
         activated = wo.run.act(pre, spec.activation, spec.activation_params)
         act_forms, act_amax = wo.operand(activated, "x", axis=-1)
     wo_forms, wo_amax = wo.kernel(wo_kernel)
-    out = checkpoint_name(wo.fprop(act_forms, wo_forms, wo_bias), "ffn2")
+    out = wo.fprop(act_forms, wo_forms, wo_bias)
+    kept_y, kept_wi = checkpoint_name(wi.keep(y_forms, wi_forms), "quantized")
+    kept_act, kept_wo = checkpoint_name(wo.keep(act_forms, wo_forms), "quantized")
+    kept_y, kept_act = checkpoint_name(kept_y, "norm"), checkpoint_name(kept_act, "activation")
+    operands = ((kept_y, kept_wi), y_amax, wi_amax), ((kept_act, kept_wo), act_amax, wo_amax)
+    return out, ((x, stats), pre, operands)
 
-    wi_saved = (wi.keep(y_forms, wi_forms), y_amax, wi_amax)
-    wo_saved = (wo.keep(act_forms, wo_forms), act_amax, wo_amax)
-    return out, (x, stats, scale, ln_bias, pre, wi_saved, wo_saved, states, gradients)
+
+def _backward(spec: _Spec, kept: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
+    normed, pre, operands, scale, ln_bias, states, gradients = kept
+    arrays = (normed, pre, operands, scale, ln_bias, states, g)
+    wi, wo = spec.wi.ranks, spec.wo.ranks
+    if wi is None or wo is None:
+        results = _run_backward(spec, *arrays)
+    else:
+        results = on_ranks(
+            _run_backward,
+            spec,
+            wi.mesh,
+            (PER_RANK, PER_RANK, PER_RANK, WHOLE, WHOLE, WHOLE, wo.out),
+            (wi.x, WHOLE, WHOLE, wi.kernel, wi.bias, wo.kernel, wo.bias, WHOLE),
+            arrays,
+        )
+    dx, dscale, dln_bias, dwi_kernel, dwi_bias, dwo_kernel, dwo_bias, next_states = results
+    dwi_kernel, dwi_gradient = cotangents(spec.wi, dwi_kernel, gradients[0])
+    dwo_kernel, dwo_gradient = cotangents(spec.wo, dwo_kernel, gradients[1])
+    return (
+        dx, dscale, dln_bias, dwi_kernel, dwi_bias, dwo_kernel, dwo_bias, next_states, (dwi_gradient, dwo_gradient)
+    )  # fmt: skip
 
 
-def _backward(spec: _Spec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
-    x, stats, scale, ln_bias, pre, wi_saved, wo_saved, states, gradients = saved
+def _run_backward(
+    spec: _Spec,
+    normed: Any,
+    pre: Array,
+    operands: Any,
+    scale: Array,
+    ln_bias: Array | None,
+    states: States,
+    g: Array,
+) -> tuple[Any, ...]:
+    (x, stats), ((wi_kept, y_amax, wi_amax), (wo_kept, act_amax, wo_amax)) = normed, operands
     wi, wo = spec.gemms(states)
-    wi_kept, y_amax, wi_amax = wi_saved
-    wo_kept, act_amax, wo_amax = wo_saved
-
+    for gemms in (wi, wo):
+        gemms.begin_backward(g)
     g_forms, dwo_bias, g_amax = wo.gradient(g)
     dact, dwo_kernel = wo.backward(wo_kept, g_forms)
     dact = constrain(dact, spec.ffn_axes)
@@ -188,25 +274,19 @@ def _backward(spec: _Spec, saved: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
             *wi.quantizers["grad"],
             bias_dtype=spec.wi.bias_dtype,
             params=spec.activation_params,
+            reduce=wi.reduce,
         )
-        dpre_forms = wi.adopt(operand, "grad")
+        dpre_forms, dwi_bias = wi.adopt(operand, "grad"), wi.bias_gradient(dwi_bias)
     else:
         dpre = wi.run.act_backward(dact, pre, spec.activation, spec.activation_params)
         dpre_forms, dwi_bias, dpre_amax = wi.gradient(dpre)
     dy, dwi_kernel = wi.backward(wi_kept, dpre_forms)
-    dx, dscale, dln_bias = wi.run.norm_backward(dy, x, stats, scale, ln_bias, spec.norm)
-
+    dx, *dnorm = wi.run.norm_backward(dy, x, stats, scale, ln_bias, spec.norm)
     next_states = (
-        wi.quantizers.next_state({"x": y_amax, "kernel": wi_amax, "grad": dpre_amax}),
-        wo.quantizers.next_state({"x": act_amax, "kernel": wo_amax, "grad": g_amax}),
+        wi.next_state({"x": y_amax, "kernel": wi_amax, "grad": dpre_amax}),
+        wo.next_state({"x": act_amax, "kernel": wo_amax, "grad": g_amax}),
     )
-    (dwi_kernel, wi_gradient), (dwo_kernel, wo_gradient) = (
-        wi.cotangents(dwi_kernel, gradients[0]),
-        wo.cotangents(dwo_kernel, gradients[1]),
-    )
-    return (
-        dx, dscale, dln_bias, dwi_kernel, dwi_bias, dwo_kernel, dwo_bias, next_states, (wi_gradient, wo_gradient)
-    )  # fmt: skip
+    return dx, *wi.norm_gradients(*dnorm), dwi_kernel, dwi_bias, dwo_kernel, dwo_bias, next_states
 
 
 _layernorm_mlp.defvjp(_forward, _backward)

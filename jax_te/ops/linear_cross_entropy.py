@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_te.config import check_positive
 from jax_te.ops.cross_entropy import check_labels, cross_entropy_gradient, cross_entropy_value
-from jax_te.parallel import auto_region, constrain
+from jax_te.parallel import auto_region, axis_ranks, constrain
 from jax_te.typing import Array, LogicalAxes
 
 _LOGITS: LogicalAxes = ("batch", "sequence", "vocab")
@@ -22,13 +22,14 @@ def linear_cross_entropy(
 
     The sequence is taken in ``chunks`` parts, one after the other; a part's logits are fp32 and are computed again in
     backward, which costs one more product for memory of ``1 / chunks`` of the logits. The vocabulary may be split over
-    the mesh's tensor axis: maxima and sums are reduced, not logits.
+    the mesh's tensor axis: maxima and sums are reduced, not logits. Where context ranks split the sequence, a part has
+    positions of every rank, so that none is idle and no position moves.
 
     Args:
         x: ``[b, s, h]`` fp32, bf16 or fp16.
         kernel: ``[h, v]``; multiplied in the dtype of ``x``.
         labels: integers ``[b, s]`` in ``[0, v)``; one outside gives a loss and gradients of nan.
-        chunks: parts; must divide ``s``.
+        chunks: parts; must divide ``s``, and the positions of a context rank.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
 
     Returns:
@@ -46,20 +47,34 @@ def linear_cross_entropy(
     check_positive(chunks=chunks)
     if x.ndim != 3 or kernel.ndim != 2 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(f"x must be [b, s, h] and kernel [h, v]; got {x.shape} and {kernel.shape}")
-    if x.shape[1] % chunks:
-        raise ValueError(f"the sequence length {x.shape[1]} is not divisible by chunks {chunks}; change one of them")
+    ranks = axis_ranks("sequence")
+    if x.shape[1] % (ranks * chunks):
+        over = f" on each of {ranks} context ranks" if ranks > 1 else ""
+        raise ValueError(
+            f"the sequence length {x.shape[1]} is not divisible by chunks {chunks}{over}; change one of them"
+        )
     labels = check_labels(labels, (*x.shape[:2], kernel.shape[1]))
     return auto_region(functools.partial(_loss, chunks), out_axes)(x, kernel, labels)
 
 
 def _parts(x: Array, chunks: int) -> Array:
-    """``[b, s, …]`` as ``[chunks, b, s / chunks, …]``."""
-    return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+    """``[b, s, …]`` as ``[chunks, b, s / chunks, …]``, each part with positions of every context rank."""
+    of_ranks = x.reshape(x.shape[0], axis_ranks("sequence"), chunks, -1, *x.shape[2:])
+    parts = jnp.moveaxis(of_ranks, 2, 0)
+    return constrain(parts.reshape(*parts.shape[:2], -1, *x.shape[2:]), _part_axes(x))
 
 
 def _whole(parts: Array) -> Array:
-    moved = jnp.moveaxis(parts, 0, 1)
-    return moved.reshape(moved.shape[0], -1, *moved.shape[3:])
+    """`_parts` undone."""
+    of_ranks = parts.reshape(*parts.shape[:2], axis_ranks("sequence"), -1, *parts.shape[3:])
+    moved = jnp.moveaxis(of_ranks, 0, 2)
+    whole = moved.reshape(moved.shape[0], -1, *parts.shape[3:])
+    return constrain(whole, _part_axes(whole)[1:])
+
+
+def _part_axes(x: Array) -> LogicalAxes:
+    """Logical axes of the parts of ``x [b, s, …]``."""
+    return (None, "batch", "sequence", *(None,) * (x.ndim - 2))
 
 
 def _logits(x: Array, kernel: Array) -> Array:

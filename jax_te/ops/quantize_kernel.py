@@ -7,17 +7,22 @@ from typing import Any, cast
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh
 
 from jax_te.ops.backend import BackendName, primitives, select
 from jax_te.parallel import auto_region, current_mesh
+from jax_te.parallel.ranks import PER_RANK, WHOLE, Layout, layout_of, on_ranks, rank_mesh, reduce_max
 from jax_te.quantize import (
     GemmQuantizers,
     GemmState,
     PackedOperand,
     QuantizedKernel,
+    Quantizer,
+    TensorQuantizer,
     quantize_operand,
     quantizer_for,
 )
+from jax_te.quantize.observe import current_observer
 from jax_te.recipe import Recipe
 from jax_te.typing import Array, LogicalAxes
 
@@ -68,9 +73,38 @@ def quantize_kernel(
             return quantize_operand(kernel, quantizer, scale, axis=1)
         return primitives(chosen).quantize_operand(kernel, quantizer, scale, axis=1)
 
-    operand, amax = _in_region(run, kernel, scale, kernel_axes)
-    form = operand if portable else PackedOperand.of(operand)
+    ranks = None if portable else _kernel_ranks(kernel, kernel_axes, quantizer, state)
+    if ranks is not None:
+        mesh, layout = ranks
+        static = (chosen, quantizer, mesh.axis_names)
+        form, amax = on_ranks(_run, static, mesh, (layout, WHOLE), (PER_RANK, WHOLE), (kernel, scale))
+    else:
+        operand, amax = _in_region(run, kernel, scale, kernel_axes)
+        form = operand if portable else PackedOperand.of(operand)
     return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
+
+
+def _kernel_ranks(
+    kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None
+) -> tuple[AbstractMesh, Layout] | None:
+    """The mesh and the kernel's layout, where each device can quantize its part of the kernel by itself, and the calls
+    that read it run so: see `gemm_ranks`.
+    """
+    mesh = rank_mesh()
+    if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or current_observer() is not None:
+        return None
+    if state is not None and state["x"]["scale"].ndim > 0:
+        return None
+    layout = layout_of(axes, mesh)
+    return None if layout.local_shape(kernel.shape, mesh) is None else (mesh, layout)
+
+
+def _run(static: tuple[str, Quantizer, tuple[str, ...]], kernel: Array, scale: Array | None) -> tuple[Any, Any]:
+    """On one device: its part of a kernel, quantized with the scale of the whole."""
+    backend, quantizer, axes = static
+    reduce = functools.partial(reduce_max, axes=axes)
+    operand, amax = primitives(backend).quantize_operand(kernel, quantizer, scale, axis=1, reduce=reduce)
+    return operand, None if amax is None else reduce(amax)
 
 
 def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:

@@ -62,10 +62,11 @@ def segments_from_cu_seqlens(
     >>> segments_from_cu_seqlens(jnp.array([0, 3, 5])).q_lengths.tolist()
     [[3, 2]]
     """
-    if cu_seqlens_kv is None:
-        cu_seqlens_kv = cu_seqlens_q
-        cu_seqlens_kv_padded = cu_seqlens_q_padded if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
     q_offsets, q_lengths = _offsets_and_lengths("q", cu_seqlens_q, cu_seqlens_q_padded)
+    if cu_seqlens_kv is None:
+        if cu_seqlens_kv_padded is None:
+            return Segments(q_offsets, q_lengths, q_offsets, q_lengths)
+        cu_seqlens_kv = cu_seqlens_q
     kv_offsets, kv_lengths = _offsets_and_lengths("kv", cu_seqlens_kv, cu_seqlens_kv_padded)
     if q_offsets.shape != kv_offsets.shape:
         raise ValueError(
@@ -96,7 +97,16 @@ def places(offsets: Array, lengths: Array, size: int) -> Places:
     >>> places(jnp.array([[0, 4]]), jnp.array([[3, 2]]), 8).segment.tolist()
     [[1, 1, 1, 0, 2, 2, 0, 0]]
     """
-    index = jnp.arange(size, dtype=jnp.int32)[None, :, None]
+    return places_at(offsets, lengths, jnp.arange(size, dtype=jnp.int32))
+
+
+def places_at(offsets: Array, lengths: Array, positions: Array) -> Places:
+    """`Places` of some positions, int32 ``[s]``, of each row: a device's part of it, in the order that it has them.
+
+    >>> places_at(jnp.array([[0, 4]]), jnp.array([[3, 2]]), jnp.array([5, 0])).segment.tolist()
+    [[2, 1]]
+    """
+    index = positions[None, :, None]
     inside = (index >= offsets[:, None, :]) & (index < (offsets + lengths)[:, None, :])  # [b, s, m]
 
     def pick(values: Array) -> Array:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_te.config import check_mesh_axis
 from jax_te.typing import Array, LogicalAxes
 
 MeshAxes = tuple[str, ...]
@@ -19,27 +20,43 @@ MeshAxes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Which mesh axes each logical axis is split over. Names that the mesh does not have are left out.
+    """Which mesh axes each logical axis is split over, and why.
+
+    Mesh axes that the mesh does not have, or has with size 1, are left out.
 
     Args:
-        batch: examples; split by data parallel and FSDP ranks alike, since both see different data.
-        sequence: positions of activations.
-        sequence_parallel: positions of activations between the tensor-parallel parts of a layer, where Megatron's
-            sequence parallelism splits them over the tensor ranks.
-        hidden: the model dimension of activations; whole on every rank, each GEMM contracts or produces it.
-        heads: attention heads, of activations and kernels: Megatron's tensor parallelism.
-        ffn: the feed-forward dimension, likewise.
-        vocab: rows of the embedding and columns of the output head, likewise.
-        fsdp: the hidden axis of kernels, split so that no rank holds all parameters.
-        norm: parameters of norms and biases over the hidden axis; small, replicated.
-        joined: component axes of fused kernels (query/key/value, gate/up); never split.
+        batch: examples, over data-parallel and FSDP ranks alike: an FSDP rank that saw the same data as its neighbours
+            would compute the same as they.
+        sequence: positions of activations, over the context ranks: everything but attention treats each position
+            alone, so only attention communicates, and activations of a long sequence fit.
+        sequence_parallel: positions between the tensor-parallel parts of a layer, over context and tensor ranks: norms,
+            dropout and residuals are then computed once, not on every tensor rank; the all-reduce around them becomes
+            an all-gather and a reduce-scatter of the same bytes. Context comes first, so that the tensor ranks of
+            one context rank together hold what ``sequence`` gives it.
+        hidden: the model dimension of activations, over nothing: each GEMM contracts or produces it, and to split it
+            would cost an all-reduce for each.
+        heads: attention heads of activations and kernels, over the tensor ranks: heads are independent, so that the
+            column-parallel projection in front and the row-parallel one behind need one all-reduce together.
+        ffn: the feed-forward dimension, over the tensor ranks: the activation function is elementwise, so that the two
+            projections need one all-reduce together.
+        vocab: rows of the embedding, columns of the head and of logits, over the tensor ranks: the largest kernels and
+            activations of a model with a large vocabulary. A loss needs a maximum and a sum over it, ``[b, s]`` each.
+        fsdp: the hidden axis of kernels, over the FSDP ranks: every kernel has it and no tensor rank splits it, so one
+            rule splits all of them; a kernel is gathered where it is used.
+        norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth gathering.
+        joined: component axes of fused kernels (query/key/value, gate/up), over nothing: so each rank has its part
+            of every component, and another number of ranks splits in the same way.
+
+    Raises:
+        TypeError: for a rule that is no tuple of strings.
+        ValueError: for a mesh axis whose name is reserved.
 
     Source: Megatron-Core's column/row rules; ``flax.linen.logical_axis_rules``.
     """
 
     batch: MeshAxes = ("data", "fsdp")
-    sequence: MeshAxes = ()
-    sequence_parallel: MeshAxes = ("tensor",)
+    sequence: MeshAxes = ("context",)
+    sequence_parallel: MeshAxes = ("context", "tensor")
     hidden: MeshAxes = ()
     heads: MeshAxes = ("tensor",)
     ffn: MeshAxes = ("tensor",)
@@ -53,6 +70,8 @@ class ShardingRules:
             value = getattr(self, rule.name)
             if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
                 raise TypeError(f"rule {rule.name!r} must be a tuple of mesh axis names, got {value!r}")
+            for axis in value:
+                check_mesh_axis(axis)
 
 
 _rules = jax.make_user_context(ShardingRules())
@@ -68,7 +87,7 @@ def use_rules(rules: ShardingRules) -> Iterator[None]:
 
 
 def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> PartitionSpec:
-    """PartitionSpec of an array whose dimensions carry the logical names ``axes``.
+    """PartitionSpec of an array whose dimensions carry the logical names ``axes``; it has no mesh axes of size 1.
 
     Args:
         axes: a logical name or None for each dimension.
@@ -99,6 +118,8 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
                     "one array cannot be split twice over one mesh axis: change one of the two rules"
                 )
             taken[axis] = name
+        # An axis of size 1 splits nothing, and naming it would make another type of the array on an Explicit mesh.
+        mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
 
@@ -119,10 +140,17 @@ def axis_ranks(name: str) -> int:
     1
     """
     mesh = current_mesh()
-    if mesh is None:
-        return 1
-    entry = logical_to_spec((name,), mesh)[0]
-    return math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+    return 1 if mesh is None else ranks_of(logical_to_spec((name,), mesh)[0], mesh)[1]
+
+
+def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
+    """The mesh axes that an entry of a PartitionSpec names, as text, and how many parts they make.
+
+    >>> ranks_of(("data", "fsdp"), AbstractMesh((2, 4), ("data", "fsdp")))
+    ('data*fsdp', 8)
+    """
+    over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return "*".join(over), math.prod(mesh.shape[axis] for axis in over)
 
 
 def current_mesh() -> AbstractMesh | None:
@@ -208,6 +236,6 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
 
 
-def named_sharding(axes: LogicalAxes, mesh: Mesh) -> NamedSharding:
+def named_sharding(axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules."""
     return NamedSharding(mesh, logical_to_spec(axes, mesh))

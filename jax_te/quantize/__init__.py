@@ -6,7 +6,7 @@ from jax_te.quantize.hadamard import hadamard_matrix, hadamard_rows
 from jax_te.quantize.kernel import PackedOperand, QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, quantization_statistics
-from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand
+from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand, with_scale
 from jax_te.quantize.scaling import (
     AmaxState,
     amax,
@@ -66,5 +66,6 @@ __all__ = [
     "quantizer_variable",
     "scale_in_use",
     "split_model",
+    "with_scale",
     "write_back",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jax_te.parallel.ranks import RankTree
 from jax_te.quantize.quantizer import Quantizer
 from jax_te.typing import Array, DTypeLike
 
@@ -34,7 +35,7 @@ class QuantizedKernel:
     It is what a weight cache holds from one microbatch to the next, and what a parameter is under ``fp8_param``.
 
     Args:
-        form: a `QuantizedOperand`, as in a parameter, or a backend's own operand, packed.
+        form: a `QuantizedOperand`, as in a parameter, or a backend's own operand, packed; on a mesh each device's own.
         quantizer: what it was quantized with.
         amax: fp32 ``[]``, of the kernel it was made from; None where the recipe takes none.
         shape: of the kernel.
@@ -60,7 +61,7 @@ class QuantizedKernel:
     @property
     def is_packed(self) -> bool:
         """Whether it is in a backend's own form."""
-        return isinstance(self.form, PackedOperand)
+        return isinstance(self.form, PackedOperand | RankTree)
 
     def dequantize(self) -> Array:
         """The values in ``dtype``, of a kernel in plain arrays.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -99,6 +101,19 @@ class TensorQuantizer(Quantizer):
         return QuantizedTensor(
             data=data.reshape(x.shape), scale_inv=1.0 / scale, dtype=x.dtype, axis=axis, parts=scale.shape[0]
         ), amaxes
+
+
+def with_scale(
+    x: Array, quantizer: Quantizer | None, scale: Array | None, reduce: Callable[[Array], Array] | None
+) -> tuple[Quantizer | None, Array | None]:
+    """A quantizer and a scale that quantize ``x``, a part of a tensor, as ``quantizer`` would quantize the tensor.
+
+    Args:
+        reduce: makes an amax of the part that of the tensor. None: ``x`` is the tensor.
+    """
+    if reduce is None or not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
+        return quantizer, scale
+    return dataclasses.replace(quantizer, scaling="delayed"), quantizer.scale_for(reduce(amax(x)), None)
 
 
 def quantize(

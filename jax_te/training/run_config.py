@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
+from jax_te.models.stack import check_recompute_policy
 from jax_te.recipe import Recipe
 from jax_te.training.precision_rules import quantization_rules
 from jax_te.training.run_recipe import RECIPE_FIELDS, build_recipe, gemm_list, option, recipe_defaults
@@ -22,7 +23,11 @@ CHECKPOINT_FOLDER = "checkpoints"
 VOCAB_SIZE = 256
 """Tokens are bytes."""
 
-_WHERE_IT_RUNS = ("data", "microbatches", "backend", "mesh", "mesh_axis_type", "remat")
+_RECOMPUTE = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_policy"),
+    "distribute_saved_activations",
+)
+_WHERE_IT_RUNS = ("data", "microbatches", "backend", "mesh", "mesh_axis_type", *_RECOMPUTE)
 _HOW_OFTEN = ("steps", "save_every", "keep", "eval_every", "eval_batches", "log_every", "inspect_every")
 MAY_CHANGE = {*_WHERE_IT_RUNS, *_HOW_OFTEN}
 """Fields that a resumed run may give anew: they change where, how long and how often, not what is trained.
@@ -63,7 +68,11 @@ class RunConfig:
         backend: ``"auto"``, ``"xla"`` or ``"te"``.
         mesh: as `ParallelConfig.parse` takes it; None for one device and no mesh.
         mesh_axis_type: ``"auto"`` or ``"explicit"``.
-        remat: ``"none"``, ``"full"`` or ``"selective"``.
+        recompute_granularity: ``"none"``, ``"full"`` or ``"selective"``.
+        recompute_method, recompute_num_layers, distribute_saved_activations: as in `RecomputeConfig`; None is
+            ``"uniform"`` and 1 under full recomputation.
+        recompute_modules: as there, separated by commas; None for its default.
+        recompute_policy: as in `GPTModel`.
         save_every, keep, eval_every, eval_batches, log_every: cadences.
         inspect_every: steps between statistics of the quantized tensors; 0 for never.
 
@@ -116,7 +125,12 @@ class RunConfig:
     backend: str = "auto"
     mesh: str | None = None
     mesh_axis_type: str = "auto"
-    remat: str = "none"
+    recompute_granularity: str = "none"
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: str | None = None
+    recompute_policy: str = "full"
+    distribute_saved_activations: bool = False
     save_every: int = 100
     keep: int = 3
     eval_every: int = 100
@@ -126,7 +140,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_quantized_layers()
-        self.transformer_config()
+        check_recompute_policy(self.transformer_config(), self.recompute_policy)
         recipe, rules = self.make_recipe(), self.quantization_rules()
         for name, default in recipe_defaults(self.recipe).items():
             if getattr(self, name) is None:
@@ -175,7 +189,20 @@ class RunConfig:
             first_last_layers_bf16=bool(self.bf16_layers_start or self.bf16_layers_end),
             num_layers_at_start_in_bf16=self.bf16_layers_start,
             num_layers_at_end_in_bf16=self.bf16_layers_end,
+            **self._recompute_fields(),
         )
+
+    def _recompute_fields(self) -> dict[str, Any]:
+        """Of the model's configuration."""
+        full = self.recompute_granularity == "full"
+        method, count, names = self.recompute_method, self.recompute_num_layers, self.recompute_modules
+        return {
+            "recompute_granularity": None if self.recompute_granularity == "none" else self.recompute_granularity,
+            "recompute_method": "uniform" if full and method is None else method,
+            "recompute_num_layers": 1 if full and count is None else count,
+            "recompute_modules": None if names is None else names.split(","),
+            "distribute_saved_activations": self.distribute_saved_activations,
+        }
 
     def make_recipe(self) -> Recipe | None:
         """The precision recipe, or None."""
@@ -224,6 +251,7 @@ class RunConfig:
             "num_query_groups": (self.num_query_groups, "tensor"),
             "ffn_hidden_size": (self.ffn_hidden_size, "tensor"),
             "hidden_size": (self.hidden_size, "fsdp"),
+            "seq_len": (self.seq_len, "context"),
         }
         for name, (size, axis) in split.items():
             parts = getattr(sizes, axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import Mesh
 
 from jax_te.layers.quantizable import quantizable_kernels, quantizable_modules, quantize_parameters
-from jax_te.parallel import auto_region, logical_to_spec, named_sharding
+from jax_te.parallel import auto_region, leaves_with_axes, shardings_of
 from jax_te.quantize import QuantizedKernel, prepare_quantization, split_model
 from jax_te.recipe import Recipe, autocast
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of
-from jax_te.typing import Array, LogicalAxes, PyTree
+from jax_te.typing import Array, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -59,38 +58,6 @@ class TrainState:
     def model(self) -> Any:
         """The model with the current values. It shares their buffers: the next train step deletes them."""
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
-
-
-def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
-    """Name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
-
-    The axes are those in the metadata of the Variable around the leaf (optimizer state that mirrors a parameter keeps
-    its Variable), None for every dimension where there are none or the leaf has another rank.
-
-    >>> leaves_with_axes({"a": nnx.Param(jnp.ones((2, 2)), logical_axes=("fsdp", "ffn")), "b": jnp.ones(2)})[1][::2]
-    ('b', (None,))
-    """
-    found = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        axes = node.get_metadata().get("logical_axes") if _is_variable(node) else None
-        value = node.get_value() if _is_variable(node) else node
-        for leaf in jax.tree.leaves(node):
-            fits = axes is not None and len(axes) == leaf.ndim
-            if isinstance(value, QuantizedKernel):  # its scales may have as many axes, but other sizes
-                fits = fits and leaf.shape == value.shape
-            found.append((name, leaf, axes if fits else (None,) * leaf.ndim))
-    return found
-
-
-def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
-    """The mesh axes that an entry of a PartitionSpec names, as text, and how many parts they make.
-
-    >>> ranks_of(("data", "fsdp"), AbstractMesh((2, 4), ("data", "fsdp")))
-    ('data*fsdp', 8)
-    """
-    over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    return "*".join(over), math.prod(mesh.shape[axis] for axis in over)
 
 
 def create_train_state(
@@ -135,7 +102,7 @@ def create_train_state(
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
-        shardings = None if mesh is None else _shardings(abstract, mesh)
+        shardings = None if mesh is None else shardings_of(abstract, mesh)
         # Inside auto_region an Explicit mesh gives the same program as an Auto one, so the same bits.
         axes = [axes for _, _, axes in leaves_with_axes(abstract)]
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
@@ -207,7 +174,7 @@ def abstract_train_state(
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
-        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _shardings(abstract, mesh)
+        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else shardings_of(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -229,7 +196,7 @@ def _builder(
     scaler = ConstantLossScale() if scaler is None else scaler
     graphdef, *states = split_model(model_or_fn) if is_model else (None,)
     if is_model and mesh is not None:
-        states = jax.device_put(states, jax.tree.unflatten(jax.tree.structure(states), _shardings(states, mesh)))
+        states = jax.device_put(states, jax.tree.unflatten(jax.tree.structure(states), shardings_of(states, mesh)))
 
     def build(key: Array, variables: PyTree) -> TrainState:
         init_key, rng = jax.random.split(key)
@@ -276,19 +243,3 @@ def _use(mesh: Mesh | None) -> Any:
 def _check_key(key: Any) -> None:
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
         raise TypeError(f"key must be one typed key such as jax.random.key(0), got {key!r}")
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def _shardings(tree: PyTree, mesh: Mesh) -> list[Sharding]:
-    for name, leaf, axes in leaves_with_axes(tree):
-        for dim, entry in enumerate(logical_to_spec(axes, mesh)):
-            over, ranks = ranks_of(entry, mesh)
-            if leaf.shape[dim] % ranks:
-                raise ValueError(
-                    f"{name} of shape {leaf.shape}: dimension {dim} ({axes[dim]!r}) does not divide over mesh axes "
-                    f"{over} = {ranks}; change that size or the mesh"
-                )
-    return [named_sharding(axes, mesh) for _, _, axes in leaves_with_axes(tree)]

@@ -27,7 +27,7 @@ def refuse(capsys, output, *argv):
         (["--microbatches", "3"], ["--batch-size 4", "--microbatches 3", "6"]),
         (["--mesh", "data=3"], ["data*fsdp = 3", "--batch-size", "6"]),
         (["--mesh", "tensor=4"], ["--num-query-groups 2", "tensor=4"]),
-        (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, tensor"]),
+        (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, context, tensor"]),
         (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "multiple of 16", "64"]),
         (["--recipe", "current", "--seq-len", "30", "--batch-size", "1"], ["tokens of a microbatch 30", "32"]),
         (["--margin", "1"], ["--margin", "--recipe delayed"]),

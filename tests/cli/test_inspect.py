@@ -130,6 +130,12 @@ def test_sensitivity_as_a_table(quantized, capsys):
         (["--recipes", "--data", "."], ["--recipes computes nothing", "--data"]),
         (["--batch-size", "1", "--recipe", "mxfp8", "--data", "no/such"], ["no such file or folder", "no/such"]),
         (["--precision-config", "no.yaml"], ["no.yaml: No such file"]),
+        (["--mesh", "fsdp=2"], ["--mesh is for --sharding; give that too"]),
+        (["--preset", "tiny"], ["--preset is for --sharding"]),
+        (["--sharding", "--recipes"], ["--sharding computes nothing, so leave --recipes out"]),
+        (["--sharding", "--batch-size", "4"], ["leave --batch-size out"]),
+        (["--sharding", "--mesh", "pipeline=2"], ["mesh axis 'pipeline' is reserved"]),
+        (["--sharding", "--output", "nowhere"], ["nowhere holds no run; give a --preset"]),
     ],
 )
 def test_what_is_refused(quantized, argv, texts, capsys):
@@ -158,3 +164,40 @@ def test_tokens_that_a_recipe_cannot_take(tmp_path, capsys):
     status = inspect(tmp_path, "--recipe", "mxfp8", "--batch-size", "1")
     error = capsys.readouterr().err.removeprefix(f"{tmp_path}, step 2, recipe mxfp8\n")
     assert_refused(status, error, "--batch-size 1 of 24 bytes", "multiple of 32")
+
+
+def test_how_a_run_is_split(quantized, capsys):
+    capsys.readouterr()
+    assert inspect(quantized, "--sharding", "--mesh", "fsdp=2,context=2,tensor=2") == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"{quantized}, training state\n"
+    table, totals, *pictures = shown.out.strip().split("\n\n")
+    assert any(line.split()[0] == "opt_state.1.0.mu.layers.1.layernorm_mlp.wo_kernel" for line in table.splitlines())
+    assert totals.splitlines()[0] == "8 devices: data=1, fsdp=2, context=2, tensor=2"
+    drawn = next(picture for picture in pictures if picture.startswith("(fsdp, -, tensor)"))
+    assert drawn.splitlines()[1:] == ["        tensor=0  tensor=1", "fsdp=0  0 2       1 3", "fsdp=1  4 6       5 7"]
+    whole = as_json(capsys, quantized, "--sharding")
+    assert whole["mesh"] == {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+    assert whole["bytes"] == whole["bytes_per_device"] == sum(array["bytes"] for array in whole["arrays"])
+    held = next(array for array in whole["arrays"] if array["path"].startswith("params.layers.1.layernorm_mlp.wo_kern"))
+    assert held["path"].endswith("wo_kernel.form.rowwise.data")
+    assert (held["dtype"], held["logical_axes"]) == ("float8_e4m3fn", ["ffn", "fsdp"])
+
+
+def test_how_a_preset_would_be_split(tmp_path, capsys):
+    """It needs no run, and no devices."""
+    options = ["inspect", "--sharding", "--preset", "tiny", "--output", str(tmp_path), "--json"]
+    assert main([*options, "--mesh", "data=4,fsdp=16,tensor=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    arrays = {array["path"]: array for array in found["arrays"]}
+    kernel = arrays["params.layers.3.layernorm_mlp.wi_kernel"]
+    assert kernel == {
+        "path": "params.layers.3.layernorm_mlp.wi_kernel",
+        "shape": [128, 2, 384],
+        "dtype": kernel["dtype"],
+        "logical_axes": ["fsdp", "joined", "ffn"],
+        "mesh_axes": "fsdp, -, tensor",
+        "bytes": kernel["bytes"],
+        "bytes_per_device": kernel["bytes"] // 64,
+    }
+    assert_refused(main([*options, "--mesh", "tensor=8"]), capsys.readouterr().err, "--num-query-groups 4", "tensor=8")

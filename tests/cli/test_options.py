@@ -8,12 +8,14 @@ import sys
 import pytest
 
 from jax_te.cli.main import explain, main
-from jax_te.cli.options import ACTIVATIONS, GEMMS, RECIPES, build_parser
+from jax_te.cli.options import ACTIVATIONS, GEMMS, MODULES, RECIPES, build_parser
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.config import ACTIVATIONS as ALLOWED_ACTIVATIONS
-from jax_te.models import POSITION_EMBEDDINGS, REMAT
+from jax_te.config import RECOMPUTE_MODULES
+from jax_te.models import POSITION_EMBEDDINGS
 from jax_te.ops import BACKENDS
+from jax_te.parallel import POLICIES as RECOMPUTE_POLICIES
 from jax_te.recipe import RECIPES as ALLOWED_RECIPES
 from jax_te.training import run_recipe
 from jax_te.training.run_config import RunConfig, option, write_config
@@ -40,7 +42,8 @@ def test_choices_are_those_of_the_library():
     assert GEMMS == run_recipe.GEMMS
     assert set(known["--activation"].choices) == set(ACTIVATIONS) == set(ALLOWED_ACTIVATIONS)
     assert set(known["--backend"].choices) == set(BACKENDS)
-    assert set(known["--remat"].choices) == set(REMAT)
+    assert set(known["--recompute-policy"].choices) == set(RECOMPUTE_POLICIES) - {"none"}
+    assert MODULES == RECOMPUTE_MODULES
     assert set(known["--position-embedding"].choices) == set(POSITION_EMBEDDINGS)
 
 
@@ -91,6 +94,8 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--preset", "gpt-9t"], "argument --preset: invalid choice: 'gpt-9t'"),
         (["train", "--override-linear-precision", "wgrad,wgrad"], "must be some of fprop,dgrad,wgrad, each once"),
         (["train", "--override-linear-precision", "all"], "argument --override-linear-precision: must be some of"),
+        (["train", "--recompute-modules", "mlp,moe"], "must be some of core_attn,layernorm,activation,mlp, each once"),
+        (["train", "--recompute-granularity", "some"], "argument --recompute-granularity: invalid choice: 'some'"),
         (["train", "--bf16-layers-start", "-1"], "argument --bf16-layers-start: must be an integer >= 0, got -1"),
         (["train", "--fp8-accumulation", "slow"], "argument --fp8-accumulation: invalid choice: 'slow'"),
         (["inspect", "--recipe", "none"], "argument --recipe: invalid choice: 'none'"),
@@ -141,6 +146,22 @@ def test_a_recipes_fields_are_resolved(tmp_path):
 def test_gemms_are_put_in_order(tmp_path):
     config, _ = resolve(parse("--recipe", "block", "--override-linear-precision", "wgrad, fprop"), tmp_path)
     assert config.override_linear_precision == "fprop,wgrad"
+
+
+def test_recomputation_is_the_models_and_may_change_on_resuming(tmp_path):
+    first, _ = resolve(parse("--recompute-granularity", "full", "--recompute-policy", "save_gemms"), tmp_path)
+    model = first.transformer_config()
+    assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "uniform", 1)
+    write_config(first, tmp_path)
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    with pytest.raises(ValueError, match="recompute_policy='save_gemms' says what full recomputation keeps"):
+        resolve(parse("--recompute-granularity", "selective"), tmp_path)
+    options = ("--recompute-granularity", "selective", "--recompute-modules", "mlp, layernorm")
+    again, resumes = resolve(parse(*options, "--recompute-policy", "full"), tmp_path)
+    assert resumes
+    assert again.transformer_config().recompute_modules == ("layernorm", "mlp")
+    with pytest.raises(ValueError, match="has no effect without recompute_granularity='selective'"):
+        resolve(parse("--recompute-modules", "mlp"), tmp_path / "new")
 
 
 def test_the_text_of_a_precision_file_is_kept(tmp_path):

@@ -75,7 +75,8 @@ def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
 
 
 def test_half_precision_and_options_of_the_model(tmp_path):
-    options = ["--params-dtype", "float16", "--dropout", "0.1", "--remat", "full", "--no-tie-embeddings", "--bias"]
+    options = ["--params-dtype", "float16", "--dropout", "0.1", "--no-tie-embeddings", "--bias"]
+    options += ["--recompute-granularity", "full", "--recompute-policy", "save_gemms"]
     options += ["--activation", "gelu", "--normalization", "LayerNorm", "--position-embedding", "learned_absolute"]
     assert train(tmp_path / "run", *options, "--steps", "4") == 0
     assert main(["train", "--output", str(tmp_path / "run"), "--steps", "6"]) == 0

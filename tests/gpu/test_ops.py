@@ -126,8 +126,8 @@ def test_an_activation_alone_is_the_same(name):
 
         results.append(quick_jit(lambda z, g, run=run: with_vjp(run, (z,), g))(z, g))
     for actual, e in zip(*map(jax.tree.leaves, results), strict=True):
-        # Both compute in fp32 and round once to bf16; their tanh and exp may differ in fp32's last bits.
-        np.testing.assert_allclose(actual.astype(jnp.float32), e.astype(jnp.float32), rtol=2**-8, atol=1e-6)
+        # Both compute in fp32, where tanh and exp may differ in the last bits, and round once: one step of bf16, 2^-7.
+        np.testing.assert_allclose(actual.astype(jnp.float32), e.astype(jnp.float32), rtol=2**-7, atol=1e-6)
 
 
 def test_delayed_scaling_over_steps():

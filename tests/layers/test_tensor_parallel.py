@@ -184,7 +184,9 @@ def test_a_sequence_that_cannot_be_split_is_named(layer: Any) -> None:
     with pytest.raises(ValueError, match=r"splits the second axis of \[b, s, ..., h\], got shape \(8, 32\)"):
         jax.eval_shape(layer, draw("x", (8, H)))
     with (
-        jax.set_mesh(make_mesh(ParallelConfig(tensor=4))),
-        pytest.raises(ValueError, match=r"sequence length 6 .* does not divide over 4 tensor ranks; pad it"),
+        jax.set_mesh(make_mesh(ParallelConfig(context=2, tensor=2))),
+        pytest.raises(
+            ValueError, match=r"sequence length 6 .* does not divide over mesh axes context\*tensor = 4; pad it"
+        ),
     ):
         jax.eval_shape(layer, draw("x", (B, 6, H)))

@@ -19,8 +19,9 @@ from jax_te.megatron import (
     TERowParallelLinear,
     condition_init_method,
 )
+from jax_te.models import GPTModel
 from jax_te.parallel import make_mesh
-from tests.numerics import without_type_checker
+from tests.numerics import draw, without_type_checker
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
 COMMON: dict[str, Any] = {"config": CONFIG, "init_method": CONFIG.init_method, "bias": True, "skip_bias_add": False}
@@ -116,6 +117,27 @@ def test_sizes_that_the_tensor_ranks_do_not_divide():
         assert column(is_expert=True).tp_size == 8
         with pytest.raises(AssertionError, match=r"60 output features of a column-parallel layer are not .* by 8"):
             fused(n=60)
+
+
+def test_the_meshs_context_axis_has_the_configured_size():
+    two = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, context_parallel_size=2)
+    x, built_without = draw("x", (2, 8, 32)), column(config=two)
+    jax.eval_shape(built_without, x)  # without a mesh one device has the whole sequence
+    message = "context_parallel_size is 2, and the mesh in use has {} context ranks; set a mesh with that many"
+    with jax.set_mesh(make_mesh(ParallelConfig(context=4))):
+        for build in (column, row, fused):
+            with pytest.raises(ValueError, match=message.format(4)):
+                build(config=two)
+        with pytest.raises(ValueError, match=message.format(4)):
+            jax.eval_shape(built_without, x)
+        with pytest.raises(ValueError, match=message.format(4)):
+            GPTModel(two, vocab_size=8, max_sequence_length=8, rngs=nnx.Rngs(0))
+        jax.eval_shape(column(), x)
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2))):
+        jax.eval_shape(built_without, x)
+        model = nnx.eval_shape(lambda: GPTModel(two, vocab_size=8, max_sequence_length=8, rngs=nnx.Rngs(0)))
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2))), pytest.raises(ValueError, match=message.format(1)):
+        jax.eval_shape(model, jnp.zeros((2, 8), jnp.int32))
 
 
 def test_the_mesh_has_the_configured_size():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,12 @@ FORMS = {
 }
 
 
-def collectives(form: str, **sizes: int) -> Counter[tuple[str, str]]:
+def collectives(form: str, loss_chunks: int = 1, **sizes: int) -> Counter[tuple[str, str]]:
     """Kind and shape of every collective in the loss and gradient of a one-layer model on an Auto mesh."""
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=8, ffn_hidden_size=64)
     with jax.set_mesh(make_mesh(ParallelConfig(**sizes))):
-        model = shard(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **FORMS[form]))
+        options: Any = {"vocab_size": V, "max_sequence_length": S, "loss_chunks": loss_chunks, **FORMS[form]}
+        model = shard(GPTModel(config, rngs=nnx.Rngs(0), **options))
         graphdef, state = nnx.split(model)
         tokens = jnp.zeros((B, S), jnp.int32)
         gradient = jax.grad(lambda state: nnx.merge(graphdef, state).loss(tokens, tokens))
@@ -52,3 +54,21 @@ def test_fsdp_gathers_parameters_and_leaves_activations_alone(form: str) -> None
     assert found["all-reduce", local] == 6
     with_tokens = {(kind, shape) for kind, shape in found if re.search(rf"\[{B // 4},{S}[,\]]|\[{B},{S}[,\]]", shape)}
     assert with_tokens == {("all-reduce", local), ("all-reduce", f"f32[{B // 4},{S}]")}
+
+
+def test_a_loss_in_parts_is_vocabulary_parallel_too() -> None:
+    """No rank ever has the head's kernel, the embedding or the logits of more than its part of the vocabulary."""
+    assert collectives("llama", loss_chunks=2, tensor=4) == {
+        ("all-reduce", f"f32[{B},{S},{H}]"): 5,
+        ("all-reduce", f"f32[{B},{S // 2},{H}]"): 1,  # the head's, once for each part
+        ("all-reduce", f"f32[{B},{S // 2}]"): 2,
+    }
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 2])
+def test_context_parallelism_communicates_in_attention_alone(loss_chunks: int) -> None:
+    """And once for the gradients: hidden states and logits stay where they are."""
+    found = collectives("llama", loss_chunks, context=4)
+    moved = [shape for kind, shape in found if kind != "all-reduce" and re.search(rf"\d,(1,)?({H}|{V})\]", shape)]
+    assert not moved
+    assert not [shape for kind, shape in found if kind == "all-reduce" and re.search(rf"f32\[{B},\d+,\d+\]", shape)]

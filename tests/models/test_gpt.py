@@ -40,6 +40,11 @@ FORMS = {
         Form(g=2, rms=True, activation="swiglu", rotary_base=100.0),
     ),
 }
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 QWEN = dataclasses.replace(LLAMA, qk_layernorm=True, window_size=(3, 0), window_attn_skip_freq=2, softmax_scale=0.3)
 
 
@@ -137,6 +142,27 @@ def test_a_mesh_of_another_tensor_size_than_the_configs_is_refused() -> None:
         jax.eval_shape(lambda model: model(batch()[0]), model)
 
 
+@pytest.mark.parametrize("form", ["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{}, {"loss_chunks": 2}], ids=["", "chunks"])
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_sequence_parallelism_changes_no_number(mode: str, options: dict[str, Any], form: str) -> None:
+    """With dropout; what the norms and dropout see between the layers is split over the tensor ranks."""
+    config, defaults, _ = FORMS[form]
+    config = dataclasses.replace(config, hidden_dropout=0.2, attention_dropout=0.0)
+    split = dataclasses.replace(config, tensor_model_parallel_size=2, sequence_parallel=True)
+    sizes: dict[str, Any] = {"vocab_size": V, "max_sequence_length": S} | defaults | options
+    key = jax.random.key(3)
+    loss, gradient = loss_and_gradient(GPTModel(config, **sizes, rngs=nnx.Rngs(0)), *batch(), key)
+    with use_mesh(mode):
+        model = shard(GPTModel(split, **sizes, rngs=nnx.Rngs(0)))
+        found, found_gradient = jax.jit(
+            lambda model, *args: jax.value_and_grad(lambda model: model.loss(*args[:3], dropout_key=args[3]))(model)
+        )(model, *batch(), key)
+    assert_close(found, loss, TOLERANCE)
+    for a, e in zip(jax.tree.leaves(found_gradient), jax.tree.leaves(gradient), strict=True):
+        assert relative_l2(jax.device_get(a), jax.device_get(e)) < TOLERANCE
+
+
 def test_rotary_options_reach_the_layers() -> None:
     scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=8)
     options = {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_scaling": scaling}
@@ -150,16 +176,21 @@ def test_rotary_options_reach_the_layers() -> None:
     assert relative_l2(logits, call(randomize(build(position_embedding_type="rope")), batch()[0])) > 1e-4
 
 
-@pytest.mark.parametrize(("remat", "mode"), [("none", "no mesh"), ("full", "explicit")])
-def test_a_scan_over_the_layers_and_a_loss_in_chunks_change_nothing(remat: str, mode: str) -> None:
+@pytest.mark.parametrize(("recompute", "mode"), [({}, "no mesh"), (FULL, "explicit")], ids=["none", "full"])
+def test_a_scan_over_the_layers_and_a_loss_in_chunks_change_nothing(recompute: dict[str, Any], mode: str) -> None:
     """Three layers, of which the last keeps to bf16 and so runs by itself; the same parameters and state."""
     with use_mesh(mode), autocast(DelayedScaling(amax_history_len=2)):
         config = dataclasses.replace(
-            GPT2, num_layers=3, first_last_layers_bf16=True, num_layers_at_start_in_bf16=0, hidden_dropout=0.3
+            GPT2,
+            num_layers=3,
+            first_last_layers_bf16=True,
+            num_layers_at_start_in_bf16=0,
+            hidden_dropout=0.3,
+            **recompute,
         )
         results = []
         for options in ({"scan_layers": True, "loss_chunks": 4}, {}):
-            build = {"vocab_size": V, "max_sequence_length": S, "remat": remat, **options}
+            build = {"vocab_size": V, "max_sequence_length": S, **options}
             model = shard(randomize(GPTModel(config, **build, rngs=nnx.Rngs(0))))
             results.append(loss_and_gradient(model, *batch(), jax.random.key(5)))
     (loss, scanned), (expected_loss, unrolled) = results
@@ -189,34 +220,19 @@ def test_positions_may_be_given(form: str) -> None:
 
 
 @functools.cache
-def with_dropout(form: str, remat: str) -> Any:
+def with_dropout() -> Any:
     """Loss and gradients with dropout everywhere."""
-    config = dataclasses.replace(FORMS[form][0], attention_dropout=0.5, hidden_dropout=0.5)
-    options = {"vocab_size": V, "max_sequence_length": S, "remat": remat, **FORMS[form][1]}
+    config = dataclasses.replace(GPT2, attention_dropout=0.5, hidden_dropout=0.5)
+    options = {"vocab_size": V, "max_sequence_length": S}
     model = shard(randomize(GPTModel(config, **options, rngs=nnx.Rngs(0))))
     return loss_and_gradient(model, *batch(), jax.random.key(5))
 
 
-@pytest.mark.parametrize(("form", "remat"), [("gpt2", "full"), ("gpt2", "selective"), ("llama", "full")])
-def test_recomputation_changes_nothing(form: str, remat: str) -> None:
-    for a, e in zip(*map(jax.tree.leaves, (with_dropout(form, remat), with_dropout(form, "none"))), strict=True):
-        assert_close(a, e, TOLERANCE)
-
-
-def test_full_recomputation_keeps_less() -> None:
-    def saved(remat: str) -> int:
-        model = build(remat=remat)
-        shape = jax.eval_shape(lambda model: jax.vjp(lambda model: model.loss(*batch()), model)[1], model)
-        return sum(leaf.size for leaf in jax.tree.leaves(shape))
-
-    assert saved("full") < saved("selective") < saved("none")
-
-
-@pytest.mark.parametrize("remat", ["none", "full", "selective"])
-def test_quantizer_state_gets_its_next_value_through_recomputation(remat: str) -> None:
+@pytest.mark.parametrize("recompute", [{}, FULL, {"recompute_granularity": "selective"}], ids=str)
+def test_quantizer_state_gets_its_next_value_through_recomputation(recompute: dict[str, Any]) -> None:
     with autocast(DelayedScaling(amax_history_len=2)):
-        config = dataclasses.replace(GPT2, num_layers=1)
-        options = {"vocab_size": V, "max_sequence_length": S, "remat": remat}
+        config = dataclasses.replace(GPT2, num_layers=1, **recompute)
+        options = {"vocab_size": V, "max_sequence_length": S}
         model = randomize(GPTModel(config, **options, rngs=nnx.Rngs(0)))
         _, gradient = loss_and_gradient(model, *batch())
     after = nnx.to_flat_state(nnx.state(gradient, QuantizerState))
@@ -230,10 +246,10 @@ def test_quantizer_state_gets_its_next_value_through_recomputation(remat: str) -
 
 
 def test_dropout_is_the_same_on_a_mesh() -> None:
-    value, gradient = with_dropout("gpt2", "none")
+    value, gradient = with_dropout()
     assert relative_l2(value, expected("gpt2")[1]) > 1e-3
     with use_mesh("explicit"):
-        on_mesh, gradient_on_mesh = with_dropout.__wrapped__("gpt2", "none")
+        on_mesh, gradient_on_mesh = with_dropout.__wrapped__()
     assert_close(on_mesh, value, TOLERANCE)
     for a, e in zip(*map(jax.tree.leaves, (gradient_on_mesh, gradient)), strict=True):
         assert_close(a, e, TOLERANCE)
@@ -300,7 +316,7 @@ def test_output_projections_start_smaller() -> None:
             {"position_embedding_type": "alibi"},
             "unknown position_embedding_type 'alibi'; allowed: learned_absolute, rope",
         ),
-        ({"remat": "some"}, "unknown remat 'some'; allowed: none, full, selective"),
+        ({"recompute_policy": "some"}, "unknown recompute policy 'some'; allowed: none, full, save_gemms"),
         ({"position_embedding_type": "rope", "rotary_base": -1.0}, "rotary base must be > 0"),
     ],
 )

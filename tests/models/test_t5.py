@@ -21,7 +21,7 @@ from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
 from tests.layers import reference
 from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.meshes import shard
+from tests.meshes import shard, use_mesh
 from tests.numerics import assert_close, quick_jit, relative_l2
 
 B, S, T, V, H, F, N = 4, 8, 6, 32, 32, 64, 4
@@ -99,17 +99,32 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"remat": "full"}, {"remat": "selective"}, {"scan_layers": True, "loss_chunks": 3}]
+    ("fields", "options"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, {}),
+        ({"recompute_granularity": "selective"}, {}),
+        ({}, {"scan_layers": True, "loss_chunks": 3}),
+    ],
 )
-def test_recomputation_and_scanning_change_nothing(options: dict[str, Any]) -> None:
-    config = dataclasses.replace(CONFIG, num_layers=2, hidden_dropout=0.3)
-
-    def run(**options: Any) -> Any:
+def test_recomputation_and_scanning_change_nothing(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    def run(fields: dict[str, Any], options: dict[str, Any]) -> Any:
+        config = dataclasses.replace(CONFIG, num_layers=2, hidden_dropout=0.3, **fields)
         model = randomize(T5Model(config, **SIZES, **RELATIVE, **options, rngs=nnx.Rngs(0)))
         return loss_and_gradient(model, dropout_key=jax.random.key(1))
 
-    for a, e in zip(*map(jax.tree.leaves, (run(**options), run())), strict=True):
+    for a, e in zip(*map(jax.tree.leaves, (run(fields, options), run({}, {}))), strict=True):
         assert_close(a, e, TOLERANCE)
+
+
+def test_sequence_parallelism_changes_no_number() -> None:
+    split = dataclasses.replace(CONFIG, tensor_model_parallel_size=2, sequence_parallel=True)
+    loss, gradient = loss_and_gradient(build())
+    with use_mesh("auto"):
+        model = shard(randomize(T5Model(split, **SIZES, **RELATIVE, rngs=nnx.Rngs(0))))
+        found, found_gradient = loss_and_gradient(model)
+    assert_close(found, loss, TOLERANCE)
+    for a, e in zip(jax.tree.leaves(found_gradient), jax.tree.leaves(gradient), strict=True):
+        assert relative_l2(jax.device_get(a), jax.device_get(e)) < TOLERANCE
 
 
 def test_it_trains_under_delayed_scaling() -> None:
@@ -168,7 +183,7 @@ def test_dropout_needs_a_key() -> None:
     ("options", "message"),
     [
         ({"position_embedding_type": "rope"}, "unknown position_embedding_type 'rope'; allowed: relative, learned_abs"),
-        ({"remat": "all"}, "unknown remat 'all'; allowed: none, full, selective"),
+        ({"recompute_policy": "all"}, "unknown recompute policy 'all'; allowed: none, full, save_gemms"),
         ({"encoder_num_layers": 0}, "encoder_num_layers must be an integer >= 1, got 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``tp_only_amax_red``: every part of the batch has its own scales, spanning the tensor-parallel ranks."""
+"""``tp_only_amax_red``: every part of the batch has its own scales, spanning the tensor and context ranks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 
+from jax_te.config import ParallelConfig
 from jax_te.layers import Linear
 from jax_te.ops import dense
+from jax_te.parallel import make_mesh
 from jax_te.quantize import init_gemm_state, prepare_quantization
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
@@ -31,6 +33,18 @@ def run(x, w, g, recipe, state):
 
     y, vjp = jax.jit(lambda *args: jax.vjp(call, *args))(x, w, state)
     return y, *vjp(g)
+
+
+def test_an_amax_spans_context_and_tensor_ranks():
+    """As in Megatron, whose group for it is tensor and context ranks: one scale for each part of the batch."""
+    x, w, g = operands()
+    x = x * jnp.exp2(jnp.arange(16.0))[None, :, None]  # later positions are larger
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, context=2, tensor=2))):
+        state = init_gemm_state(RECIPE)
+        after = run(x, w, g, RECIPE, state)[-1]
+    for role, array in {"x": x, "grad": g}.items():
+        parts = np.abs(np.asarray(array)).reshape(2, -1).max(axis=1)
+        assert_bitwise(np.asarray(after[role]["amax_history"][:, 0]), parts, what=role)
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

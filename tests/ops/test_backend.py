@@ -59,8 +59,8 @@ def test_supports_is_asked_about_this_call(monkeypatch):
     dot_product_attention(qkv, mask_type="no_mask")
     spec = describe(qkv, "no_mask", None, 0.0)
     assert asked == [
-        (("dense",), {"recipe": recipe, "attention": None}),
-        (("dot_product_attention",), {"recipe": None, "attention": spec}),
+        (("dense",), {"recipe": recipe, "attention": None, "ranks": None}),
+        (("dot_product_attention",), {"recipe": None, "attention": spec, "ranks": None}),
     ]
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_te.config import ParallelConfig
 from jax_te.ops import linear_cross_entropy
-from jax_te.parallel import constrain
+from jax_te.parallel import constrain, make_mesh
 from tests import oracles
 from tests.numerics import TOLERANCE, assert_close, compiled_text, draw, quick_jit, wide, without_type_checker
 
@@ -55,6 +56,22 @@ def test_on_meshes(mesh_mode):
     x, kernel, labels = operands()
     g = draw("g", (B, S))
     loss, gradients = run(x, kernel, labels, g, 2)
+    value, wanted = expected(x, kernel, labels, g)
+    assert_close(loss, value, TOLERANCE["float32"])
+    for got, e in zip(gradients, wanted, strict=True):
+        assert_close(got, e, 2 * TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+def test_where_context_ranks_split_the_sequence(axis_type):
+    x, kernel, labels = operands()
+    g = draw("g", (B, S))
+    with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, context=2, tensor=2), axis_type=axis_type)):
+        loss, gradients = run(x, kernel, labels, g, 2)
+        with pytest.raises(
+            ValueError, match="length 8 is not divisible by chunks 8 on each of 2 context ranks; change"
+        ):
+            run(x, kernel, labels, g, 8)
     value, wanted = expected(x, kernel, labels, g)
     assert_close(loss, value, TOLERANCE["float32"])
     for got, e in zip(gradients, wanted, strict=True):

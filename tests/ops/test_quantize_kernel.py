@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops import dense, layernorm_dense, layernorm_mlp, quantize_kernel
 from jax_te.parallel import named_sharding
+from jax_te.parallel.ranks import RankTree
 from jax_te.quantize import QuantizedOperand
 from jax_te.recipe import (
     CustomRecipe,
@@ -170,13 +172,33 @@ def test_portable_or_in_the_backends_own_form():
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=lambda recipe: recipe.name)
-def test_on_a_mesh_it_is_sharded_like_the_kernel(recipe, mode):
+def test_on_a_mesh_it_is_split_like_the_kernel(recipe, mode):
+    """With one scale every device holds its part; blocks are those of the whole kernel."""
     _, _, kernel = inputs()
     alone, axes = quantize_kernel(kernel, recipe=recipe), ("fsdp", "ffn")
     with use_mesh(mode):
-        wanted = named_sharding(axes, jax.sharding.get_mesh())
+        mesh = jax.sharding.get_mesh()
+        wanted = named_sharding(axes, mesh)
         run = jax.jit(lambda k: quantize_kernel(k, recipe=recipe, kernel_axes=axes))
         quantized = run(jax.device_put(kernel, wanted))
+    if isinstance(quantized.form, RankTree):
+        data, expected = quantized.form.leaves[0], jax.tree.leaves(alone)[0]
+        assert recipe == Float8CurrentScaling()
+        for rank, (device, index) in enumerate(wanted.devices_indices_map(kernel.shape).items()):
+            assert mesh.devices.flat[rank] == device
+            assert_bitwise(np.asarray(data)[rank], expected[index])
+            assert data.sharding.devices_indices_map(data.shape)[device][0] == slice(rank, rank + 1)
+        assert_bitwise(quantized.amax, alone.amax)
+        return
     for leaf, expected in zip(jax.tree.leaves(quantized), jax.tree.leaves(alone), strict=True):
         assert_bitwise(leaf, expected)
         assert leaf.shape != kernel.shape or leaf.sharding.is_equivalent_to(wanted, 2)
+
+
+def test_a_kernel_that_each_device_quantized_needs_calls_that_run_so():
+    _, x, kernel = inputs()
+    recipe = Float8CurrentScaling()
+    with use_mesh("auto"):
+        quantized = jax.jit(lambda k: quantize_kernel(k, recipe=recipe, kernel_axes=("fsdp", "ffn")))(kernel)
+        with pytest.raises(ValueError, match=r"each device of a mesh, .* does not name the logical axes"):
+            dense(x, quantized, recipe=recipe, gradient=kernel)

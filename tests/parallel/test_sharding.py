@@ -8,6 +8,7 @@ from jax_te.config import ParallelConfig
 from jax_te.parallel import (
     ShardingRules,
     auto_region,
+    axis_ranks,
     constrain,
     current_mesh,
     logical_to_spec,
@@ -39,9 +40,33 @@ def test_logical_to_spec(axes, spec):
     assert logical_to_spec(axes, MESH) == spec
 
 
+def test_the_context_axis_splits_the_sequence_and_tensor_ranks_split_it_further():
+    mesh = make_mesh(ParallelConfig(fsdp=2, context=2, tensor=2))
+    whole = jnp.arange(8)
+    positions = {}
+    for name in ("sequence", "sequence_parallel"):
+        sharding = named_sharding((name,), mesh)
+        parts = sharding.devices_indices_map((8,))
+        positions[name] = {device.id: set(whole[index].tolist()) for device, (index,) in parts.items()}
+    for rank in range(0, 8, 2):  # a tensor group
+        together = positions["sequence_parallel"][rank] | positions["sequence_parallel"][rank + 1]
+        assert positions["sequence"][rank] == positions["sequence"][rank + 1] == together
+    assert positions["sequence"][0] == {0, 1, 2, 3}
+    with jax.set_mesh(mesh):
+        assert (axis_ranks("sequence"), axis_ranks("sequence_parallel"), axis_ranks("batch")) == (2, 4, 2)
+
+
 def test_axes_that_the_mesh_lacks_are_left_out():
     mesh = AbstractMesh((2,), ("data",))
     assert logical_to_spec(("batch", "ffn"), mesh) == P("data", None)
+
+
+def test_axes_of_size_1_are_left_out():
+    mesh = AbstractMesh((2, 1, 1, 4), ("data", "fsdp", "context", "tensor"))
+    assert logical_to_spec(("batch", "sequence", "ffn"), mesh) == P("data", None, "tensor")
+    assert logical_to_spec(("fsdp", "ffn"), mesh) == P(None, "tensor")
+    with pytest.raises(ValueError, match=r"'batch' and 'fsdp' .* mesh axis 'fsdp'"):
+        logical_to_spec(("batch", "fsdp"), mesh)  # it would be wrong on a larger mesh
 
 
 def test_two_dimensions_on_one_mesh_axis():
@@ -69,6 +94,9 @@ def test_rules():
     with use_rules(rules):
         assert logical_to_spec(("batch", "sequence"), MESH) == P(("data", "fsdp"), "tensor")
     assert logical_to_spec(("batch", "sequence"), MESH) == P(("data", "fsdp"), None)
+    for reserved in ("pipeline", "expert"):
+        with pytest.raises(ValueError, match=f"mesh axis '{reserved}' is reserved for .* not there yet"):
+            ShardingRules(batch=("data", reserved))
     for wrong in ("tensor", ["tensor"], (1,), None):
         with without_type_checker(), pytest.raises(TypeError, match="rule 'ffn' must be a tuple of mesh axis names"):
             ShardingRules(ffn=wrong)
@@ -103,7 +131,7 @@ def test_rules_are_part_of_the_jit_cache_key():
 def test_current_mesh():
     assert current_mesh() is None
     with jax.set_mesh(make_mesh(ALL)):
-        assert current_mesh().axis_names == ("data", "fsdp", "tensor")
+        assert current_mesh().axis_names == ("data", "fsdp", "context", "tensor")
     assert current_mesh() is None
 
 

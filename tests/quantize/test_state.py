@@ -13,7 +13,9 @@ from jax_te.quantize import (
     GemmQuantizers,
     QuantizerState,
     init_gemm_state,
+    max_merging,
     merge_quantizers,
+    plain_states,
     prepare_quantization,
     quantizer_variable,
     split_model,
@@ -196,3 +198,19 @@ def test_the_state_of_a_layer_that_did_not_run_is_kept():
     both = write_back(stacked, mixed)
     jax.tree.map(lambda leaf, first: assert_bitwise(leaf[0], first), both, gradient["used"])
     jax.tree.map(lambda leaf, second: assert_bitwise(leaf[1], second), both, old["unused"])
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+@pytest.mark.parametrize("form", [lambda state: state, max_merging], ids=["fp32", "merging"])
+def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe):
+    """A model that was built under delayed scaling, run for once under something else: its history waits."""
+    state = form(jax.tree.map(lambda leaf: leaf + 3.0, init_gemm_state(RECIPE)))
+    x, kernel = draw("x", (16, 16)), draw("kernel", (16, 16))
+
+    def loss(state, kernel):
+        return jnp.sum(dense(x, kernel, recipe=recipe, state=state))
+
+    next_state, _ = jax.grad(loss, argnums=(0, 1), allow_int=True)(state, kernel)
+    for actual, expected in zip(jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True):
+        assert actual.dtype == expected.dtype
+        assert_bitwise(plain_states(actual), plain_states(expected))

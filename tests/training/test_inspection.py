@@ -39,8 +39,8 @@ LIMITS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5
 
 
 def gpt(rngs, num_layers=1, **changes):
-    config = TransformerConfig(num_layers=num_layers, **SIZES)
-    return GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=rngs, **changes)
+    config = TransformerConfig(num_layers=num_layers, **SIZES, **changes)
+    return GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=rngs)
 
 
 def gpt_loss(model, batch, key):
@@ -233,7 +233,8 @@ def test_loss_scale_and_quantized_parameters():
 def test_recompute_changes_nothing():
     with autocast(Float8CurrentScaling()):
         plain = inspect_precision(gpt(nnx.Rngs(0)), gpt_loss, gpt_batch())
-        again = inspect_precision(gpt(nnx.Rngs(0), remat="full"), gpt_loss, gpt_batch())
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        again = inspect_precision(gpt(nnx.Rngs(0), **full), gpt_loss, gpt_batch())
     for one, other in zip(plain, again, strict=True):
         assert (one.module, one.role) == (other.module, other.role)
         assert other.relative_mse == pytest.approx(one.relative_mse, rel=0.05)

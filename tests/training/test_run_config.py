@@ -50,6 +50,8 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"mesh": "tensor=3"}, r"--num-query-groups 4 does not divide over tensor=3"),
         ({"mesh": "fsdp=8,data=2"}, r"data\*fsdp = 16"),
         ({"mesh": "tensors=2"}, r"unknown mesh axis 'tensors'"),
+        ({"mesh": "context=3"}, r"--seq-len \d+ does not divide over context=3 of --mesh context=3"),
+        ({"mesh": "pipeline=2"}, r"mesh axis 'pipeline' is reserved"),
         (
             {"recipe": "delayed", "ffn_hidden_size": 500},
             r"--ffn-hidden-size 500 must be a multiple of 16 .* next is 512",

@@ -1,5 +1,7 @@
 """Ranking layers by what their quantization does, against runs in which only one layer is really quantized."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +79,10 @@ def test_the_numbers_are_those_of_quantizing_one_layer_only():
 
 def gpt(**changes):
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=64, **changes)
-    return GPTModel(config, vocab_size=64, max_sequence_length=16, remat="full", rngs=nnx.Rngs(0))
+    config = dataclasses.replace(
+        config, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
+    return GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=nnx.Rngs(0))
 
 
 def test_layers_of_a_half_precision_model_whatever_their_rules():

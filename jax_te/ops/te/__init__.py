@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 from jax_te.ops.attention_spec import AttentionSpec
 from jax_te.ops.te.load import available
-from jax_te.parallel import current_mesh
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -29,14 +29,18 @@ def primitives() -> ModuleType:
     return importlib.import_module("jax_te.ops.te.kernels")
 
 
-def supports(op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None) -> tuple[bool, str]:
-    """Whether TE can run ``op`` here, and if not why."""
+def supports(
+    op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None, ranks: Any = None
+) -> tuple[bool, str]:
+    """Whether TE can run ``op`` here, and if not why.
+
+    On a mesh its kernels run on each device's arrays; ``ranks`` is a str where that cannot be, and says why.
+    """
     ok, reason = available()
     if not ok:
         return False, reason
-    mesh = current_mesh()
-    if mesh is not None and mesh.size > 1:
-        return False, f"a mesh of {mesh.size} devices is set and TE's kernels run on one device here"
+    if isinstance(ranks, str):
+        return False, f"its kernels run on each device of the mesh by itself, and here they cannot: {ranks}"
     if recipe is not None:
         ok, reason = _recipe_supports(recipe)
         if not ok:

@@ -17,18 +17,24 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 from jax_te.config import ActivationParams
 from jax_te.ops import xla
 from jax_te.ops.spec import activation_parts
-from jax_te.ops.te.gemm import quantize_operand
+from jax_te.ops.te.gemm import Reduce, needs_amax, quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import Quantizer, TensorQuantizer
 from jax_te.typing import Array, DTypeLike
 
 
 def act_quantize(
-    x: Array, name: str, quantizer: Quantizer | None, scale: Array | None, *, params: ActivationParams | None = None
+    x: Array,
+    name: str,
+    quantizer: Quantizer | None,
+    scale: Array | None,
+    *,
+    params: ActivationParams | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[Any, Array | None]:
     """``x [..., n_act, f]`` -> ``[..., f]`` as a GEMM operand, and its amax where reported."""
-    if not is_te_quantizer(quantizer):
-        return xla.quantize_operand(act(x, name, params), quantizer, scale, axis=-1)
+    if not is_te_quantizer(quantizer) or needs_amax(quantizer, reduce):
+        return quantize_operand(act(x, name, params), quantizer, scale, axis=-1, reduce=reduce)
     with inside_te():
         te_q = te_quantizer(quantizer, scale)
         operand = tex.act_lu(
@@ -58,6 +64,7 @@ def act_backward_quantize(
     *,
     bias_dtype: DTypeLike | None,
     params: ActivationParams | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[Any, Array | None, Array | None]:
     """From the output gradient ``dz [..., f]``: the input gradient as an operand, its bias gradient, its amax.
 
@@ -75,7 +82,7 @@ def act_backward_quantize(
     ):
         return _fused(dz, x, parts, quantizer, scale, bias_dtype)
     dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype, params=params)
-    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2)
+    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2, reduce=reduce)
     return operand, dbias, dx_amax
 
 

@@ -11,8 +11,9 @@ import transformer_engine.jax.cpp_extensions as tex
 from jax.ad_checkpoint import checkpoint_name
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor
 
-from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec, unpack
+from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.segments import Segments
+from jax_te.ops.softmax_offset import offset_gradient
 from jax_te.ops.te.load import runs_as_plain_jax
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.typing import Array
@@ -117,55 +118,94 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
 
 def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
     """As the plain form, by cuDNN's kernel. `attention_supports` refuses calls with a mask, slopes or dropout."""
-    q = unpack(qkv)[0]
-    bias = None if arrays.bias is None else arrays.bias.astype(q.dtype)
-    offset = arrays.softmax_offset
-    offset = None if offset is None else offset.astype(jnp.float32).reshape(1, -1, 1, 1)
-    out, max_logit = _fused(spec, qkv, bias, offset, _descriptor(spec, arrays))
-    return out, jax.lax.stop_gradient(max_logit.astype(jnp.float32)) if spec.return_max_logit else None
+    result: Any = _fused(spec, qkv, arrays)
+    out, max_logit = result
+    return out, jax.lax.stop_gradient(max_logit) if max_logit is not None else None
 
 
 # TE's own function of this name leaves backward outside of `inside_te`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(spec: AttentionSpec, qkv: QKV, bias: Array | None, offset: Array | None, rows: Any) -> tuple[Array, Array]:
-    return _forward(spec, qkv, bias, offset, rows)[0]
+def _fused(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Array, Array | None]:
+    return _forward(spec, qkv, arrays)[0]
 
 
-def _forward(spec: AttentionSpec, qkv: QKV, bias: Array | None, offset: Array | None, rows: Any) -> tuple[Any, Any]:
-    with inside_te():
-        out, softmax_aux, rng_state, max_logit = tex.fused_attn_fwd(
-            qkv, bias, offset, rows, None, **_options(spec), return_max_logit=spec.return_max_logit
-        )
+def _forward(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Any, Any]:
+    out, log_sum, max_logit = attention_forward(qkv, spec, arrays)
     # The name under which te.jax saves them too: a remat policy that keeps it does not run attention again.
-    out, softmax_aux, rng_state = (checkpoint_name(a, "context") for a in (out, softmax_aux, rng_state))
-    return (out, max_logit), (qkv, bias, offset, rows, softmax_aux, rng_state, out)
+    out, log_sum = (checkpoint_name(a, "context") for a in (out, log_sum))
+    return (out, max_logit), (qkv, arrays, log_sum, out)
 
 
 def _backward(spec: AttentionSpec, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
-    qkv, bias, offset, rows, softmax_aux, rng_state, out = kept
-    with inside_te():
-        d_qkv, d_bias, _ = tex.fused_attn_bwd(
-            qkv, bias, offset, softmax_aux, rng_state, out, cotangents[0], rows, **_options(spec)
-        )
-    d_offset = None if offset is None else _offset_gradient(spec, offset, softmax_aux, out, cotangents[0])
-    return d_qkv, None if bias is None else d_bias, d_offset, None
+    qkv, arrays, log_sum, out = kept
+    d_qkv, d_bias, d_offset = attention_backward(qkv, spec, arrays, out, log_sum, cotangents[0])
+    return d_qkv, AttentionArrays(bias=d_bias, softmax_offset=d_offset)
 
 
 _fused.defvjp(_forward, _backward)
 
 
-def _offset_gradient(spec: AttentionSpec, offset: Array, softmax_aux: Array, out: Array, g: Array) -> Array:
-    """Gradient ``[1, n, 1, 1]`` of the learnable offset: what its share of the softmax takes from the output.
+def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array, Array | None]:
+    """Output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and largest logits.
 
-    Not cuDNN's own: that of jax 0.11.2's CUDA 13 wheels lacks the factor ``exp(offset)`` (measured on an H200).
+    Not differentiable. Garbage may stand where packed sequences have padding.
     """
-    axes = (0, 1, 2, 3) if spec.max_segments else (0, 2, 1, 3)  # cuDNN's log-sum-exp: [b, s, n, 1] or [b, n, s, 1]
-    log_sum = jnp.transpose(softmax_aux, axes)[..., 0]
-    taken = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)  # [b, s, n]
-    share = jnp.exp(offset.reshape(1, 1, -1) - log_sum)
-    # Padding has an output of 0 and no log-sum-exp.
-    gradient = jnp.where(taken == 0.0, jnp.zeros_like(taken), share * taken)
-    return -jnp.sum(gradient, axis=(0, 1)).reshape(1, -1, 1, 1)
+    with inside_te():
+        out, softmax_aux, _, max_logit = tex.fused_attn_fwd(
+            qkv,
+            _bias(qkv, arrays),
+            _offset(arrays),
+            _descriptor(spec, arrays),
+            None,
+            **_options(spec),
+            return_max_logit=spec.return_max_logit,
+        )
+    log_sum = jnp.transpose(softmax_aux[..., 0], _order(spec))
+    return out, log_sum, max_logit.astype(jnp.float32) if spec.return_max_logit else None
+
+
+def attention_backward(
+    qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
+) -> tuple[QKV, Array | None, Array | None]:
+    """Gradients of queries, keys and values, in the form that they came in, of the bias, and of the softmax's offset.
+
+    Args:
+        qkv, spec, arrays: as in forward; the keys may be some of those that the output is made of.
+        out, log_sum: of `attention_forward`, or of all parts put together.
+        g: gradient of the output.
+    """
+    softmax_aux = jnp.transpose(log_sum, _order(spec))[..., None]
+    rng_state = jnp.zeros((2 * len(jax.devices()), 4), jnp.uint32)  # as in forward; nothing is drawn
+    with inside_te():
+        d_qkv, d_bias, _ = tex.fused_attn_bwd(
+            qkv,
+            _bias(qkv, arrays),
+            _offset(arrays),
+            softmax_aux,
+            rng_state,
+            out,
+            g,
+            _descriptor(spec, arrays),
+            **_options(spec),
+        )
+    bias, offset = arrays.bias, arrays.softmax_offset
+    # Not cuDNN's own: that of jax 0.11.2's CUDA 13 wheels lacks the factor exp(offset) (measured on an H200).
+    d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
+    return d_qkv, None if bias is None else d_bias.astype(bias.dtype), d_offset
+
+
+def _bias(qkv: QKV, arrays: AttentionArrays) -> Array | None:
+    return None if arrays.bias is None else arrays.bias.astype(qkv[0].dtype)
+
+
+def _offset(arrays: AttentionArrays) -> Array | None:
+    offset = arrays.softmax_offset
+    return None if offset is None else offset.astype(jnp.float32).reshape(1, -1, 1, 1)
+
+
+def _order(spec: AttentionSpec) -> tuple[int, int, int]:
+    """From cuDNN's log-sum-exp, ``[b, n, s]``, or packed ``[b, s, n]``, to ``[b, n, s]``, or back."""
+    return (0, 2, 1) if spec.max_segments else (0, 1, 2)
 
 
 def _options(spec: AttentionSpec) -> dict[str, Any]:

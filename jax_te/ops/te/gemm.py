@@ -15,12 +15,14 @@ import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 from transformer_engine.jax.cpp_extensions.gemm import GemmPrimitive, _te_gemm
 from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive
-from transformer_engine.jax.quantize import ScaledTensor, ScalingMode, TensorUsage
+from transformer_engine.jax.quantize import ScaledTensor, ScaledTensor2x, ScalingMode, TensorUsage
 
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
-from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax
+from jax_te.ops.xla.gemm import Reduce
+from jax_te.parallel.ranks import MeshAxes, gather
+from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax, with_scale
 from jax_te.quantize.tensor import as_matrix
 from jax_te.typing import Array, DTypeLike
 
@@ -29,9 +31,10 @@ OURS = (QuantizedOperand, BlockOperand)
 
 
 def quantize_operand(
-    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int
+    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, reduce: Reduce | None = None
 ) -> tuple[Any, Array | None]:
     """``x`` as an operand, rows ending at ``axis``, and its amax where the quantizer reports one."""
+    quantizer, scale = with_scale(x, quantizer, scale, reduce)
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, quantizer, scale, axis=axis)
     axis = axis if axis < 0 else axis - x.ndim
@@ -41,12 +44,19 @@ def quantize_operand(
 
 
 def quantize_dbias(
-    g: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, bias_dtype: DTypeLike | None
+    g: Array,
+    quantizer: Quantizer | None,
+    scale: Array | None,
+    *,
+    axis: int,
+    bias_dtype: DTypeLike | None,
+    reduce: Reduce | None = None,
 ) -> tuple[Any, Array | None, Array | None]:
     """The output gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax.
 
     With a quantizer and a bias, one TE kernel quantizes both ways and sums; te.jax takes three passes there.
     """
+    quantizer, scale = with_scale(g, quantizer, scale, reduce)
     if bias_dtype is None:
         operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
         return operand, None, g_amax
@@ -82,6 +92,41 @@ def _quantize_dbias_fused(
         )
         operand = two_sided(te_q, rows, columns, scale_inv, dtype=g.dtype, axis=axis)
     return operand, dbias.astype(bias_dtype), None if current else new_amax.reshape(())
+
+
+def needs_amax(quantizer: Quantizer | None, reduce: Reduce | None) -> bool:
+    """Whether the tensor must be there before it is quantized, because its amax is asked of other devices."""
+    return reduce is not None and isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current"
+
+
+def gather_rows(operand: Any, dims: tuple[MeshAxes, ...]) -> Any:
+    """An operand with one scale, joined with other devices' parts along mesh axes of each leading dimension.
+
+    Rowwise and transposed values are both sent, in one byte each: together what one bf16 tensor takes, and the GEMMs
+    need not wait for a transposition.
+    """
+    if isinstance(operand, OURS):
+        return xla.gather_rows(operand, dims)
+    if isinstance(operand, ScaledTensor2x):
+        return ScaledTensor2x(_gathered(operand.rowwise_tensor, dims), _gathered(operand.colwise_tensor, dims))
+    return _gathered(operand, dims)
+
+
+def gather_kernel(kernel: Any, dims: tuple[MeshAxes, ...], gemm: str) -> Any:
+    """A kernel with one scale, joined likewise: the form that one GEMM reads, ``"fprop"`` or ``"dgrad"``."""
+    if isinstance(kernel, OURS):
+        return xla.gather_kernel(kernel, dims, gemm)
+    usage = TensorUsage.RHS if gemm == "fprop" else TensorUsage.RHS_TRANS
+    return _gathered(kernel.get_tensor(usage=usage), dims)
+
+
+def _gathered(form: Any, dims: tuple[MeshAxes, ...]) -> Any:
+    """One form of a tensor, joined; ``dims`` are those of the tensor, which a transposed form has in another order."""
+    if isinstance(form, ScaledTensor) and form.data_layout == "T":
+        first = form.ndim - form.flatten_axis
+        dims = dims + ((),) * (form.ndim - len(dims))
+        dims = (*dims[first:], *dims[:first])
+    return dataclasses.replace(form, data=gather(form.data, dims))
 
 
 def keep_x(x: Any) -> Any:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
-from jax_te.ops import xla
 from jax_te.ops.spec import NormSpec
+from jax_te.ops.te.gemm import Reduce, needs_amax, quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
 from jax_te.quantize import Quantizer
 from jax_te.typing import Array
@@ -23,12 +23,18 @@ def _gamma(scale: Array, x: Array, spec: NormSpec) -> tuple[Array, bool]:
 
 
 def norm_quantize(
-    x: Array, scale: Array, bias: Array | None, spec: NormSpec, quantizer: Quantizer | None, q_scale: Array | None
+    x: Array,
+    scale: Array,
+    bias: Array | None,
+    spec: NormSpec,
+    quantizer: Quantizer | None,
+    q_scale: Array | None,
+    reduce: Reduce | None = None,
 ) -> tuple[Any, Any, Array | None]:
     """The norm's output as a GEMM operand, the statistics backward needs, the output's amax where reported."""
-    if not is_te_quantizer(quantizer):
+    if not is_te_quantizer(quantizer) or needs_amax(quantizer, reduce):
         y, stats = norm(x, scale, bias, spec)
-        operand, y_amax = xla.quantize_operand(y, quantizer, q_scale, axis=-1)
+        operand, y_amax = quantize_operand(y, quantizer, q_scale, axis=-1, reduce=reduce)
         return operand, stats, y_amax
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import transformer_engine.jax as te
+from flax.linen import spmd
+from jax.sharding import Mesh
 from transformer_engine.common import recipe as te_recipe
-from transformer_engine.jax.flax import LayerNormDenseGeneral, LayerNormMLP, TransformerLayer
+from transformer_engine.jax.flax import (
+    LayerNormDenseGeneral,
+    LayerNormMLP,
+    TransformerLayer,
+    extend_logical_axis_rules,
+)
 from transformer_engine.jax.sharding import MeshResource
 
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -35,21 +44,55 @@ def raw_recipe(recipe: Recipe | None) -> Any:
     raise ValueError(f"Transformer Engine for JAX has no recipe {recipe.name!r}")
 
 
-def raw_autocast(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
-    """TE's own context for a recipe, on one device."""
-    return te.autocast(enabled=recipe is not None, recipe=raw_recipe(recipe), mesh_resource=MeshResource())
+@contextlib.contextmanager
+def raw_context(recipe: Recipe | None, mesh: Mesh | None = None) -> Iterator[None]:
+    """TE's own contexts for a recipe on one device or on a mesh, with Flax's rules for its names of axes."""
+    resource = MeshResource() if mesh is None else MeshResource(**_resources(mesh))
+    with (
+        te.autocast(enabled=recipe is not None, recipe=raw_recipe(recipe), mesh_resource=resource),
+        contextlib.nullcontext() if mesh is None else mesh,
+        nn.logical_axis_rules(() if mesh is None else extend_logical_axis_rules(())),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "TransformerEngine logical axes", DeprecationWarning)
+        yield
+
+
+def _resources(mesh: Mesh) -> dict[str, str]:
+    names = {"dp_resource": "data", "fsdp_resource": "fsdp", "tpsp_resource": "tensor", "cp_resource": "context"}
+    return {resource: axis for resource, axis in names.items() if mesh.shape[axis] > 1}
 
 
 def raw_module(
-    kind: str, hidden: int, heads: int, ffn: int, x: Array, key: Array
+    kind: str,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    x: Array,
+    key: Array,
+    mesh: Mesh | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Callable[[Any, Array], Array], Any]:
     """``(apply(variables, x) -> y, variables)`` of one of te.jax's own modules, with biases and without dropout.
 
     ``kind`` is ``"transformer_layer"`` (causal, GELU), ``"layernorm_mlp"`` (GELU) or ``"layernorm_linear"`` (from
-    ``hidden`` to ``ffn`` features). Call it, and everything that traces or compiles ``apply``, inside `raw_autocast`.
+    ``hidden`` to ``ffn`` features). Call it, and everything that traces or compiles ``apply``, inside `raw_context`.
+
+    Raises:
+        ValueError: for a mesh and another kind than the layer, whose axes te.jax names by itself.
     """
-    module = {"transformer_layer": _layer, "layernorm_mlp": _mlp, "layernorm_linear": _linear}[kind](hidden, heads, ffn)
-    boxed = jax.jit(module.init)({"params": key}, x)
+    if kind == "transformer_layer":
+        module = _layer(hidden, heads, ffn, sequence_parallel)
+    elif mesh is not None:
+        raise ValueError(f"{kind!r} of te.jax is measured on one device; on a mesh measure 'transformer_layer'")
+    else:
+        module = _mlp(ffn) if kind == "layernorm_mlp" else _linear(ffn)
+    init = functools.partial(module.init, {"params": key})
+    if mesh is None:
+        boxed = jax.jit(init)(x)
+    else:
+        specs = nn.get_partition_spec(jax.eval_shape(init, x))
+        boxed = jax.jit(init, out_shardings=spmd.logical_to_mesh_sharding(specs, mesh, nn.get_logical_axis_rules()))(x)
     is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
     variables = jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, boxed, is_leaf=is_box)
 
@@ -60,7 +103,7 @@ def raw_module(
     return apply, variables
 
 
-def _layer(hidden: int, heads: int, ffn: int) -> TransformerLayer:
+def _layer(hidden: int, heads: int, ffn: int, sequence_parallel: bool) -> TransformerLayer:
     return TransformerLayer(
         hidden_size=hidden,
         mlp_hidden_size=ffn,
@@ -73,12 +116,13 @@ def _layer(hidden: int, heads: int, ffn: int) -> TransformerLayer:
         enable_relative_embedding=False,
         dtype=jnp.bfloat16,
         transpose_batch_sequence=False,
+        enable_sequence_parallel=sequence_parallel,
     )
 
 
-def _mlp(hidden: int, heads: int, ffn: int) -> LayerNormMLP:
+def _mlp(ffn: int) -> LayerNormMLP:
     return LayerNormMLP(intermediate_dim=ffn, activations=("gelu",), use_bias=True, dtype=jnp.bfloat16)
 
 
-def _linear(hidden: int, heads: int, ffn: int) -> LayerNormDenseGeneral:
+def _linear(ffn: int) -> LayerNormDenseGeneral:
     return LayerNormDenseGeneral(features=ffn, use_bias=True, dtype=jnp.bfloat16)

@@ -2,7 +2,10 @@
 
 from jax_te.ops.xla.activation import act, act_backward, act_backward_dbias, act_backward_quantize, act_quantize
 from jax_te.ops.xla.attention import attention, attention_supports
+from jax_te.ops.xla.attention_block import attention_backward, attention_forward
 from jax_te.ops.xla.gemm import (
+    gather_kernel,
+    gather_rows,
     gemm_dgrad,
     gemm_fprop,
     gemm_wgrad,
@@ -24,7 +27,11 @@ __all__ = [
     "act_backward_quantize",
     "act_quantize",
     "attention",
+    "attention_backward",
+    "attention_forward",
     "attention_supports",
+    "gather_kernel",
+    "gather_rows",
     "gemm_dgrad",
     "gemm_fprop",
     "gemm_wgrad",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_te.config import ActivationParams
 from jax_te.ops.spec import activation_parts
-from jax_te.ops.xla.gemm import quantize_operand, sum_rows
+from jax_te.ops.xla.gemm import Reduce, quantize_operand, sum_rows
 from jax_te.quantize import Operand, Quantizer
 from jax_te.typing import Array, DTypeLike
 
@@ -59,10 +59,16 @@ def act(x: Array, name: str, params: ActivationParams | None = None) -> Array:
 
 
 def act_quantize(
-    x: Array, name: str, quantizer: Quantizer | None, scale: Array | None, *, params: ActivationParams | None = None
+    x: Array,
+    name: str,
+    quantizer: Quantizer | None,
+    scale: Array | None,
+    *,
+    params: ActivationParams | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[Operand, Array | None]:
     """`act`, its output as a GEMM operand, with the output's amax."""
-    return quantize_operand(act(x, name, params), quantizer, scale, axis=-1)
+    return quantize_operand(act(x, name, params), quantizer, scale, axis=-1, reduce=reduce)
 
 
 def act_backward_dbias(
@@ -84,10 +90,11 @@ def act_backward_quantize(
     *,
     bias_dtype: DTypeLike | None,
     params: ActivationParams | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[Operand, Array | None, Array | None]:
     """`act_backward_dbias` with the input gradient as an operand, and its amax."""
     dx, dbias = act_backward_dbias(dz, x, name, bias_dtype=bias_dtype, params=params)
-    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2)
+    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2, reduce=reduce)
     return operand, dbias, dx_amax
 
 

@@ -7,8 +7,18 @@ import functools
 import jax.numpy as jnp
 
 from jax_te.ops.attention_spec import AttentionArrays, AttentionSpec
-from jax_te.ops.segments import places
+from jax_te.ops.segments import Places, places_at
 from jax_te.typing import Array
+
+
+def q_positions(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
+    """Places of the queries in the whole sequence, int32 ``[sq]``."""
+    return jnp.arange(spec.q_length, dtype=jnp.int32) if arrays.q_positions is None else arrays.q_positions
+
+
+def kv_positions(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
+    """Places of the keys in the whole sequence, int32 ``[skv]``."""
+    return jnp.arange(spec.kv_length, dtype=jnp.int32) if arrays.kv_positions is None else arrays.kv_positions
 
 
 def distance(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
@@ -22,8 +32,7 @@ def distance(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
         q_position, kv_position = q.position, kv.position
         q_length, kv_length = q.length, _length_of_partner(arrays, q.segment)
     else:
-        q_position = jnp.arange(spec.q_length, dtype=jnp.int32)[None]
-        kv_position = jnp.arange(spec.kv_length, dtype=jnp.int32)[None]
+        q_position, kv_position = q_positions(spec, arrays)[None], kv_positions(spec, arrays)[None]
         if arrays.q_lengths is not None and arrays.kv_lengths is not None:
             q_length, kv_length = arrays.q_lengths[:, None], arrays.kv_lengths[:, None]
         else:
@@ -50,8 +59,8 @@ def hidden(spec: AttentionSpec, arrays: AttentionArrays, away: Array | None = No
         q, kv = _places(spec, arrays)
         parts.append((q.segment[:, :, None] != kv.segment[:, None, :]) | (q.segment == 0)[:, :, None])
     if arrays.q_lengths is not None and arrays.kv_lengths is not None:
-        parts.append((jnp.arange(spec.q_length)[None, :] >= arrays.q_lengths[:, None])[:, :, None])
-        parts.append((jnp.arange(spec.kv_length)[None, :] >= arrays.kv_lengths[:, None])[:, None, :])
+        parts.append((q_positions(spec, arrays)[None, :] >= arrays.q_lengths[:, None])[:, :, None])
+        parts.append((kv_positions(spec, arrays)[None, :] >= arrays.kv_lengths[:, None])[:, None, :])
     parts = [part[:, None] for part in parts]
     if arrays.mask is not None:
         parts.append(arrays.mask)
@@ -61,10 +70,13 @@ def hidden(spec: AttentionSpec, arrays: AttentionArrays, away: Array | None = No
     return jnp.broadcast_to(out, (*out.shape[:2], spec.q_length, spec.kv_length))
 
 
-def _places(spec: AttentionSpec, arrays: AttentionArrays):
+def _places(spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Places, Places]:
     s = arrays.segments
     assert s is not None
-    return places(s.q_offsets, s.q_lengths, spec.q_length), places(s.kv_offsets, s.kv_lengths, spec.kv_length)
+    return (
+        places_at(s.q_offsets, s.q_lengths, q_positions(spec, arrays)),
+        places_at(s.kv_offsets, s.kv_lengths, kv_positions(spec, arrays)),
+    )
 
 
 def _length_of_partner(arrays: AttentionArrays, segment: Array) -> Array:

@@ -6,6 +6,7 @@ Where the kernels of `jax_te.ops.pallas` run, block scaling is theirs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,22 @@ import jax.numpy as jnp
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK
-from jax_te.quantize import BlockQuantizer, Operand, QuantizedOperand, QuantizedTensor, Quantizer
+from jax_te.parallel.ranks import MeshAxes, gather
+from jax_te.quantize import BlockQuantizer, Operand, QuantizedOperand, QuantizedTensor, Quantizer, with_scale
 from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
+Reduce = Callable[[Array], Array]
+
 
 def quantize_operand(
-    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int
+    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, reduce: Reduce | None = None
 ) -> tuple[Operand, Array | None]:
-    """``x`` quantized for its two GEMMs, rows ending at ``axis``, and its amax; without a quantizer ``x`` and None."""
+    """``x`` quantized for its two GEMMs, rows ending at ``axis``, and its amax; without a quantizer ``x`` and None.
+
+    Where ``x`` is one device's part of a tensor, ``reduce`` makes its amax that of the tensor.
+    """
+    quantizer, scale = with_scale(x, quantizer, scale, reduce)
     if quantizer is None:
         return x, None
     if isinstance(quantizer, BlockQuantizer) and hopper.runs_here(quantizer):
@@ -35,12 +43,31 @@ def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:
 
 
 def quantize_dbias(
-    g: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, bias_dtype: DTypeLike | None
+    g: Array,
+    quantizer: Quantizer | None,
+    scale: Array | None,
+    *,
+    axis: int,
+    bias_dtype: DTypeLike | None,
+    reduce: Reduce | None = None,
 ) -> tuple[Operand, Array | None, Array | None]:
     """The output gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax."""
     dbias = None if bias_dtype is None else sum_rows(g, axis, bias_dtype)
-    operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
+    operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis, reduce=reduce)
     return operand, dbias, g_amax
+
+
+def gather_rows(operand: Operand, dims: tuple[MeshAxes, ...]) -> Operand:
+    """An operand with one scale, joined with other devices' parts along mesh axes of each leading dimension."""
+    if not isinstance(operand, QuantizedOperand):
+        return gather(operand, dims)
+    form = operand.rowwise
+    return QuantizedOperand(rowwise=dataclasses.replace(form, data=gather(form.data, dims)), columnwise=None)
+
+
+def gather_kernel(kernel: Operand, dims: tuple[MeshAxes, ...], gemm: str) -> Operand:
+    """A kernel with one scale, joined likewise, for one GEMM, ``"fprop"`` or ``"dgrad"``."""
+    return gather_rows(kernel, dims)
 
 
 def keep_x(x: Operand) -> Operand:

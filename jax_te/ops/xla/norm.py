@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.spec import NormSpec
-from jax_te.ops.xla.gemm import quantize_operand
+from jax_te.ops.xla.gemm import Reduce, quantize_operand
 from jax_te.quantize import Operand, Quantizer
 from jax_te.typing import Array
 
@@ -39,11 +39,17 @@ def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Ar
 
 
 def norm_quantize(
-    x: Array, scale: Array, bias: Array | None, spec: NormSpec, quantizer: Quantizer | None, q_scale: Array | None
+    x: Array,
+    scale: Array,
+    bias: Array | None,
+    spec: NormSpec,
+    quantizer: Quantizer | None,
+    q_scale: Array | None,
+    reduce: Reduce | None = None,
 ) -> tuple[Operand, Stats, Array | None]:
     """`norm`, its output as a GEMM operand, with the output's amax."""
     y, stats = norm(x, scale, bias, spec)
-    operand, y_amax = quantize_operand(y, quantizer, q_scale, axis=-1)
+    operand, y_amax = quantize_operand(y, quantizer, q_scale, axis=-1, reduce=reduce)
     return operand, stats, y_amax
 
 

@@ -1,0 +1,52 @@
+"""``jax-te inspect --sharding``: how the arrays of a run, or of a preset, are split over a mesh."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from jax_te.cli.build import abstract_state, contexts
+from jax_te.cli.resolve import new_config
+from jax_te.config import MESH_AXES, ParallelConfig
+from jax_te.parallel import ShardingReport, sharding_report
+from jax_te.training.run_config import RunConfig, read_config
+
+
+def show_sharding(options: argparse.Namespace) -> int:
+    """Print the report of the run's, or the preset's, training state on its mesh or the one asked for."""
+    config, name = _config(options)
+    sizes = ParallelConfig.parse((config.mesh if options.mesh is None else options.mesh) or "")
+    # Raises for a mesh that could not train it, were there only enough examples.
+    examples = config.batch_size * sizes.data * sizes.fsdp
+    config = dataclasses.replace(config, batch_size=examples, mesh=options.mesh or config.mesh)
+    # Built on one device, as shapes alone: the mesh needs no devices then.
+    config = dataclasses.replace(config, mesh=None, backend="auto")
+    with contexts(config):
+        report = sharding_report(abstract_state(config), AbstractMesh(sizes.shape, MESH_AXES))
+    print(f"{name}, training state", file=sys.stderr, flush=True)
+    print(json.dumps(_values(report), indent=2) if options.json else f"{report}\n\n{report.draw()}")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> tuple[RunConfig, str]:
+    if options.preset is not None:
+        return new_config({"preset": options.preset}), f"preset {options.preset}"
+    output = Path(options.output)
+    config = read_config(output)
+    if config is None:
+        raise ValueError(f"{output} holds no run; give a --preset, or train one with: jax-te train --output {output}")
+    return config, str(output)
+
+
+def _values(report: ShardingReport) -> dict[str, Any]:
+    arrays = [dataclasses.asdict(array) for array in report.arrays]
+    for array in arrays:
+        del array["spec"]  # mesh_axes is the same, as text
+    totals = {"bytes": report.bytes, "bytes_per_device": report.bytes_per_device}
+    return {"mesh": report.mesh_shape} | totals | {"arrays": arrays}

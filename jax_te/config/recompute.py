@@ -1,0 +1,87 @@
+"""What backward computes again, in Megatron's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax_te.config.checks import check_bool, check_choice, check_positive
+
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
+"""Parts of a transformer layer that selective recomputation may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Which activations of a stack of layers backward computes again; `TransformerConfig` has these fields, too.
+
+    Args:
+        recompute_granularity: ``"full"``: whole layers; ``"selective"``: the modules named below; None: nothing.
+        recompute_method: of full recomputation. ``"uniform"``: of every ``recompute_num_layers`` consecutive layers
+            (fewer in the last group) only the first one's input is kept; ``"block"``: so many layers at the start of
+            the stack keep only their inputs, the others keep everything.
+        recompute_num_layers: of full recomputation, how many.
+        recompute_modules: of selective recomputation, some of `RECOMPUTE_MODULES`: ``"core_attn"``, scores and softmax;
+            ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation function's
+            output; ``"mlp"``, the feed-forward block with its norm. None: the attention core. Lists become tuples.
+        distribute_saved_activations: of full recomputation: split the kept inputs over the tensor ranks, and gather
+            them in backward.
+
+    Raises:
+        ValueError: for an unknown name; for a field without effect: a method or number of layers without full
+            recomputation, modules without selective; for full recomputation without a method or number of layers.
+        AssertionError: for an unknown module, or none, as in Megatron.
+        TypeError: for a flag that is no bool.
+
+    Source: ``megatron.core.transformer.TransformerConfig``; Chen et al. 2016 (full); Korthikanti et al. 2022
+    (selective).
+
+    >>> RecomputeConfig(recompute_granularity="selective").recompute_modules
+    ('core_attn',)
+    """
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: Any = None
+    distribute_saved_activations: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool(distribute_saved_activations=self.distribute_saved_activations)
+        check_choice((None, "full", "selective"), recompute_granularity=self.recompute_granularity)
+        check_choice((None, "uniform", "block"), recompute_method=self.recompute_method)
+        given = self.recompute_modules
+        modules = ("core_attn",) if given is None else tuple(given)
+        if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):
+            raise AssertionError(f"recompute_modules must list some of {', '.join(RECOMPUTE_MODULES)}, got {given!r}")
+        object.__setattr__(self, "recompute_modules", modules)
+        if self.recompute_granularity != "selective" and modules != ("core_attn",):
+            raise ValueError(
+                f"recompute_modules={list(modules)} has no effect without recompute_granularity='selective'"
+            )
+        if self.recompute_granularity == "full":
+            self._check_full()
+        else:
+            self._check_not_full()
+
+    def _check_full(self) -> None:
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"recompute_granularity='full' needs {name}; recompute_method='uniform' with "
+                    "recompute_num_layers=1 keeps each layer's input"
+                )
+        check_positive(recompute_num_layers=self.recompute_num_layers)  # type: ignore[arg-type]  # it is not None
+
+    def _check_not_full(self) -> None:
+        granularity = self.recompute_granularity
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for recompute_granularity='full', which is {granularity!r}"
+                )
+        if self.distribute_saved_activations:
+            raise ValueError(
+                "distribute_saved_activations=True splits the inputs that recompute_granularity='full' keeps, and it "
+                f"is {granularity!r}"
+            )

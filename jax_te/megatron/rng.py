@@ -1,0 +1,182 @@
+"""Megatron's random-state tracker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.tree_util import register_pytree_with_keys_class
+
+from jax_te.parallel import (
+    DATA_PARALLEL_RNG,
+    EXPERT_PARALLEL_RNG,
+    MODEL_PARALLEL_RNG,
+    RNGStatesTracker,
+    StreamState,
+    model_parallel_seed,
+)
+from jax_te.typing import Array
+
+
+@register_pytree_with_keys_class
+class TECudaRNGStatesTracker(RNGStatesTracker):
+    """`jax_te.parallel.RNGStatesTracker` under Megatron's name.
+
+    Args:
+        is_inference_rng_tracker: True: `add` and `set_states` do nothing, and a `fork` of any name gives None, which is
+            no dropout as a ``dropout_key``.
+
+    Raises:
+        RuntimeError: from `add`, for a name or seed that is taken.
+        KeyError: from `fork`, for an unknown stream.
+
+    Source: ``megatron.core.extensions.transformer_engine.TECudaRNGStatesTracker``.
+
+    >>> tracker = TECudaRNGStatesTracker()
+    >>> tracker.add("model-parallel-rng", 1234)
+    >>> with tracker.fork() as key:
+    ...     mask = jax.random.bernoulli(key, 0.9, (8,))
+    """
+
+    def __init__(self, is_inference_rng_tracker: bool = False):
+        self.is_inference_rng_tracker = is_inference_rng_tracker
+        super().__init__()
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream, see `RNGStatesTracker.add`."""
+        if not self.is_inference_rng_tracker:
+            super().add(name, seed)
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Have the streams that `get_states` gave, see `RNGStatesTracker.set_states`."""
+        if not self.is_inference_rng_tracker:
+            super().set_states(states)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array | None]:
+        """The stream's next key, see `RNGStatesTracker.fork`."""
+        if self.is_inference_rng_tracker:
+            yield None
+            return
+        with super().fork(name) as key:
+            yield key
+
+
+_tracker: TECudaRNGStatesTracker | None = None
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Make the process's tracker, which `get_cuda_rng_tracker` gives; if there is one, leave it as it is.
+
+    Args:
+        use_te_rng_tracker, use_cudagraphable_rng: choose between CUDA implementations in Megatron; without effect.
+        inference_rng_tracker: as ``is_inference_rng_tracker`` of `TECudaRNGStatesTracker`.
+        force_reset: make a new one in any case.
+
+    Source: ``megatron.core.tensor_parallel.random.initialize_rng_tracker``.
+
+    >>> initialize_rng_tracker(force_reset=True)
+    >>> get_cuda_rng_tracker().is_initialized()
+    False
+    """
+    del use_te_rng_tracker, use_cudagraphable_rng
+    global _tracker
+    if _tracker is None or force_reset:
+        _tracker = TECudaRNGStatesTracker(inference_rng_tracker)
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> TECudaRNGStatesTracker:
+    """The process's tracker, made if there is none; arguments as `initialize_rng_tracker`.
+
+    Jitted functions take it as an argument and return it, or its states (``get_states``, ``set_states``): see
+    `RNGStatesTracker`. Inside of `te_checkpoint` it may be used as it is.
+
+    Source: ``megatron.core.tensor_parallel.random.get_cuda_rng_tracker``.
+
+    >>> get_cuda_rng_tracker() is get_cuda_rng_tracker()
+    True
+    """
+    initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    assert _tracker is not None
+    return _tracker
+
+
+def get_all_rng_states() -> dict[str, StreamState]:
+    """The streams of the process's tracker by name.
+
+    Raises:
+        AssertionError: if there is no tracker, or nothing was added to it.
+
+    Source: ``megatron.core.tensor_parallel.random.get_all_rng_states``.
+
+    >>> model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    >>> len(get_all_rng_states())
+    3
+    """
+    if _tracker is None or not _tracker.is_initialized():
+        raise AssertionError("there are no random states yet; call model_parallel_cuda_manual_seed first")
+    return _tracker.get_states()
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """Seed the process's tracker with Megatron's streams, see `jax_te.parallel.model_parallel_seed`.
+
+    Args:
+        seed: > 0, and such that no stream's integer exceeds 2^32 - 1.
+        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: as `initialize_rng_tracker`.
+        tp_rank, ep_rank, etp_rank: None. One program runs on all ranks here, and each folds in its own where it draws;
+            `jax_te.parallel.model_parallel_seeds` gives the integers of Megatron's ranks.
+        force_reset_rng: make a new tracker.
+
+    Raises:
+        ValueError: for a rank, and for a seed out of range.
+
+    Source: ``megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed``.
+
+    >>> model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    >>> get_data_parallel_rng_tracker_name() in get_cuda_rng_tracker().get_states()
+    True
+    """
+    for name, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank)):
+        if rank is not None:
+            raise ValueError(
+                f"{name}={rank!r}: one program runs on all ranks, and inside shard_map each folds its own into its "
+                "keys; leave it None"
+            )
+    initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
+    model_parallel_seed(seed, get_cuda_rng_tracker())
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """The stream of what all tensor ranks draw alike.
+
+    >>> get_data_parallel_rng_tracker_name()
+    'data-parallel-rng'
+    """
+    return DATA_PARALLEL_RNG
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """The stream of what every expert-parallel and tensor rank draws for itself.
+
+    >>> get_expert_parallel_rng_tracker_name()
+    'expert-parallel-rng'
+    """
+    return EXPERT_PARALLEL_RNG

@@ -1,0 +1,184 @@
+"""Keys and values travel around a ring of ranks; each adds its queries' attention to those that are with it.
+
+Under a causal mask a rank sees, of keys from elsewhere, all or none in natural order, and in zig-zag order always one
+half of the scores: all queries and the early keys of a rank before it, the late queries and all keys of one behind it.
+
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Transformer Engine's ring attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec, MaskType, unpack
+from jax_te.ops.context_parallel import part
+from jax_te.ops.context_parallel.call import MeshCall, rank_positions
+from jax_te.ops.softmax_offset import offset_gradient, offset_of
+from jax_te.typing import Array
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """What a rank computes of its queries' scores with some keys: which rows and columns, under which mask."""
+
+    rows: slice
+    columns: slice
+    mask_type: MaskType
+
+
+def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
+    """Attention of a rank's queries."""
+    q, k, v = unpack(qkv)
+    nothing = _nothing(call, q)
+    merged = nothing
+    for step in range(call.ring_ranks):
+        ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)  # first, so that it is under way meanwhile
+
+        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> part.Result:
+            rows, columns = share.rows, share.columns
+            spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
+            found = part.forward(call, (q[:, rows], k[:, columns], v[:, columns]), spec, there)
+            return part.Result(
+                nothing.out.at[:, rows].set(found.out.astype(jnp.float32)),
+                nothing.log_sum.at[:, :, rows].set(found.log_sum),
+                found.max_logit,
+            )
+
+        merged = part.merge(merged, _seen_at(call, step, attend, nothing, (q.shape[1], k.shape[1])))
+        k, v = ahead
+    out, log_sum, max_logit = merged
+    offset = offset_of(call.part(q.shape[1], k.shape[1]), arrays)
+    if offset is not None:
+        whole = jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
+        out, log_sum = out * part.per_query(part.share(log_sum, whole)), whole
+    return part.Result(out.astype(q.dtype), log_sum, max_logit)
+
+
+def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
+    """Gradients of a rank's queries, keys and values; those of keys and values travel with them."""
+    q, k, v = unpack(qkv)
+    nothing: tuple[Any, ...] = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.zeros_like(k),
+        jnp.zeros_like(v),
+        _zeros_like(arrays.bias),
+    )
+    dq, dk, dv, d_bias = nothing
+    for step in range(call.ring_ranks):
+        ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)
+
+        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> tuple[Any, ...]:
+            rows, columns = share.rows, share.columns
+            spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
+            here = (q[:, rows], k[:, columns], v[:, columns])
+            found = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
+            more = unpack(found.qkv)
+            return (
+                nothing[0].at[:, rows].set(more[0].astype(jnp.float32)),
+                nothing[1].at[:, columns].set(more[1]),
+                nothing[2].at[:, columns].set(more[2]),
+                None if found.bias is None else found.bias.astype(jnp.float32),
+            )
+
+        found = _seen_at(call, step, attend, nothing, (q.shape[1], k.shape[1]))
+        dq, dk, dv = dq + found[0], dk + found[1], dv + found[2]
+        d_bias = None if d_bias is None else d_bias + found[3]
+        dk, dv = _move(call, dk, dv)
+        k, v = ahead
+    offset = arrays.softmax_offset
+    d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
+    if d_bias is not None and arrays.bias is not None:
+        d_bias = d_bias.astype(arrays.bias.dtype)
+    return part.Gradients((dq.astype(q.dtype), dk, dv), d_bias, d_offset)
+
+
+def is_structured(call: MeshCall) -> bool:
+    """Whether a rank sees all, half or none of the keys of any other, which it then need not compare by position."""
+    spec = call.spec
+    whole = spec.window[0] < 0 and (spec.is_causal or spec.window[1] < 0)
+    return whole and (spec.mask_type == "no_mask" or (spec.mask_type == "causal" and spec.q_length == spec.kv_length))
+
+
+def part_specs(call: MeshCall) -> list[AttentionSpec]:
+    """What cuDNN is asked for: the descriptions of all shares."""
+    sizes = call.spec.q_length // call.ring_ranks, call.spec.kv_length // call.ring_ranks
+    specs: list[AttentionSpec] = []
+    for share in (share for step in range(call.ring_ranks) for share in _shares(call, step, sizes)):
+        if share is not None:
+            spec = _spec(call, share, *(len(range(size)[taken]) for size, taken in zip(sizes, share[:2], strict=True)))
+            specs += [] if spec in specs else [spec]
+    return specs
+
+
+def _shares(call: MeshCall, step: int, sizes: tuple[int, int]) -> tuple[Share | None, Share | None]:
+    """What a rank sees of the keys from ``step`` ranks before it, and, if it has no such before it, behind it."""
+    everything = slice(0, sizes[0]), slice(0, sizes[1])
+    if step == 0 or not is_structured(call) or call.spec.mask_type == "no_mask":
+        share = Share(*everything, call.spec.mask_type)
+        return share, share
+    if not call.load_balanced:
+        return Share(*everything, "no_mask"), None
+    early = slice(0, sizes[1] // 2)
+    late = slice(sizes[0] // 2, sizes[0])
+    return Share(everything[0], early, "no_mask"), Share(late, everything[1], "no_mask")
+
+
+def _seen_at(call: MeshCall, step: int, attend: Callable[[Share], T], nothing: T, sizes: tuple[int, int]) -> T:
+    before, behind = _shares(call, step, sizes)
+    assert before is not None
+    if before == behind:
+        return attend(before)
+    return jax.lax.cond(
+        step <= _place(call),
+        lambda: attend(before),
+        lambda: nothing if behind is None else attend(behind),
+    )
+
+
+def _part(
+    call: MeshCall, arrays: AttentionArrays, step: int, share: Share, rows: int, columns: int
+) -> tuple[AttentionSpec, AttentionArrays]:
+    if call.backend != "xla":
+        rows, columns = len(range(rows)[share.rows]), len(range(columns)[share.columns])
+        return _spec(call, share, rows, columns), arrays._replace(softmax_offset=None)
+    place = _place(call)
+    queries = rank_positions(call, place, call.spec.q_length)[share.rows]
+    keys = rank_positions(call, (place - step) % call.ring_ranks, call.spec.kv_length)[share.columns]
+    spec, there = part.placed(call, arrays._replace(softmax_offset=None), queries, keys)
+    if is_structured(call):
+        return _spec(call, share, spec.q_length, spec.kv_length), there
+    return dataclasses.replace(spec, softmax_type="vanilla"), there
+
+
+def _spec(call: MeshCall, share: Share, rows: int, columns: int) -> AttentionSpec:
+    return call.part(rows, columns, share.mask_type, softmax_type="vanilla")
+
+
+def _place(call: MeshCall) -> Array:
+    return jax.lax.axis_index(call.context_name) // call.exchange_ranks
+
+
+def _move(call: MeshCall, *arrays: Array) -> tuple[Array, ...]:
+    """To the next rank of the ring."""
+    ranks, stride = call.context_ranks, call.exchange_ranks
+    to_next = [(rank, (rank + stride) % ranks) for rank in range(ranks)]
+    return tuple(jax.lax.ppermute(x, call.context_name, to_next) for x in arrays)
+
+
+def _nothing(call: MeshCall, q: Array) -> part.Result:
+    b, sq, n, _ = q.shape
+    return part.Result(
+        jnp.zeros((b, sq, n, call.spec.v_head_dim), jnp.float32),
+        jnp.full((b, n, sq), -jnp.inf, jnp.float32),
+        jnp.full((n,), -jnp.inf, jnp.float32) if call.spec.return_max_logit else None,
+    )
+
+
+def _zeros_like(x: Array | None) -> Array | None:
+    return None if x is None else jnp.zeros(x.shape, jnp.float32)

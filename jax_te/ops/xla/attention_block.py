@@ -1,0 +1,71 @@
+"""Attention of some queries to some keys in plain JAX, with what is needed to put such parts together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec, unpack
+from jax_te.ops.softmax_offset import offset_gradient, offset_of
+from jax_te.ops.xla.attention_scores import drop, largest, scores_of
+from jax_te.typing import Array
+
+
+def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array, Array | None]:
+    """Output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and largest logits.
+
+    The logarithm is minus infinity for a query that sees nothing.
+    """
+    q, k, v = unpack(qkv)
+    scores, out_of_sight = scores_of(q, k, spec, arrays)
+    max_logit = largest(scores, out_of_sight) if spec.return_max_logit else None
+    if out_of_sight is not None:
+        scores = jnp.where(out_of_sight, -jnp.inf, scores)
+    log_sum = _log_sum(scores, spec, arrays)
+    probs = drop(_probabilities(scores, log_sum, spec), spec, arrays)
+    out = jnp.einsum("bgrst,btgd->bsgrd", probs.astype(v.dtype), v)
+    return out.reshape(*q.shape[:3], spec.v_head_dim), log_sum, max_logit
+
+
+def attention_backward(
+    qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
+) -> tuple[QKV, Array | None, Array | None]:
+    """Gradients of queries, keys and values, in the form that they came in, of the bias, and of the softmax's offset.
+
+    Args:
+        qkv, spec, arrays: as in forward; the keys may be some of those that the output is made of.
+        out, log_sum: of `attention_forward`, or of all parts put together.
+        g: gradient of the output.
+    """
+    q, k, v = unpack(qkv)
+    # Scores, soft cap and biases have no collectives and are differentiated by JAX; the softmax is not.
+    _, out_of_sight = scores_of(q, k, spec, arrays)
+    scores, vjp = jax.vjp(lambda q, k, bias: scores_of(q, k, spec, arrays._replace(bias=bias))[0], q, k, arrays.bias)
+    seen = scores if out_of_sight is None else jnp.where(out_of_sight, -jnp.inf, scores)
+    probs = _probabilities(seen, log_sum, spec)
+    grouped = g.reshape(*g.shape[:2], spec.groups, -1, spec.v_head_dim)
+    dv = jnp.einsum("bgrst,bsgrd->btgd", drop(probs, spec, arrays).astype(g.dtype), grouped)
+    d_probs = jnp.einsum("bsgrd,btgd->bgrst", grouped, v, preferred_element_type=jnp.float32)
+    mean = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)  # [b, s, n]: sum of probs · d_probs
+    mean = mean.swapaxes(1, 2).reshape(*probs.shape[:4], 1)
+    dq, dk, d_bias = vjp(probs * (drop(d_probs, spec, arrays) - mean))
+    d_offset = None
+    if arrays.softmax_offset is not None:
+        d_offset = offset_gradient(arrays.softmax_offset, log_sum, out, g).astype(arrays.softmax_offset.dtype)
+    gradients: QKV = (jnp.stack((dq, dk, dv), axis=2),) if len(qkv) == 1 else (dq, dk, dv)
+    return gradients, d_bias, d_offset
+
+
+def _log_sum(scores: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    log_sum = (jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)) + top)[..., 0]
+    log_sum = log_sum.reshape(log_sum.shape[0], -1, log_sum.shape[-1])
+    offset = offset_of(spec, arrays)
+    return log_sum if offset is None else jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
+
+
+def _probabilities(scores: Array, log_sum: Array, spec: AttentionSpec) -> Array:
+    """From scores that are minus infinity where nothing is seen."""
+    whole = jnp.where(jnp.isfinite(log_sum), log_sum, 0.0)
+    return jnp.exp(scores - whole.reshape(*scores.shape[:4], 1))

@@ -1,0 +1,83 @@
+"""A sharding as text: which devices hold which part."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+SHOWN = 8
+"""Devices of one part that are written out; more are cut short."""
+
+
+def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each of ``ndim`` dimensions.
+
+    >>> mesh_axes_of(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
+    (('data', 'fsdp'), (), ('tensor',), ())
+    """
+    entries = (*spec, *(None,) * (ndim - len(spec)))
+    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+
+
+def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Sequence[Any]) -> str:
+    """A grid of an array's parts with the devices that hold each.
+
+    Columns are the parts of the last dimension that is split, rows those of the others; a single dimension is drawn
+    as rows.
+
+    Args:
+        spec: of the array.
+        mesh_shape: sizes of the mesh's axes by name.
+        devices: numbers of the mesh's devices, in its order.
+
+    >>> print(draw_layout(PartitionSpec(None, "tensor"), {"data": 2, "tensor": 2}, range(4)))
+    tensor=0  0 2
+    tensor=1  1 3
+    >>> draw_layout(PartitionSpec(), {"data": 2}, range(2))
+    'whole on 0 1'
+    """
+    names = list(mesh_shape)
+    grid = np.asarray(devices).reshape(tuple(mesh_shape.values()))
+    split = [axes for axes in mesh_axes_of(spec, len(spec)) if math.prod(mesh_shape[axis] for axis in axes) > 1]
+    if not split:
+        return f"whole on {_listed(grid.ravel())}"
+    columns = _parts(split.pop(), mesh_shape) if len(split) > 1 else [{}]
+    rows = [_joined(parts) for parts in itertools.product(*(_parts(axes, mesh_shape) for axes in split))]
+    cells = [[_label(row)] for row in rows]
+    for line, row in zip(cells, rows, strict=True):
+        for column in columns:
+            at = row | column
+            line.append(_listed(grid[tuple(at.get(name, slice(None)) for name in names)].ravel()))
+    if len(columns) > 1:
+        cells.insert(0, ["", *map(_label, columns)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def _parts(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> list[dict[str, int]]:
+    """The coordinates on ``axes`` of each part of a dimension, in order."""
+    axes = tuple(axis for axis in axes if mesh_shape[axis] > 1)
+    ranges = (range(mesh_shape[axis]) for axis in axes)
+    return [dict(zip(axes, at, strict=True)) for at in itertools.product(*ranges)]
+
+
+def _joined(parts: tuple[dict[str, int], ...]) -> dict[str, int]:
+    return {axis: at for part in parts for axis, at in part.items()}
+
+
+def _label(at: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={index}" for axis, index in at.items())
+
+
+def _listed(devices: np.ndarray) -> str:
+    numbers = list(map(str, devices.tolist()))
+    if len(numbers) > SHOWN:
+        numbers = [*numbers[: SHOWN - 2], "...", numbers[-1]]
+    return " ".join(numbers)

@@ -1,0 +1,110 @@
+"""What a transformer layer's devices tell each other: kinds, numbers and bytes of collectives in the compiled program.
+
+Tensor parallelism: one all-reduce for each block (attention, MLP) and direction. Sequence parallelism: one all-gather
+and one reduce-scatter in its place. FSDP: every kernel joined once in each direction, and its gradient scattered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+from jax_te.config import ParallelConfig
+from jax_te.layers import TransformerLayer
+from jax_te.parallel import make_mesh, named_sharding
+from jax_te.quantize import split_model
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
+from tests.numerics import draw, quick_jit
+
+B, S, H, N, F = 4, 32, 64, 4, 96
+COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+BYTES = {"f32": 4, "u8": 1}
+RECIPES: dict[str, Recipe | None] = {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
+Collectives = Counter[tuple[str, int]]
+"""How often each kind moves an array of so many bytes; less than 1 KiB (amaxes, biases, norms) is left out."""
+
+
+def collectives(text: str) -> Collectives:
+    found: Collectives = Counter()
+    for result, kind in COLLECTIVE.findall(text):
+        for dtype, shape in ARRAY.findall(result):  # the compiler may have made one collective of several
+            size = math.prod(int(n) for n in shape.split(",") if n) * BYTES[dtype]
+            if kind == "reduce-scatter":  # what is given, as of the others
+                size *= 4
+            if size >= 1024:
+                found[kind, size] += 1
+    return found
+
+
+def forward_and_backward(
+    mode: str, recipe: Recipe | None, sequence_parallel: bool = False, **sizes: int
+) -> tuple[Collectives, Collectives]:
+    mesh = None if mode == "no mesh" else make_mesh(ParallelConfig(**sizes), axis_type=mode)  # type: ignore[arg-type]
+    graphdefs: list[Any] = []
+
+    def make() -> Any:
+        layer = TransformerLayer(
+            H, F, N, hidden_dropout=0.0, attention_dropout=0.0, sequence_parallel=sequence_parallel, rngs=nnx.Rngs(0)
+        )
+        graphdef, *parts = split_model(layer)
+        graphdefs.append(graphdef)
+        return parts
+
+    def run(params: Any, quantizers: Any, rest: Any, x: Any) -> Any:
+        return nnx.merge(graphdefs[0], params, quantizers, rest)(x)
+
+    def both(params: Any, quantizers: Any, rest: Any, x: Any, g: Any) -> Any:
+        y, vjp = jax.vjp(lambda *args: run(*args[:2], rest, args[2]), params, quantizers, x)
+        return y, vjp(g)
+
+    x, axes = draw("x", (B, S, H)), ("batch", "sequence_parallel" if sequence_parallel else "sequence", "hidden")
+    with autocast(recipe), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        parts = jax.jit(make)()
+        if mesh is not None:
+            x = jax.device_put(x, named_sharding(axes, mesh))
+        forward = collectives(quick_jit(run).lower(*parts, x).compile().as_text() or "")
+        total = collectives(quick_jit(both).lower(*parts, x, x).compile().as_text() or "")
+    return forward, total - forward
+
+
+ACTIVATION = 4 * B * S * H
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_without_a_mesh_there_are_none(recipe: str) -> None:
+    assert forward_and_backward("no mesh", RECIPES[recipe]) == (Counter(), Counter())
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tensor_parallelism_sums_once_a_block_and_direction(recipe: str, mode: str) -> None:
+    expected = Counter({("all-reduce", ACTIVATION): 2})
+    assert forward_and_backward(mode, RECIPES[recipe], tensor=4) == (expected, expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sequence_parallelism_gathers_and_scatters_once_a_block_and_direction(recipe: str, mode: str) -> None:
+    """In FP8 the gathers move a quarter of fp32's bytes."""
+    gathered = ACTIVATION if recipe == "none" else ACTIVATION // 4
+    expected = Counter({("all-gather", gathered): 2, ("reduce-scatter", ACTIVATION): 2})
+    assert forward_and_backward(mode, RECIPES[recipe], True, tensor=4) == (expected, expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: str) -> None:
+    """One kernel is whole at a time: four gathers of its size in each direction, in FP8 where the recipe allows it."""
+    kernels = Counter({3 * H * H: 1, H * H: 1, H * F: 2})  # query/key/value, projection, the MLP's two
+    width = 4 if recipe == "none" else 1
+    gathers: Collectives = Counter({("all-gather", width * size): count for size, count in kernels.items()})
+    sums: Collectives = Counter({("reduce-scatter", 4 * size): count for size, count in kernels.items()})
+    assert forward_and_backward(mode, RECIPES[recipe], fsdp=4) == (gathers, gathers + sums)
