@@ -119,7 +119,7 @@ def gemm_ranks(
     if current_observer() is not None:
         return "its quantized tensors are observed, which is done on whole arrays"
     if state is not None and state["x"]["scale"].ndim > 0:
-        return "each part of the batch has scales of its own (reduce_amax=False)"
+        return "each part of the batch has scales of its own (tp_only_amax_red)"
     lead = len(x_shape) - 1
     if x_axes is None:
         x_axes = (*out_axes[:lead], "hidden" if kernel_axes[0] == "fsdp" else kernel_axes[0])
