@@ -27,7 +27,8 @@ _RECOMPUTE = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_policy"),
     "distribute_saved_activations",
 )
-_WHERE_IT_RUNS = ("data", "microbatches", "backend", "mesh", "mesh_axis_type", *_RECOMPUTE)
+_PARALLEL = ("mesh", "mesh_axis_type", "sequence_parallel", "cp_comm_type")
+_WHERE_IT_RUNS = ("data", "microbatches", "backend", *_PARALLEL, *_RECOMPUTE)
 _HOW_OFTEN = ("steps", "save_every", "keep", "eval_every", "eval_batches", "log_every", "inspect_every")
 MAY_CHANGE = {*_WHERE_IT_RUNS, *_HOW_OFTEN}
 """Fields that a resumed run may give anew: they change where, how long and how often, not what is trained.
@@ -68,6 +69,8 @@ class RunConfig:
         backend: ``"auto"``, ``"xla"`` or ``"te"``.
         mesh: as `ParallelConfig.parse` takes it; None for one device and no mesh.
         mesh_axis_type: ``"auto"`` or ``"explicit"``.
+        sequence_parallel: split activations between tensor-parallel parts over the tensor ranks.
+        cp_comm_type: how context ranks exchange keys and values: ``"p2p"``, ``"all_gather"`` or ``"a2a"``.
         recompute_granularity: ``"none"``, ``"full"`` or ``"selective"``.
         recompute_method, recompute_num_layers, distribute_saved_activations: as in `RecomputeConfig`; None is
             ``"uniform"`` and 1 under full recomputation.
@@ -125,6 +128,8 @@ class RunConfig:
     backend: str = "auto"
     mesh: str | None = None
     mesh_axis_type: str = "auto"
+    sequence_parallel: bool = False
+    cp_comm_type: str = "p2p"
     recompute_granularity: str = "none"
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
@@ -189,8 +194,22 @@ class RunConfig:
             first_last_layers_bf16=bool(self.bf16_layers_start or self.bf16_layers_end),
             num_layers_at_start_in_bf16=self.bf16_layers_start,
             num_layers_at_end_in_bf16=self.bf16_layers_end,
+            cp_comm_type=self.cp_comm_type,
+            **self._sequence_parallel_fields(),
             **self._recompute_fields(),
         )
+
+    def _sequence_parallel_fields(self) -> dict[str, Any]:
+        """Of the model's configuration."""
+        if not self.sequence_parallel:
+            return {}
+        tensor = self.parallel_config().tensor
+        if tensor == 1:
+            raise ValueError(
+                f"--sequence-parallel splits activations over tensor ranks, and --mesh {self.mesh or '(none)'} has "
+                "one; give --mesh with tensor=N, or leave it out"
+            )
+        return {"sequence_parallel": True, "tensor_model_parallel_size": tensor}
 
     def _recompute_fields(self) -> dict[str, Any]:
         """Of the model's configuration."""

@@ -12,6 +12,7 @@ from jax_te.cli.options import ACTIVATIONS, GEMMS, MODULES, RECIPES, build_parse
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.config import ACTIVATIONS as ALLOWED_ACTIVATIONS
+from jax_te.config import CP_COMM_TYPES as ALLOWED_CP_COMM_TYPES
 from jax_te.config import RECOMPUTE_MODULES
 from jax_te.models import POSITION_EMBEDDINGS
 from jax_te.ops import BACKENDS
@@ -42,6 +43,7 @@ def test_choices_are_those_of_the_library():
     assert GEMMS == run_recipe.GEMMS
     assert set(known["--activation"].choices) == set(ACTIVATIONS) == set(ALLOWED_ACTIVATIONS)
     assert set(known["--backend"].choices) == set(BACKENDS)
+    assert set(known["--cp-comm-type"].choices) == set(ALLOWED_CP_COMM_TYPES) - {"a2a+p2p"}  # which needs more
     assert set(known["--recompute-policy"].choices) == set(RECOMPUTE_POLICIES) - {"none"}
     assert MODULES == RECOMPUTE_MODULES
     assert set(known["--position-embedding"].choices) == set(POSITION_EMBEDDINGS)
@@ -162,6 +164,20 @@ def test_recomputation_is_the_models_and_may_change_on_resuming(tmp_path):
     assert again.transformer_config().recompute_modules == ("layernorm", "mlp")
     with pytest.raises(ValueError, match="has no effect without recompute_granularity='selective'"):
         resolve(parse("--recompute-modules", "mlp"), tmp_path / "new")
+
+
+def test_parallelism_is_the_models_and_may_change_on_resuming(tmp_path):
+    options = ("--mesh", "tensor=2,context=2", "--sequence-parallel", "--cp-comm-type", "a2a")
+    first, _ = resolve(parse(*options), tmp_path)
+    model = first.transformer_config()
+    assert (model.sequence_parallel, model.tensor_model_parallel_size, model.cp_comm_type) == (True, 2, "a2a")
+    write_config(first, tmp_path)
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    again, resumes = resolve(parse("--mesh", "data=2", "--no-sequence-parallel"), tmp_path)
+    assert resumes
+    assert not again.transformer_config().sequence_parallel
+    with pytest.raises(ValueError, match="--sequence-parallel splits activations over tensor ranks, and --mesh data=2"):
+        resolve(parse("--mesh", "data=2", "--sequence-parallel"), tmp_path / "new")
 
 
 def test_the_text_of_a_precision_file_is_kept(tmp_path):
