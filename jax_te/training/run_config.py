@@ -203,13 +203,13 @@ class RunConfig:
         """Of the model's configuration."""
         if not self.sequence_parallel:
             return {}
-        tensor = self.parallel_config().tensor
-        if tensor == 1:
+        mesh = self.parallel_config()
+        if mesh is None or mesh.tensor == 1:
             raise ValueError(
                 f"--sequence-parallel splits activations over tensor ranks, and --mesh {self.mesh or '(none)'} has "
                 "one; give --mesh with tensor=N, or leave it out"
             )
-        return {"sequence_parallel": True, "tensor_model_parallel_size": tensor}
+        return {"sequence_parallel": True, "tensor_model_parallel_size": mesh.tensor}
 
     def _recompute_fields(self) -> dict[str, Any]:
         """Of the model's configuration."""

@@ -178,6 +178,8 @@ def test_parallelism_is_the_models_and_may_change_on_resuming(tmp_path):
     assert not again.transformer_config().sequence_parallel
     with pytest.raises(ValueError, match="--sequence-parallel splits activations over tensor ranks, and --mesh data=2"):
         resolve(parse("--mesh", "data=2", "--sequence-parallel"), tmp_path / "new")
+    with pytest.raises(ValueError, match=r"and --mesh \(none\) has one"):
+        resolve(parse("--sequence-parallel"), tmp_path / "new")
 
 
 def test_the_text_of_a_precision_file_is_kept(tmp_path):
