@@ -26,7 +26,7 @@ def show_sharding(options: argparse.Namespace) -> int:
     examples = config.batch_size * sizes.data * sizes.fsdp
     config = dataclasses.replace(config, batch_size=examples, mesh=options.mesh or config.mesh)
     # Built on one device, as shapes alone: the mesh needs no devices then.
-    config = dataclasses.replace(config, mesh=None, backend="auto")
+    config = dataclasses.replace(config, mesh=None, sequence_parallel=False, backend="auto")
     with contexts(config):
         report = sharding_report(abstract_state(config), AbstractMesh(sizes.shape, MESH_AXES))
     print(f"{name}, training state", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_te.config import check_positive
 from jax_te.models.gpt import Cache, GPTModel
-from jax_te.parallel import auto_region
+from jax_te.parallel import auto_region, whole_sequences
 from jax_te.typing import Array
 
 
@@ -27,7 +27,8 @@ def generate(
     """Continue a prompt, one token at a time.
 
     Runs under the ambient recipe; FP8 needs a batch that is a multiple of 16 and gains nothing on single tokens, so
-    generate outside `autocast` (or inside ``autocast(None)``) unless you want its numerics.
+    generate outside `autocast` (or inside ``autocast(None)``) unless you want its numerics. On a mesh the batch and the
+    heads are split, and no sequence: context and sequence parallelism are for training.
 
     Args:
         model: run without dropout.
@@ -65,7 +66,8 @@ def generate(
             f"max_sequence_length {model.max_sequence_length}; shorten one of them"
         )
     greedy = temperature == 0.0
-    return _generate(model, prompt, key, jnp.float32(temperature), steps=steps, top_k=top_k, greedy=greedy)
+    with whole_sequences():
+        return _generate(model, prompt, key, jnp.float32(temperature), steps=steps, top_k=top_k, greedy=greedy)
 
 
 @partial(jax.jit, static_argnames=("steps", "top_k", "greedy"))

@@ -25,6 +25,7 @@ from jax_te.parallel.sharding import (
     named_sharding,
     ranks_of,
     use_rules,
+    whole_sequences,
 )
 from jax_te.parallel.split_backward import split_vjp
 
@@ -63,4 +64,5 @@ __all__ = [
     "shardings_of",
     "split_vjp",
     "use_rules",
+    "whole_sequences",
 ]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -84,6 +84,16 @@ def use_rules(rules: ShardingRules) -> Iterator[None]:
         raise TypeError(f"use_rules takes a ShardingRules, got {rules!r}")
     with _rules(rules):
         yield
+
+
+def whole_sequences() -> contextlib.AbstractContextManager[None]:
+    """Inside, no array is split along a sequence, by the ambient rules otherwise: for one token at a time.
+
+    >>> with whole_sequences():
+    ...     tuple(logical_to_spec(("sequence",), AbstractMesh((2,), ("context",))))
+    (None,)
+    """
+    return use_rules(replace(_rules.value, sequence=(), sequence_parallel=()))
 
 
 def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> PartitionSpec:

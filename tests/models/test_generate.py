@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.config import TransformerConfig
+from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel, generate
+from jax_te.parallel import make_mesh
 from tests.layers.reference import ROUNDOFF, randomize
 from tests.meshes import shard, use_mesh
 from tests.numerics import assert_close
@@ -63,6 +65,18 @@ def test_greedy_generation_takes_the_most_likely_token_of_full_passes(form: str,
     logits = np.asarray(full(build(form), tokens))
     chosen = np.take_along_axis(logits[:, 2:-1], np.asarray(tokens)[:, 3:, None], -1)[..., 0]
     assert (chosen >= logits[:, 2:-1].max(-1) - 1e-4).all()  # equal up to rounding
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_a_model_whose_sequences_are_split_in_training_generates(mode: Any) -> None:
+    """On context ranks and under sequence parallelism; one token at a time is whole everywhere."""
+    config, options = CONFIGS["llama"]
+    config = dataclasses.replace(config, tensor_model_parallel_size=2, sequence_parallel=True)
+    expected = generate(build("llama"), PROMPT, steps=6, key=KEY, temperature=0.0)
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, context=2, tensor=2), axis_type=mode)):
+        model = GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **options)
+        tokens = generate(shard(randomize(model)), PROMPT, steps=6, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(jax.device_get(tokens), expected)
 
 
 @pytest.mark.parametrize("form", CONFIGS)
