@@ -107,4 +107,6 @@ def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: s
     width = 4 if recipe == "none" else 1
     gathers: Collectives = Counter({("all-gather", width * size): count for size, count in kernels.items()})
     sums: Collectives = Counter({("reduce-scatter", 4 * size): count for size, count in kernels.items()})
-    assert forward_and_backward(mode, RECIPES[recipe], fsdp=4) == (gathers, gathers + sums)
+    # The CPU compiler of jax 0.10 drops the barrier in front of backward's gathers, and merges them with forward's.
+    again = Counter() if jax.__version_info__ < (0, 11) else gathers
+    assert forward_and_backward(mode, RECIPES[recipe], fsdp=4) == (gathers, again + sums)
