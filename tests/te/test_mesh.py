@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear
-from jax_te.ops import dense, use_backend
+from jax_te.ops import dense, explain_backend, use_backend
 from jax_te.parallel import make_mesh
 from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
@@ -84,3 +84,5 @@ def test_a_call_that_names_no_axes_is_refused_with_the_reason() -> None:
         pytest.raises(BackendUnavailableError, match="does not name the logical axes of its output and kernel"),
     ):
         dense(x, kernel, backend="te")
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=8))):
+        assert explain_backend("dense", backend="te").backend == "te"
