@@ -88,8 +88,20 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that would have no effect."""
+    others = args.mesh or args.sequence_parallel or args.hlo or args.modules != MODULES[:1]
+    if args.microbatches is not None and others:
+        raise ValueError(
+            "--microbatches measures whole train steps; leave out --modules, --mesh, --sequence-parallel and --hlo"
+        )
+    if args.sequence_parallel and (args.mesh is None or ParallelConfig.parse(args.mesh).tensor == 1):
+        raise ValueError("--sequence-parallel splits activations over tensor ranks; give --mesh with tensor=N")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run ``jax-te bench`` with parsed arguments."""
+    _check(args)
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
     if args.microbatches is None:

@@ -60,7 +60,7 @@ class Case:
         """Floating-point operations of forward and backward: GEMMs, and attention's causal half."""
         b, s, h, _, f = self.shape
         attention = 2 * b * s * 4 * h * h + 4 * b * s * s * h / 2
-        linear = 2 * b * s * h * f
+        linear = 2.0 * b * s * h * f
         forward = {"transformer_layer": attention + 2 * linear, "layernorm_mlp": 2 * linear, "layernorm_linear": linear}
         return 3 * forward[self.module]
 
