@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
-from jax_te.errors import BackendUnavailableError
 from jax_te.ops.attention_spec import AttentionArrays, AttentionSpec
 from jax_te.ops.backend import BackendName, Choice, explain_backend
 from jax_te.ops.context_parallel import gather, ring
@@ -15,7 +12,7 @@ from jax_te.ops.context_parallel.call import MeshCall
 
 def check_call(call: MeshCall, arrays: AttentionArrays) -> None:
     """Raise ValueError for what no way of exchange can do, or not the one asked for: sizes that do not divide over the
-    mesh, and arrays that cannot be split. BackendUnavailableError for a ring on GPUs.
+    mesh, and arrays that cannot be split.
     """
     spec, ranks, tensor = call.spec, call.context_ranks, call.ranks(call.heads)
     chunks = ranks * (2 if call.load_balanced else 1)
@@ -37,11 +34,6 @@ def check_call(call: MeshCall, arrays: AttentionArrays) -> None:
         raise ValueError(
             "cp_comm_type 'a2a+p2p' needs hierarchical_context_parallel_sizes=(a2a ranks, p2p ranks) with a product of "
             f"{ranks}, as many as the mesh has context ranks; got {sizes}"
-        )
-    if call.ring_ranks > 1 and jax.default_backend() == "gpu":
-        raise BackendUnavailableError(
-            f"cp_comm_type {kind!r} moves keys around a ring of {call.ring_ranks} ranks, and XLA's compiler for GPUs "
-            "crashes on that program (jax 0.11.2, seen on four H200s); take 'all_gather' or 'a2a'"
         )
     exchange = call.exchange_ranks
     if (spec.heads // tensor) % exchange or (spec.groups // tensor) % exchange:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +35,21 @@ class Share(NamedTuple):
 def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
     """Attention of a rank's queries."""
     q, k, v = unpack(qkv)
-    nothing = _nothing(call, q)
-    merged = nothing
+    merged: part.Result | None = None
     for step in range(call.ring_ranks):
         ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)  # first, so that it is under way meanwhile
 
-        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> part.Result:
+        def attend(
+            share: Share, k: Array = k, v: Array = v, step: int = step, merged: part.Result | None = merged
+        ) -> part.Result:
             rows, columns = share.rows, share.columns
             spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
             found = part.forward(call, (q[:, rows], k[:, columns], v[:, columns]), spec, there)
-            return part.Result(
-                nothing.out.at[:, rows].set(found.out.astype(jnp.float32)),
-                nothing.log_sum.at[:, :, rows].set(found.log_sum),
-                found.max_logit,
-            )
+            return found._replace(out=found.out.astype(jnp.float32)) if merged is None else _merge(merged, found, rows)
 
-        merged = part.merge(merged, _seen_at(call, step, attend, nothing, (q.shape[1], k.shape[1])))
+        merged = _seen_at(call, step, attend, merged, (q.shape[1], k.shape[1]))
         k, v = ahead
+    assert merged is not None
     out, log_sum, max_logit = merged
     offset = offset_of(call.part(q.shape[1], k.shape[1]), arrays)
     if offset is not None:
@@ -60,42 +58,63 @@ def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
     return part.Result(out.astype(q.dtype), log_sum, max_logit)
 
 
+def _merge(merged: part.Result, found: part.Result, rows: slice) -> part.Result:
+    """What was merged, with attention of some of the queries to more keys."""
+    more = part.merge(part.Result(merged.out[:, rows], merged.log_sum[:, :, rows], merged.max_logit), found)
+    out, log_sum = _put(merged.out, more.out, rows, 1), _put(merged.log_sum, more.log_sum, rows, 2)
+    return part.Result(out, log_sum, more.max_logit)
+
+
+class Sums(NamedTuple):
+    """Gradients of a rank's queries, of the keys and values that are with it, and of the bias, as far as they are."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+
+
 def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
     """Gradients of a rank's queries, keys and values; those of keys and values travel with them."""
     q, k, v = unpack(qkv)
-    nothing: tuple[Any, ...] = (
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.zeros_like(k),
-        jnp.zeros_like(v),
-        _zeros_like(arrays.bias),
-    )
-    dq, dk, dv, d_bias = nothing
+    sums: Sums | None = None
     for step in range(call.ring_ranks):
         ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)
 
-        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> tuple[Any, ...]:
+        def attend(share: Share, k: Array = k, v: Array = v, step: int = step, sums: Sums | None = sums) -> Sums:
             rows, columns = share.rows, share.columns
             spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
             here = (q[:, rows], k[:, columns], v[:, columns])
             found = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
-            more = unpack(found.qkv)
-            return (
-                nothing[0].at[:, rows].set(more[0].astype(jnp.float32)),
-                nothing[1].at[:, columns].set(more[1]),
-                nothing[2].at[:, columns].set(more[2]),
-                None if found.bias is None else found.bias.astype(jnp.float32),
+            dq, dk, dv = unpack(found.qkv)
+            d_bias = None if found.bias is None else found.bias.astype(jnp.float32)
+            if sums is None:
+                return Sums(dq.astype(jnp.float32), dk, dv, d_bias)
+            return Sums(
+                _put(sums.q, sums.q[:, rows] + dq.astype(jnp.float32), rows, 1),
+                _put(sums.k, sums.k[:, columns] + dk, columns, 1),
+                _put(sums.v, sums.v[:, columns] + dv, columns, 1),
+                None if sums.bias is None or d_bias is None else sums.bias + d_bias,
             )
 
-        found = _seen_at(call, step, attend, nothing, (q.shape[1], k.shape[1]))
-        dq, dk, dv = dq + found[0], dk + found[1], dv + found[2]
-        d_bias = None if d_bias is None else d_bias + found[3]
-        dk, dv = _move(call, dk, dv)
-        k, v = ahead
-    offset = arrays.softmax_offset
+        sums = _seen_at(call, step, attend, sums, (q.shape[1], k.shape[1]))
+        dk, dv = _move(call, sums.k, sums.v)
+        sums, (k, v) = sums._replace(k=dk, v=dv), ahead
+    assert sums is not None
+    offset, d_bias = arrays.softmax_offset, sums.bias
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
     if d_bias is not None and arrays.bias is not None:
         d_bias = d_bias.astype(arrays.bias.dtype)
-    return part.Gradients((dq.astype(q.dtype), dk, dv), d_bias, d_offset)
+    return part.Gradients((sums.q.astype(q.dtype), sums.k, sums.v), d_bias, d_offset)
+
+
+def _put(x: Array, part_of_it: Array, taken: slice, axis: int) -> Array:
+    """``x`` with a part exchanged. Not by ``x.at[...].set``: its empty array of indices, an input that nothing reads,
+    makes the compiler for GPUs crash inside of shard_map (Shardy of jax 0.11.2: unused inputs of manual computations).
+    """
+    if part_of_it.shape == x.shape:
+        return part_of_it
+    return jax.lax.dynamic_update_slice_in_dim(x, part_of_it, taken.start, axis)
 
 
 def is_structured(call: MeshCall) -> bool:
@@ -129,7 +148,8 @@ def _shares(call: MeshCall, step: int, sizes: tuple[int, int]) -> tuple[Share | 
     return Share(everything[0], early, "no_mask"), Share(late, everything[1], "no_mask")
 
 
-def _seen_at(call: MeshCall, step: int, attend: Callable[[Share], T], nothing: T, sizes: tuple[int, int]) -> T:
+def _seen_at(call: MeshCall, step: int, attend: Callable[[Share], T], so_far: T | None, sizes: tuple[int, int]) -> T:
+    """``attend`` to what a rank sees at a step; ``so_far`` where that is nothing, never at step 0."""
     before, behind = _shares(call, step, sizes)
     assert before is not None
     if before == behind:
@@ -137,7 +157,7 @@ def _seen_at(call: MeshCall, step: int, attend: Callable[[Share], T], nothing: T
     return jax.lax.cond(
         step <= _place(call),
         lambda: attend(before),
-        lambda: nothing if behind is None else attend(behind),
+        lambda: so_far if behind is None else attend(behind),
     )
 
 
@@ -169,16 +189,3 @@ def _move(call: MeshCall, *arrays: Array) -> tuple[Array, ...]:
     ranks, stride = call.context_ranks, call.exchange_ranks
     to_next = [(rank, (rank + stride) % ranks) for rank in range(ranks)]
     return tuple(jax.lax.ppermute(x, call.context_name, to_next) for x in arrays)
-
-
-def _nothing(call: MeshCall, q: Array) -> part.Result:
-    b, sq, n, _ = q.shape
-    return part.Result(
-        jnp.zeros((b, sq, n, call.spec.v_head_dim), jnp.float32),
-        jnp.full((b, n, sq), -jnp.inf, jnp.float32),
-        jnp.full((n,), -jnp.inf, jnp.float32) if call.spec.return_max_logit else None,
-    )
-
-
-def _zeros_like(x: Array | None) -> Array | None:
-    return None if x is None else jnp.zeros(x.shape, jnp.float32)
