@@ -87,7 +87,7 @@ def make_case(
         return Case("dense", call, args, axes, (*lead, "ffn"), draw("g", (b, s, f), scale=0.1), gemms=1)
 
     if name == "dense row":  # the contracted axis is the sharded one
-        axes = {"x": (*lead, "ffn"), "kernel": ("ffn", "fsdp")}
+        axes = {"x": (*lead, "ffn"), "kernel": ("ffn_fsdp", None)}
 
         def call(a, state, o):
             return ops.dense(
@@ -127,7 +127,7 @@ def make_case(
     if name in ("layernorm_mlp gelu", "layernorm_mlp swiglu"):
         parts, rms = (2, True) if options == "swiglu" else (1, False)
         norm = ops.NormSpec(kind="rmsnorm" if rms else "layernorm")
-        wi_axes, wo_axes = ("fsdp", "joined", "ffn"), ("ffn", "fsdp")
+        wi_axes, wo_axes = ("fsdp", "joined", "ffn"), ("ffn_fsdp", None)
         axes = {
             **norm_axes,
             "wi_kernel": wi_axes,

@@ -98,6 +98,7 @@ def test_defaults_are_megatrons():
         ({"qk_clip_alpha": 1.5}, ValueError, r"qk_clip_alpha must be in \[0, 1\]"),
         ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type must be one of None, 'p2p', .* got 'ring'"),
         ({"cp_comm_type": ["p2p"]}, AssertionError, "cp_comm_type has 1 entries for 2 layers"),
+        ({"cp_load_balanced": "zigzag"}, TypeError, "cp_load_balanced must be True or False, got 'zigzag'"),
         ({"recompute_granularity": "some"}, ValueError, "recompute_granularity must be one of None, 'full', 'sel"),
         ({"recompute_granularity": "full", "recompute_num_layers": 1}, ValueError, "'full' needs recompute_method"),
         (

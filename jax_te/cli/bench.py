@@ -10,16 +10,17 @@ from typing import Any
 
 import jax
 
-from jax_te.cli.bench_modules import MODULES, Case, Shape, measure, ours, te_jax
+from jax_te.cli.bench_attention import WAYS, bench_attention, check_attention
+from jax_te.cli.bench_model import add_options, bench_model, check_options
+from jax_te.cli.bench_modules import MODULES, TE_RECIPES, Case, Shape, measure, ours, te_jax
 from jax_te.cli.bench_step import bench_step
 from jax_te.config import ParallelConfig
 from jax_te.ops import te
 from jax_te.parallel import make_mesh
 from jax_te.recipe import recipe_from_name
 
+RECIPES = ["none", "delayed", "current"]
 DEFAULT_SHAPE: Shape = (4, 2048, 4096, 32, 16384)
-TE_RECIPES = ("none", "delayed", "current")
-"""Recipes that te.jax has on every GPU with FP8; the others are measured beside its bf16 layer."""
 
 
 def bench_module(args: argparse.Namespace, module: str) -> list[dict[str, Any]]:
@@ -59,14 +60,16 @@ def add_parser(subparsers: Any) -> None:
     """Register ``jax-te bench``."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure layers beside te.jax's",
+        help="measure layers or train steps beside te.jax's",
         description="Forward and backward of one layer (causal, GELU, biases, bf16): jax_te's and te.jax's own, "
         "measured in turn in one process; for a recipe that te.jax has not, its bf16 layer. "
-        "speed_ratio is the peer's time over the row's, memory_ratio the row's temporary memory over the peer's.",
+        "speed_ratio is the peer's time over the row's, memory_ratio the row's temporary memory over the peer's. "
+        "With --model: whole train steps, unrolled or scanned, under each way of recomputation. "
+        "With --context-parallel: attention alone; of_one_device is a device's rate over the same library's on one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--modules", nargs="+", choices=MODULES, default=MODULES[:1], help="layers to measure")
-    parser.add_argument("--recipes", nargs="+", default=["none", "delayed", "current"], help="recipes to measure")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="recipes to measure")
     parser.add_argument(
         "--shape", nargs=5, type=int, default=list(DEFAULT_SHAPE), metavar=("B", "S", "H", "HEADS", "F"),
         help="batch, sequence, hidden size, heads, feed-forward size",
@@ -81,6 +84,13 @@ def add_parser(subparsers: Any) -> None:
         help="measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
         "quantized once a step beside in every microbatch",
     )  # fmt: skip
+    parser.add_argument(
+        "--context-parallel", nargs="+", choices=WAYS, metavar="WAY",
+        help="measure instead causal attention alone, its sequences split over the context ranks of --mesh in these "
+        f"ways: {', '.join(WAYS)}; te.jax has the first two",
+    )  # fmt: skip
+    parser.add_argument("--groups", type=int, metavar="G", help="with --context-parallel: key/value heads; HEADS")
+    add_options(parser)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of measurement; the median counts")
     parser.add_argument("--calls", type=int, default=10, help="calls in a round")
     parser.add_argument("--output", metavar="FILE", help="write the rows to this JSON file")
@@ -90,7 +100,11 @@ def add_parser(subparsers: Any) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that would have no effect."""
-    others = args.mesh or args.sequence_parallel or args.hlo or args.modules != MODULES[:1]
+    others = bool(args.mesh or args.sequence_parallel or args.hlo or args.modules != MODULES[:1])
+    own = args.context_parallel is not None
+    check_options(args, others or own or args.microbatches is not None or args.shape != list(DEFAULT_SHAPE))
+    other_modules = args.sequence_parallel or args.hlo or args.modules != MODULES[:1] or args.recipes != RECIPES
+    check_attention(args, bool(other_modules or args.microbatches is not None))
     if args.microbatches is not None and others:
         raise ValueError(
             "--microbatches measures whole train steps; leave out --modules, --mesh, --sequence-parallel and --hlo"
@@ -104,10 +118,14 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
-    if args.microbatches is None:
-        rows = [row for module in args.modules for row in bench_module(args, module)]
-    else:
+    if args.model is not None:
+        rows = bench_model(args)
+    elif args.context_parallel is not None:
+        rows = bench_attention(args)
+    elif args.microbatches is not None:
         rows = bench_step(args)
+    else:
+        rows = [row for module in args.modules for row in bench_module(args, module)]
     if args.output:
         Path(args.output).write_text(json.dumps({"device": device.device_kind, "jax": jax.__version__, "rows": rows}))
     return 0

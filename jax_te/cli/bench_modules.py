@@ -28,6 +28,9 @@ GIB = 2**30
 MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
 """What can be measured."""
 
+TE_RECIPES = ("none", "delayed", "current")
+"""Recipes that te.jax has on every GPU with FP8; others are measured beside what it does in bf16."""
+
 Shape = tuple[int, int, int, int, int]
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 

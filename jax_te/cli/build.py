@@ -52,6 +52,7 @@ def _model(config: RunConfig, rngs: nnx.Rngs) -> GPTModel:
         position_embedding_type=config.position_embedding,
         share_embeddings_and_output_weights=config.tie_embeddings,
         recompute_policy=config.recompute_policy,
+        scan_layers=config.scan_layers,
         rngs=rngs,
     )
 

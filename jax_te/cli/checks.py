@@ -11,8 +11,8 @@ from jax_te.cli.build import abstract_model
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron import QuantizationReport
 from jax_te.ops import OPS, AttentionSpec, explain_backend
-from jax_te.quantize import quantizer_for
-from jax_te.recipe import Recipe
+from jax_te.quantize import ROLES, TensorQuantizer, quantizer_for
+from jax_te.recipe import NVFP4BlockScaling, Recipe
 from jax_te.training.module_recipes import LayerRecipes, layer_recipes, recipe_label
 from jax_te.training.precision_rules import apply_rules, rules_without_effect
 from jax_te.training.run_config import RunConfig
@@ -39,6 +39,39 @@ def explain_backends(config: RunConfig) -> list[str]:
         (backend, reason), _ = max(grouped.items(), key=lambda item: len(item[1]))
         return [f"{backend} for every op: {reason}"]
     return [f"{backend} for {', '.join(ops)}: {reason}" for (backend, reason), ops in grouped.items()]
+
+
+def check_te_on_mesh(config: RunConfig) -> None:
+    """Whether ``--backend te`` can run all of the run's linear layers on its mesh; call it inside `contexts`.
+
+    Transformer Engine's kernels run on each device's part of a layer. What is done on whole tensors is XLA's.
+
+    Raises:
+        ValueError: for what would fail once the run is under way, naming the options.
+    """
+    sizes = config.parallel_config()
+    if config.backend != "te" or sizes is None or sizes.num_devices == 1:
+        return
+    where = f"and Transformer Engine runs on each device's part of --mesh {config.mesh}"
+    if config.inspect_every:
+        raise ValueError(
+            f"--inspect-every looks at whole tensors, {where}; give --backend auto, under which XLA runs the "
+            "inspections alone, or leave out --inspect-every"
+        )
+    ahead = "--fp8-param holds" if config.fp8_param else f"--microbatches {config.microbatches} keeps"
+    for recipe in _recipes_in_use(config):
+        quantizers = {role: quantizer_for(recipe, role) for role in ROLES}
+        if isinstance(recipe, NVFP4BlockScaling) and any(quantizers.values()):
+            raise ValueError(
+                f"recipe {recipe_label(recipe)} scales whole tensors beside their blocks, {where}; give --backend "
+                "auto, under which XLA runs these layers"
+            )
+        in_blocks = quantizers["kernel"] is not None and not isinstance(quantizers["kernel"], TensorQuantizer)
+        if in_blocks and (config.fp8_param or config.microbatches > 1):
+            raise ValueError(
+                f"{ahead} kernels that recipe {recipe_label(recipe)} quantized in blocks as a whole, {where}; give "
+                "--backend auto, under which XLA runs these layers, or leave it out"
+            )
 
 
 def check_precision(config: RunConfig) -> QuantizationReport | None:

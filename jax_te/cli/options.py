@@ -93,6 +93,14 @@ def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
+def auto_or_flag(text: str) -> bool | str:
+    """An argparse type: ``auto``, ``yes`` or ``no``; the last two as True and False."""
+    choices: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"must be auto, yes or no, got {text!r}")
+    return choices[text]
+
+
 def build_parser(command: str | None = None) -> Parser:
     """The parser of ``jax-te`` and its commands.
 
@@ -208,6 +216,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--mesh-axis-type", choices=("auto", "explicit"), help="kind of mesh axes (default: auto)")
     add("--sequence-parallel", action=FLAG, help="split activations over tensor ranks between blocks (default: no)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, help="how context ranks exchange keys (default: p2p)")
+    add("--cp-load-balanced", action=FLAG, help="context ranks have tokens in zig-zag order (default: no)")
     add("--recompute-granularity", choices=GRANULARITIES, help="what backward computes again (default: none)")
     add("--recompute-method", choices=("uniform", "block"), help="full: groups, or the first layers (default: uniform)")
     add("--recompute-num-layers", type=SIZE, metavar="N", help="full: layers of a group, or first layers (default: 1)")
@@ -219,6 +228,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     add("--recompute-policy", choices=POLICIES, help="full: what is kept inside of layers (default: full, nothing)")
     add("--distribute-saved-activations", action=FLAG, help="full: split kept inputs over tensor ranks (default: no)")
+    add(
+        "--scan-layers",
+        type=auto_or_flag,
+        metavar="WHEN",
+        help="layers in a loop, which compiles sooner: yes, no, or auto: if they are many (default: auto)",
+    )
 
     add = parser.add_argument_group("output").add_argument
     add("--save-every", type=SIZE, metavar="N", help=f"steps between checkpoints {PRESET}")
@@ -302,7 +317,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 def _add_bench(commands: argparse._SubParsersAction, *, wanted: bool) -> None:
     if not wanted:
-        _command(commands, "bench", "measure a transformer layer beside te.jax's")
+        _command(commands, "bench", "measure layers or train steps beside te.jax's")
         return
     from jax_te.cli.bench import add_parser
 

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import Trainer, contexts, warnings_as_lines
-from jax_te.cli.checks import check_precision, explain_backends
+from jax_te.cli.checks import check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.sample import continue_text
 from jax_te.megatron import QuantizationReport
+from jax_te.models import UNROLL_LIMIT, runs_scanned
 from jax_te.training.data import TextData, byte_bigram_entropy, load_text
 from jax_te.training.loop import LoopPlan, LoopResult, run_loop
 from jax_te.training.metrics import METRICS_FILE, PLOT_FILE, MetricsLog, plot_losses, require_extra
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     progress = make_progress()
     with contexts(config) as mesh:
         report = check_precision(config)
+        check_te_on_mesh(config)
         backends = explain_backends(config)
         with _locked(output), TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep) as checkpointer:
             trainer = Trainer(config, data, checkpointer)
@@ -137,6 +139,7 @@ def _facts(
         "model": f"{config.preset}: {_count(config.num_layers, 'layer')}, hidden {config.hidden_size}, "
         f"{_count(config.num_heads, 'head')}{groups}, feed-forward {config.ffn_hidden_size}, "
         f"{config.position_embedding}, {config.normalization}, {config.activation}; {size:,} parameters in {dtypes}",
+        "layers": _layers(config),
         "data": f"{data.source}: {_count(data.files, 'file')}, {_bytes(len(data.train))} to train on, "
         f"{_bytes(len(data.heldout))} held out",
         "batch": f"{config.batch_size} x {config.seq_len} bytes{parts}, {_count(config.steps, 'step')}",
@@ -146,6 +149,14 @@ def _facts(
         "mesh": where,
         "output": f"{output}, " + (f"resumed after step {first}" if first else "a new run"),
     }
+
+
+def _layers(config: RunConfig) -> str:
+    form = "scanned" if runs_scanned(config.scan_layers, config.num_layers) else "unrolled"
+    if config.scan_layers != "auto":
+        return f"{form}: --scan-layers {'yes' if config.scan_layers else 'no'}"
+    few = config.num_layers <= UNROLL_LIMIT
+    return f"{form}: {_count(config.num_layers, 'layer')}, {'not ' if few else ''}more than {UNROLL_LIMIT}"
 
 
 def _recipe(config: RunConfig) -> str:

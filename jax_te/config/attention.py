@@ -17,6 +17,7 @@ _FLAGS = (
     "batch_invariant_mode",
     "qk_clip",
     "log_max_attention_logit",
+    "cp_load_balanced",
 )
 
 
@@ -46,6 +47,9 @@ class AttentionConfig:
             for each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
         hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, how many neighbouring context ranks exchange heads, and
             how many such groups are on a ring. None: there is no such exchange.
+        cp_load_balanced: context ranks have the tokens of a sequence in zig-zag order, so that each has as much to do
+            under a causal mask as any other; see `jax_te.ops.zigzag_positions`. `GPTModel` takes and gives natural
+            order all the same. Without effect where the mesh's context axis is 1.
 
     Lists become tuples, as a hashable configuration needs.
 
@@ -74,6 +78,7 @@ class AttentionConfig:
     log_max_attention_logit: bool = False
     cp_comm_type: Any = None
     hierarchical_context_parallel_sizes: Any = None
+    cp_load_balanced: bool = False
 
     def __post_init__(self) -> None:
         check_bool(**{name: getattr(self, name) for name in _FLAGS})

@@ -16,7 +16,7 @@ from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, 
 from jax_te.ops import activation as apply_activation
 from jax_te.ops import dense, layernorm, layernorm_mlp
 from jax_te.ops.spec import check_activation_params
-from jax_te.parallel import run_recomputed
+from jax_te.parallel import row_axis, run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 _KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": ("ffn1", "gemm", "norm")}
@@ -108,7 +108,7 @@ class LayerNormMLP(TensorParallelModule):
         wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
         ffn = "ffn" if set_parallel_mode else None
         self.wi_axes: LogicalAxes = ("fsdp", "joined", ffn)
-        self.wo_axes: LogicalAxes = (ffn, "fsdp")
+        self.wo_axes: LogicalAxes = (row_axis(ffn), None)
         self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, self.wi_axes)
         self.wi_bias = constant(0.0, (n_act, f), params_dtype, self.wi_axes[1:]) if bias else None
         self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, self.wo_axes)
@@ -192,7 +192,7 @@ class LayerNormMLP(TensorParallelModule):
             recipe=recipe,
             out_axes=axes,
             kernel_axes=self.wo_axes,
-            x_axes=(*lead, self.wo_axes[0]),
+            x_axes=(*lead, self.wi_axes[-1]),
             name=names[1],
             **wo,
         )

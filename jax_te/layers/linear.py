@@ -13,12 +13,13 @@ from jax_te.layers.initializers import normal_init
 from jax_te.layers.parameters import constant, parameter, value_or_none
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import dense
+from jax_te.parallel import activation_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 _KERNEL_AXES: dict[str | None, LogicalAxes] = {
     None: ("fsdp", None),
     "column": ("fsdp", "ffn"),
-    "row": ("ffn", "fsdp"),
+    "row": ("ffn_fsdp", None),
 }
 
 
@@ -60,8 +61,8 @@ class Linear(TensorParallelModule):
         return_bias: do not add the bias but return it beside the output, for a fused operation to add.
         params_dtype: dtype of ``kernel [k, *n]`` and ``bias [*n]``.
         kernel_axes: logical axes of the kernel, in place of those that ``parallel_mode`` stands for.
-        out_axes: logical axes of the output features. None: the kernel's, with ``"fsdp"`` (an axis of weights) read
-            as ``"hidden"``.
+        out_axes: logical axes of the output features. None: those that the kernel's stand for, see
+            `jax_te.parallel.activation_axis`.
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
@@ -115,10 +116,8 @@ class Linear(TensorParallelModule):
         init = normal_init() if init_method is None else init_method
         self.kernel_shape = (in_features, *features)
         self.kernel_axes = axes
-        bias_axes = tuple("norm" if name == "fsdp" else name for name in axes[1:])
-        self.feature_axes = (
-            tuple("hidden" if name == "fsdp" else name for name in axes[1:]) if out_axes is None else out_axes
-        )
+        bias_axes = tuple("norm" if activation_axis(name) == "hidden" else name for name in axes[1:])
+        self.feature_axes = tuple(activation_axis(name) for name in axes[1:]) if out_axes is None else out_axes
         skip = skip_weight_param_allocation
         self.kernel = None if skip else parameter(init, rngs, self.kernel_shape, params_dtype, axes)
         self.bias = constant(0.0, features, params_dtype, bias_axes) if bias and not skip else None
@@ -176,8 +175,7 @@ class Linear(TensorParallelModule):
 
     def _operand_axes(self, x: Array) -> LogicalAxes:
         """Logical axes of what the kernel multiplies."""
-        inner = self.kernel_axes[0]
-        return (*self._input_axes(x)[:-1], "hidden" if inner == "fsdp" else inner)
+        return (*self._input_axes(x)[:-1], activation_axis(self.kernel_axes[0]))
 
     def _enter(self, x: Array) -> Array:
         """The input, in the sharding it has outside of the layer."""

@@ -31,6 +31,7 @@ from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import layernorm
 from jax_te.ops.attention_spec import Window, normal_window
+from jax_te.parallel import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer
 
 ATTENTION_TYPES = ("self", "cross")
@@ -210,7 +211,7 @@ class MultiheadAttention(nnx.Module):
             parallel_mode="row" if set_parallel_mode else None,
             init_method=output_layer_init_method,
             return_bias=return_bias,
-            kernel_axes=(heads, "fsdp"),
+            kernel_axes=(row_axis(heads), None),
             **linear,
         )
 
@@ -324,6 +325,11 @@ class MultiheadAttention(nnx.Module):
                 "cross-attention needs encoder_output"
                 if encoder_output is None
                 else "self-attention takes no encoder_output; build the layer with attention_type='cross'"
+            )
+        if cache is not None and self.core_attention.context_parallel.cp_load_balanced and axis_ranks("sequence") > 1:
+            raise ValueError(
+                "a KV cache holds tokens in natural order, and cp_load_balanced=True has sequences in zig-zag order; "
+                "call the layer inside of jax_te.parallel.whole_sequences(), where context ranks split none"
             )
         if self.attention_type == "self":
             if encoder_lengths is not None:

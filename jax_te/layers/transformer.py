@@ -306,7 +306,8 @@ class TransformerLayer(nnx.Module):
         """A block's output added to its input, or to the norm's output that it returned as well."""
         y, *normed = block if isinstance(block, (tuple, list)) else (block,)
         axes = self._axes(x)
-        y = dropout(y, self.hidden_dropout, key, axes=axes)
+        zigzag = self.self_attention.core_attention.context_parallel.cp_load_balanced
+        y = dropout(y, self.hidden_dropout, key, axes=axes, zigzag=zigzag)
         path_key = None if key is None else jax.random.fold_in(key, 1)
         y = drop_path(y, self.drop_path_rate, path_key, axes=axes)
         return constrain((normed[0] if normed else x) + y, axes)

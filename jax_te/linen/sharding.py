@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_te.parallel import ShardingRules, logical_to_spec
@@ -24,4 +22,4 @@ def logical_axis_rules(
     >>> dict(logical_axis_rules(mesh))["ffn"], dict(logical_axis_rules(mesh))["fsdp"]
     ('tensor', None)
     """
-    return tuple((rule.name, logical_to_spec((rule.name,), mesh, rules)[0]) for rule in fields(ShardingRules))
+    return tuple((name, logical_to_spec((name,), mesh, rules)[0]) for name in ShardingRules.names())

@@ -71,7 +71,7 @@ class TEDotProductAttention(DotProductAttention):
             where whoever builds the layer takes it from there.
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
         cp_load_balanced: sequences come in zig-zag order, as Megatron's batches do under context parallelism; see
-            `jax_te.ops.zigzag_positions`.
+            `jax_te.ops.zigzag_positions`. None: the configuration's.
         rngs: taken like in every layer; there is nothing to draw.
 
     Raises:
@@ -100,7 +100,7 @@ class TEDotProductAttention(DotProductAttention):
         cp_comm_type: str | None = "p2p",
         pg_collection: None = None,
         *,
-        cp_load_balanced: bool = False,
+        cp_load_balanced: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         if attention_type not in ATTENTION_TYPES:
@@ -125,7 +125,7 @@ class TEDotProductAttention(DotProductAttention):
             num_splits=1 if num_splits is None and config.batch_invariant_mode else num_splits,
             cp_comm_type="p2p" if cp_comm_type is None else cp_comm_type,
             hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
-            cp_load_balanced=cp_load_balanced,
+            cp_load_balanced=config.cp_load_balanced if cp_load_balanced is None else cp_load_balanced,
             rngs=rngs,
         )
         self.layer_window = config.window_size if windowed else None

@@ -3,15 +3,17 @@
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
-from jax_te.models.stack import run_layers
+from jax_te.models.stack import UNROLL_LIMIT, run_layers, runs_scanned
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
 
 __all__ = [
     "POSITION_EMBEDDINGS",
     "T5_POSITION_EMBEDDINGS",
+    "UNROLL_LIMIT",
     "GPTModel",
     "T5Model",
     "generate",
     "run_layers",
+    "runs_scanned",
     "transformer_layer",
 ]

@@ -52,6 +52,7 @@ def transformer_layer(
         softmax_type=config.softmax_type,
         cp_comm_type="p2p" if kind is None else kind,
         hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+        cp_load_balanced=config.cp_load_balanced,
         qk_norm_type=config.normalization if config.qk_layernorm else None,
         qk_norm_before_rope=True,
         tp_size=config.tensor_model_parallel_size,

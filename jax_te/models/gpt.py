@@ -17,7 +17,8 @@ from jax_te.layers import (
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers
+from jax_te.models.order import caller_order, model_order
+from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, runs_scanned
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
 from jax_te.parallel import RecomputePolicy
 from jax_te.typing import Array
@@ -40,6 +41,10 @@ class GPTModel(LanguageModel):
     The layers' linear operations follow the ambient recipe; embedding, attention core and head stay in the compute
     dtype.
 
+    Tokens and all that belongs to them come, and logits are given, in natural order. With ``config.cp_load_balanced``
+    and context ranks the layers run in zig-zag order: `loss` reorders its integers and weights alone; for logits, ranks
+    gather what the head reads, ``[b, s, h]``, once.
+
     Args:
         config: sizes and choices of the layers; ``compute_dtype`` is the dtype of activations and logits.
         vocab_size: ``v``.
@@ -51,15 +56,16 @@ class GPTModel(LanguageModel):
             its own.
         recompute_policy: what is kept inside of layers that ``config.recompute_granularity="full"`` computes again, a
             `jax_te.parallel.RecomputePolicy` or its name. ``"full"``: nothing.
-        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner.
+        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
+            stacks of many layers, see `runs_scanned`.
         loss_chunks: parts of the sequence whose logits `loss` computes at a time, see `linear_cross_entropy`; must
             divide the sequence length. 1: all at once.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
         ValueError: for sizes that are not positive and unknown names; for fields of ``config`` that it does not follow,
-            see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, and positions that do not
-            fit them.
+            see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do not
+            fit them, and a sequence that cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -83,7 +89,7 @@ class GPTModel(LanguageModel):
         rotary_scaling: RotaryScaling | None = None,
         share_embeddings_and_output_weights: bool = True,
         recompute_policy: RecomputePolicy | str = "full",
-        scan_layers: bool = False,
+        scan_layers: bool | str = "auto",
         loss_chunks: int = 1,
         rngs: nnx.Rngs,
     ):
@@ -94,6 +100,7 @@ class GPTModel(LanguageModel):
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
         check_recompute_policy(config, recompute_policy)
+        runs_scanned(scan_layers, config.num_layers)  # raises for what is no choice
         check_config(config)
         self.config = config
         self.vocab_size = vocab_size
@@ -132,7 +139,8 @@ class GPTModel(LanguageModel):
         """
         if cache is None:
             with jax.named_scope("GPTModel"):
-                return self._head(self._hidden(tokens, positions, dropout_key))
+                x = self._hidden(tokens, positions, dropout_key)
+                return self._head(caller_order(self.config, x, self._axes))
         self._check(tokens, positions)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
@@ -168,8 +176,8 @@ class GPTModel(LanguageModel):
         with jax.named_scope("GPTModel"):
             x = self._hidden(tokens, None, dropout_key)
         with jax.named_scope("loss"):
-            losses = self._losses(x, labels)
-            return masked_mean(losses, loss_mask)
+            losses = self._losses(x, model_order(self.config, labels))
+            return masked_mean(losses, None if loss_mask is None else model_order(self.config, loss_mask))
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
         """Empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.
@@ -202,9 +210,10 @@ class GPTModel(LanguageModel):
         )
 
     def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
-        """What the head reads, ``[b, s, h]``."""
+        """What the head reads, ``[b, s, h]``, in `model_order`."""
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         x = self._embed(tokens, positions, embedding_key)
         rotary = self._rotary(positions)

@@ -72,7 +72,8 @@ class LanguageModel(nnx.Module):
             at = self.position_embedding(positions, ids_axes=ids_axes)
             x = x + (at[None] if positions.ndim == 1 else at)
         x = constrain(x.astype(self.compute_dtype), self._axes)
-        return dropout(x, self.config.hidden_dropout, key, axes=self._axes)
+        zigzag = self.config.cp_load_balanced
+        return dropout(x, self.config.hidden_dropout, key, axes=self._axes, zigzag=zigzag)
 
     def _head_kernel(self) -> Array:
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]

@@ -21,6 +21,35 @@ from jax_te.typing import Array
 
 _NO_RECOMPUTE = RecomputeConfig()
 
+UNROLL_LIMIT = 64
+"""Layers of a stack that ``"auto"`` unrolls at most, see `runs_scanned`."""
+# Provisional: no measurement stands behind it yet.
+
+
+def runs_scanned(scan: bool | str, num_layers: int) -> bool:
+    """Whether a stack of ``num_layers`` layers runs in a loop.
+
+    A loop gains compile time, which in an unrolled stack grows with the number of layers. It costs work: parameters are
+    stacked on the way in, what backward needs is written to stacked arrays and read from them, and the compiler fuses
+    nothing over its borders. ``"auto"`` is therefore unrolled up to `UNROLL_LIMIT` layers, and scanned above.
+    ``jax-te bench --model`` measures both.
+
+    Args:
+        scan: True, False, or ``"auto"``.
+        num_layers: of the stack. The two stacks of a `T5Model` are asked for one by one.
+
+    Raises:
+        ValueError: for another ``scan``.
+
+    >>> runs_scanned("auto", UNROLL_LIMIT), runs_scanned("auto", UNROLL_LIMIT + 1), runs_scanned(True, 2)
+    (False, True, True)
+    """
+    if isinstance(scan, bool):
+        return scan
+    if scan != "auto":
+        raise ValueError(f"scan_layers must be True, False or 'auto', got {scan!r}")
+    return num_layers > UNROLL_LIMIT
+
 
 def layer_keys(key: Array | None, count: int) -> list[Array | None]:
     """A key for each of ``count`` layers, or None for each where there is none."""
@@ -78,7 +107,7 @@ def run_layers(
     *,
     recompute: RecomputeConfig = _NO_RECOMPUTE,
     policy: RecomputePolicy | str | None = "full",
-    scan: bool = False,
+    scan: bool | str = "auto",
     mask_types: dict[str, str] | None = None,
     **arrays: Any,
 ) -> Array:
@@ -91,7 +120,7 @@ def run_layers(
         recompute: what backward computes again.
         policy: what full recomputation keeps inside of the layers, see `jax_te.parallel.checkpoint`.
         scan: run consecutive layers of the same structure in a loop, ``jax.lax.scan``, whose body is compiled once; of
-            groups of layers that are recomputed together, the groups.
+            groups of layers that are recomputed together, the groups. ``"auto"``: as `runs_scanned` says.
             The parameters stay those of the single layers: they are stacked on the way in, which takes memory for a
             copy of them. A layer that differs from its neighbours, because it has a recipe or a name of its own, runs
             by itself.
@@ -113,7 +142,7 @@ def run_layers(
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     groups = recompute_groups(recompute, len(layers))
     with selective_recompute(*modules):
-        if scan:
+        if runs_scanned(scan, len(layers)):
             return _run_scanned(calls, groups, layers, x, keys, arrays)
         for group in groups:
             members = range(group.first, group.first + group.count)

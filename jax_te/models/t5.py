@@ -14,13 +14,18 @@ from jax_te.layers import RelativePositionBias, dropout
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers
+from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, runs_scanned
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
 from jax_te.parallel import RecomputePolicy
 from jax_te.typing import Array
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
 """Kinds of position embedding of `T5Model`, in Megatron-Core's words."""
+
+_NOT_FOLLOWED = {
+    "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and the encoder has none (T5's relative "
+    "positions are of natural order, too)"
+}
 
 
 class T5Model(LanguageModel):
@@ -42,7 +47,7 @@ class T5Model(LanguageModel):
         relative_attention_num_buckets, relative_attention_max_distance: see `RelativePositionBias`.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        scan_layers: see `run_layers`.
+        scan_layers: see `run_layers`; ``"auto"`` looks at each of the two stacks by itself.
         recompute_policy, loss_chunks: see `GPTModel`. Groups of layers that are recomputed together are counted in the
             encoder and in the decoder apart.
         rngs: the ``params`` stream draws all weights.
@@ -73,7 +78,7 @@ class T5Model(LanguageModel):
         relative_attention_max_distance: int = 128,
         share_embeddings_and_output_weights: bool = True,
         recompute_policy: RecomputePolicy | str = "full",
-        scan_layers: bool = False,
+        scan_layers: bool | str = "auto",
         loss_chunks: int = 1,
         rngs: nnx.Rngs,
     ):
@@ -90,7 +95,8 @@ class T5Model(LanguageModel):
                 f"allowed: {', '.join(T5_POSITION_EMBEDDINGS)}"
             )
         check_recompute_policy(config, recompute_policy)
-        check_config(config)
+        runs_scanned(scan_layers, config.num_layers)  # raises for what is no choice
+        check_config(config, also=_NOT_FOLLOWED)
         self.config = config
         self.max_sequence_length = max_sequence_length
         self.position_embedding_type = position_embedding_type

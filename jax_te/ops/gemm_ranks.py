@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from jax_te.parallel import activation_axis
 from jax_te.parallel.ranks import PER_RANK, WHOLE, Layout, MeshAxes, RankTree, layout_of, place, rank_mesh
 from jax_te.quantize import (
     ROLES,
@@ -122,7 +123,7 @@ def gemm_ranks(
         return "each part of the batch has scales of its own (tp_only_amax_red)"
     lead = len(x_shape) - 1
     if x_axes is None:
-        x_axes = (*out_axes[:lead], "hidden" if kernel_axes[0] == "fsdp" else kernel_axes[0])
+        x_axes = (*out_axes[:lead], activation_axis(kernel_axes[0]))
     ranks = GemmRanks(
         mesh=mesh, x=layout_of(x_axes, mesh), kernel=layout_of(kernel_axes, mesh), out=layout_of(out_axes, mesh)
     )

@@ -16,6 +16,7 @@ from jax_te.parallel.rng import (
 from jax_te.parallel.selective import recomputed, run_recomputed, selective_recompute
 from jax_te.parallel.sharding import (
     ShardingRules,
+    activation_axis,
     auto_region,
     axis_ranks,
     batch_ranks,
@@ -24,6 +25,7 @@ from jax_te.parallel.sharding import (
     logical_to_spec,
     named_sharding,
     ranks_of,
+    row_axis,
     use_rules,
     whole_sequences,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "ShardingReport",
     "ShardingRules",
     "StreamState",
+    "activation_axis",
     "auto_region",
     "axis_ranks",
     "batch_ranks",
@@ -58,6 +61,7 @@ __all__ = [
     "ranks_of",
     "recompute_policy",
     "recomputed",
+    "row_axis",
     "run_recomputed",
     "selective_recompute",
     "sharding_report",

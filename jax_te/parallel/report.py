@@ -139,14 +139,12 @@ def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = N
     >>> mlp = nnx.eval_shape(lambda: LayerNormMLP(16, 64, rngs=nnx.Rngs(0)))
     >>> report = sharding_report(mlp, jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor")))
     >>> report.arrays[-1].path, report.arrays[-1].mesh_axes, report.arrays[-1].bytes_per_device
-    ('wo_kernel', 'tensor, fsdp', 512)
-    >>> print(report.draw("wo_kernel"))
-    (tensor, fsdp)  1 array: wo_kernel
-              fsdp=0  fsdp=1
-    tensor=0  0       4
-    tensor=1  1       5
-    tensor=2  2       6
-    tensor=3  3       7
+    ('wo_kernel', 'tensor*fsdp, -', 512)
+    >>> print(report.draw("wi_kernel"))
+    (fsdp, -, tensor)  1 array: wi_kernel
+            tensor=0  tensor=1  tensor=2  tensor=3
+    fsdp=0  0         1         2         3
+    fsdp=1  4         5         6         7
     """
     found = leaves_with_axes(model_or_state)
     on = jax.sharding.get_mesh() if mesh is None else mesh

@@ -16,6 +16,8 @@ from jax_te.config import check_mesh_axis
 from jax_te.typing import Array, LogicalAxes
 
 MeshAxes = tuple[str, ...]
+_COMPOSED = {"heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
+_OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,10 @@ class ShardingRules:
             projections need one all-reduce together.
         vocab: rows of the embedding, columns of the head and of logits, over the tensor ranks: the largest kernels and
             activations of a model with a large vocabulary. A loss needs a maximum and a sum over it, ``[b, s]`` each.
-        fsdp: the hidden axis of kernels, over the FSDP ranks: every kernel has it and no tensor rank splits it, so one
-            rule splits all of them; a kernel is gathered where it is used.
+        fsdp: the first axis of kernels, over the FSDP ranks: a kernel is gathered where it is used, and parts of its
+            first axis lie one behind the other in memory, so that nothing is moved once more after a gather or before
+            a scatter. Kernels that tensor ranks split along that axis too (row-parallel ones) name it ``heads_fsdp``
+            or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth gathering.
         joined: component axes of fused kernels (query/key/value, gate/up), over nothing: so each rank has its part
             of every component, and another number of ranks splits in the same way.
@@ -64,6 +68,23 @@ class ShardingRules:
     fsdp: MeshAxes = ("fsdp",)
     norm: MeshAxes = ()
     joined: MeshAxes = ()
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All logical axes.
+
+        >>> ShardingRules.names()[-2:]
+        ('heads_fsdp', 'ffn_fsdp')
+        """
+        return (*(rule.name for rule in fields(cls)), *_COMPOSED)
+
+    def mesh_axes(self, name: str) -> MeshAxes:
+        """The mesh axes of one of these `names`.
+
+        >>> ShardingRules().mesh_axes("ffn_fsdp")
+        ('tensor', 'fsdp')
+        """
+        return tuple(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part))
 
     def __post_init__(self) -> None:
         for rule in fields(self):
@@ -111,7 +132,7 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
     ('data', None, 'tensor')
     """
     rules = _rules.value if rules is None else rules
-    known = {rule.name for rule in fields(rules)}
+    known = rules.names()
     taken: dict[str, str] = {}
     spec: list[Any] = []
     for name in axes:
@@ -120,7 +141,7 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
             continue
         if name not in known:
             raise ValueError(f"unknown logical axis {name!r} in {axes}; allowed: {', '.join(sorted(known))}")
-        mesh_axes = tuple(axis for axis in getattr(rules, name) if axis in mesh.axis_names)
+        mesh_axes = tuple(axis for axis in rules.mesh_axes(name) if axis in mesh.axis_names)
         for axis in mesh_axes:
             if axis in taken:
                 raise ValueError(
@@ -132,6 +153,24 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
         mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
+
+
+def row_axis(axis: str | None) -> str:
+    """Logical name of the first axis of a kernel whose inputs tensor ranks split along ``axis``; None: not at all.
+
+    >>> row_axis("ffn"), row_axis(None)
+    ('ffn_fsdp', 'fsdp')
+    """
+    return "fsdp" if axis is None else f"{axis}_fsdp"
+
+
+def activation_axis(axis: str | None) -> str | None:
+    """Logical axis of activations that a kernel's axis is multiplied with, or gives.
+
+    >>> activation_axis("fsdp"), activation_axis("ffn_fsdp"), activation_axis("ffn")
+    ('hidden', 'ffn', 'ffn')
+    """
+    return _OF_ACTIVATIONS.get(axis, axis)
 
 
 def batch_ranks() -> int:

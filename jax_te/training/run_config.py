@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
-from jax_te.models.stack import check_recompute_policy
+from jax_te.models.stack import check_recompute_policy, runs_scanned
 from jax_te.recipe import Recipe
 from jax_te.training.precision_rules import quantization_rules
 from jax_te.training.run_recipe import RECIPE_FIELDS, build_recipe, gemm_list, option, recipe_defaults
@@ -25,9 +26,9 @@ VOCAB_SIZE = 256
 
 _RECOMPUTE = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_policy"),
-    "distribute_saved_activations",
+    *("distribute_saved_activations", "scan_layers"),
 )
-_PARALLEL = ("mesh", "mesh_axis_type", "sequence_parallel", "cp_comm_type")
+_PARALLEL = ("mesh", "mesh_axis_type", "sequence_parallel", "cp_comm_type", "cp_load_balanced")
 _WHERE_IT_RUNS = ("data", "microbatches", "backend", *_PARALLEL, *_RECOMPUTE)
 _HOW_OFTEN = ("steps", "save_every", "keep", "eval_every", "eval_batches", "log_every", "inspect_every")
 MAY_CHANGE = {*_WHERE_IT_RUNS, *_HOW_OFTEN}
@@ -71,11 +72,12 @@ class RunConfig:
         mesh_axis_type: ``"auto"`` or ``"explicit"``.
         sequence_parallel: split activations between tensor-parallel parts over the tensor ranks.
         cp_comm_type: how context ranks exchange keys and values: ``"p2p"``, ``"all_gather"`` or ``"a2a"``.
+        cp_load_balanced: context ranks have the tokens of a sequence in zig-zag order.
         recompute_granularity: ``"none"``, ``"full"`` or ``"selective"``.
         recompute_method, recompute_num_layers, distribute_saved_activations: as in `RecomputeConfig`; None is
             ``"uniform"`` and 1 under full recomputation.
         recompute_modules: as there, separated by commas; None for its default.
-        recompute_policy: as in `GPTModel`.
+        recompute_policy, scan_layers: as in `GPTModel`.
         save_every, keep, eval_every, eval_batches, log_every: cadences.
         inspect_every: steps between statistics of the quantized tensors; 0 for never.
 
@@ -130,12 +132,14 @@ class RunConfig:
     mesh_axis_type: str = "auto"
     sequence_parallel: bool = False
     cp_comm_type: str = "p2p"
+    cp_load_balanced: bool = False
     recompute_granularity: str = "none"
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_modules: str | None = None
     recompute_policy: str = "full"
     distribute_saved_activations: bool = False
+    scan_layers: bool | str = "auto"
     save_every: int = 100
     keep: int = 3
     eval_every: int = 100
@@ -146,6 +150,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         self._check_quantized_layers()
         check_recompute_policy(self.transformer_config(), self.recompute_policy)
+        runs_scanned(self.scan_layers, self.num_layers)
         recipe, rules = self.make_recipe(), self.quantization_rules()
         for name, default in recipe_defaults(self.recipe).items():
             if getattr(self, name) is None:
@@ -195,6 +200,7 @@ class RunConfig:
             num_layers_at_start_in_bf16=self.bf16_layers_start,
             num_layers_at_end_in_bf16=self.bf16_layers_end,
             cp_comm_type=self.cp_comm_type,
+            cp_load_balanced=self.cp_load_balanced,
             **self._sequence_parallel_fields(),
             **self._recompute_fields(),
         )
@@ -268,17 +274,24 @@ class RunConfig:
             )
         split = {
             "num_query_groups": (self.num_query_groups, "tensor"),
-            "ffn_hidden_size": (self.ffn_hidden_size, "tensor"),
-            "hidden_size": (self.hidden_size, "fsdp"),
+            "ffn_hidden_size": (self.ffn_hidden_size, "tensor*fsdp"),
+            "hidden_size": (self.hidden_size, "tensor*fsdp"),
             "seq_len": (self.seq_len, "context"),
         }
         for name, (size, axis) in split.items():
-            parts = getattr(sizes, axis)
+            parts = math.prod(getattr(sizes, part) for part in axis.split("*"))
             if size % parts:
                 raise ValueError(
                     f"{option(name)} {size} does not divide over {axis}={parts} of --mesh {self.mesh}; "
                     f"the next that does: {_next(size, parts)}"
                 )
+        chunks = 2 * sizes.context
+        if self.cp_load_balanced and sizes.context > 1 and self.seq_len % chunks:
+            raise ValueError(
+                f"--cp-load-balanced cuts --seq-len {self.seq_len} into two chunks for each of context={sizes.context} "
+                f"ranks of --mesh {self.mesh}, and it does not divide by {chunks}; the next that does: "
+                f"{_next(self.seq_len, chunks)}"
+            )
 
     def _check_quantized_layers(self) -> None:
         start, end = self.bf16_layers_start, self.bf16_layers_end

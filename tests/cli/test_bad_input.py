@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from jax_te.cli.build import contexts
+from jax_te.cli.checks import check_te_on_mesh
 from jax_te.cli.main import main
+from jax_te.cli.options import build_parser
+from jax_te.cli.resolve import resolve
 from jax_te.ops.te import available
 from jax_te.training.metrics import EXTRA_HINT
 from tests.cli.runs import MICRO, TEXT, assert_refused, records
@@ -27,6 +31,7 @@ def refuse(capsys, output, *argv):
         (["--microbatches", "3"], ["--batch-size 4", "--microbatches 3", "6"]),
         (["--mesh", "data=3"], ["data*fsdp = 3", "--batch-size", "6"]),
         (["--mesh", "tensor=4"], ["--num-query-groups 2", "tensor=4"]),
+        (["--mesh", "context=8", "--seq-len", "40", "--cp-load-balanced"], ["--seq-len 40", "context=8", "16", "48"]),
         (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, context, tensor"]),
         (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "multiple of 16", "64"]),
         (["--recipe", "current", "--seq-len", "30", "--batch-size", "1"], ["tokens of a microbatch 30", "32"]),
@@ -37,6 +42,40 @@ def refuse(capsys, output, *argv):
 def test_options_that_do_not_go_together(tmp_path, capsys, argv, texts):
     assert_refused(*refuse(capsys, tmp_path / "run", *argv), *texts)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["--recipe", "current", "--inspect-every", "4"], ["--inspect-every", "leave out --inspect-every"]),
+        (["--recipe", "block", "--microbatches", "2"], ["--microbatches 2", "recipe block"]),
+        (["--recipe", "mxfp8", "--fp8-param"], ["--fp8-param", "recipe mxfp8"]),
+        (["--recipe", "nvfp4"], ["recipe nvfp4"]),
+    ],
+)
+def test_what_transformer_engine_leaves_to_xla_on_meshes(tmp_path, capsys, argv, texts):
+    """Said at the start, with or without Transformer Engine, and not at the first step that does it."""
+    sizes = ["--hidden-size", "128", "--num-heads", "1", "--ffn-hidden-size", "128", "--seq-len", "128"]
+    options = [*sizes, "--backend", "te", "--mesh", "data=2", *argv]
+    status, error = refuse(capsys, tmp_path / "run", *options)
+    assert_refused(status, error, "--mesh data=2", "--backend auto", *texts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--backend", "te", "--recipe", "current", "--inspect-every", "4"],
+        ["--backend", "te", "--mesh", "data=1", "--recipe", "current", "--inspect-every", "4"],
+        ["--backend", "auto", "--mesh", "data=2", "--recipe", "current", "--inspect-every", "4"],
+        ["--backend", "te", "--mesh", "data=2", "--recipe", "current", "--fp8-param", "--microbatches", "2"],
+        ["--backend", "te", "--mesh", "data=2", "--microbatches", "2"],
+    ],
+)
+def test_what_transformer_engine_runs_on_meshes(tmp_path, argv):
+    config, _ = resolve(build_parser("train").parse_args(["train", *MICRO, *argv]), tmp_path)
+    with contexts(config):
+        check_te_on_mesh(config)
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "bytes of text"), (100, "100 bytes of text")])

@@ -181,7 +181,7 @@ def test_how_a_run_is_split(quantized, capsys):
     assert whole["bytes"] == whole["bytes_per_device"] == sum(array["bytes"] for array in whole["arrays"])
     held = next(array for array in whole["arrays"] if array["path"].startswith("params.layers.1.layernorm_mlp.wo_kern"))
     assert held["path"].endswith("wo_kernel.form.rowwise.data")
-    assert (held["dtype"], held["logical_axes"]) == ("float8_e4m3fn", ["ffn", "fsdp"])
+    assert (held["dtype"], held["logical_axes"]) == ("float8_e4m3fn", ["ffn_fsdp", None])
 
 
 def test_how_a_preset_would_be_split(tmp_path, capsys):

@@ -97,6 +97,7 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--override-linear-precision", "wgrad,wgrad"], "must be some of fprop,dgrad,wgrad, each once"),
         (["train", "--override-linear-precision", "all"], "argument --override-linear-precision: must be some of"),
         (["train", "--recompute-modules", "mlp,moe"], "must be some of core_attn,layernorm,activation,mlp, each once"),
+        (["train", "--scan-layers", "true"], "argument --scan-layers: must be auto, yes or no, got 'true'"),
         (["train", "--recompute-granularity", "some"], "argument --recompute-granularity: invalid choice: 'some'"),
         (["train", "--bf16-layers-start", "-1"], "argument --bf16-layers-start: must be an integer >= 0, got -1"),
         (["train", "--fp8-accumulation", "slow"], "argument --fp8-accumulation: invalid choice: 'slow'"),
@@ -167,19 +168,30 @@ def test_recomputation_is_the_models_and_may_change_on_resuming(tmp_path):
 
 
 def test_parallelism_is_the_models_and_may_change_on_resuming(tmp_path):
-    options = ("--mesh", "tensor=2,context=2", "--sequence-parallel", "--cp-comm-type", "a2a")
+    options = ("--mesh", "tensor=2,context=2", "--sequence-parallel", "--cp-comm-type", "a2a", "--cp-load-balanced")
     first, _ = resolve(parse(*options), tmp_path)
     model = first.transformer_config()
     assert (model.sequence_parallel, model.tensor_model_parallel_size, model.cp_comm_type) == (True, 2, "a2a")
+    assert model.cp_load_balanced
     write_config(first, tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
-    again, resumes = resolve(parse("--mesh", "data=2", "--no-sequence-parallel"), tmp_path)
+    again, resumes = resolve(parse("--mesh", "data=2", "--no-sequence-parallel", "--no-cp-load-balanced"), tmp_path)
     assert resumes
     assert not again.transformer_config().sequence_parallel
+    assert not again.transformer_config().cp_load_balanced
     with pytest.raises(ValueError, match="--sequence-parallel splits activations over tensor ranks, and --mesh data=2"):
         resolve(parse("--mesh", "data=2", "--sequence-parallel"), tmp_path / "new")
     with pytest.raises(ValueError, match=r"and --mesh \(none\) has one"):
         resolve(parse("--sequence-parallel"), tmp_path / "new")
+
+
+def test_the_form_of_the_stack_may_change_on_resuming(tmp_path):
+    first, _ = resolve(parse("--scan-layers", "yes"), tmp_path)
+    assert first.scan_layers is True
+    write_config(first, tmp_path)
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    for argv, expected in (((), True), (("--scan-layers", "no"), False), (("--scan-layers", "auto"), "auto")):
+        assert resolve(parse(*argv), tmp_path) == (dataclasses.replace(first, scan_layers=expected), True)
 
 
 def test_the_text_of_a_precision_file_is_kept(tmp_path):

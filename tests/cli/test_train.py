@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jax_te.cli.main import main
+from jax_te.models import UNROLL_LIMIT
 from jax_te.recipe import RECIPES
 from jax_te.training.metrics import read_metrics
 from tests.cli.runs import MICRO, assert_refused, records
@@ -32,6 +33,7 @@ def test_it_says_what_it_does_and_what_came_of_it(tmp_path, capsys):
     shown = capsys.readouterr().out
     for text in ("1 layer, hidden 32", "parameters in float32", "recipe   none", "xla for every op", "a new run"):
         assert text in shown
+    assert f"layers   unrolled: 1 layer, not more than {UNROLL_LIMIT}\n" in shown
     for text in ("step 12/12", "tokens/s", "held-out loss", "byte bigrams", "sample", "def ", "jax-te sample"):
         assert text in shown
 
@@ -74,13 +76,15 @@ def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_half_precision_and_options_of_the_model(tmp_path):
+def test_half_precision_and_options_of_the_model(tmp_path, capsys):
     options = ["--params-dtype", "float16", "--dropout", "0.1", "--no-tie-embeddings", "--bias"]
-    options += ["--recompute-granularity", "full", "--recompute-policy", "save_gemms"]
+    options += ["--recompute-granularity", "full", "--recompute-policy", "save_gemms", "--scan-layers", "yes"]
     options += ["--activation", "gelu", "--normalization", "LayerNorm", "--position-embedding", "learned_absolute"]
     assert train(tmp_path / "run", *options, "--steps", "4") == 0
-    assert main(["train", "--output", str(tmp_path / "run"), "--steps", "6"]) == 0
+    assert main(["train", "--output", str(tmp_path / "run"), "--steps", "6", "--scan-layers", "auto"]) == 0
     assert read_metrics(tmp_path / "run")[0]["loss_scale"] > 1.0
+    shown = capsys.readouterr().out
+    assert shown.index("layers   scanned: --scan-layers yes\n") < shown.index("layers   unrolled: 1 layer, not more")
 
 
 def test_sample_continues_the_prompt_beyond_the_context(trained, capsys):

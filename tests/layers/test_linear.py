@@ -120,7 +120,7 @@ def test_layers_return_the_norm_output_last() -> None:
         (None, ("fsdp", "joined", None), ("joined", None)),
         ("column", ("fsdp", "joined", "ffn"), ("joined", "ffn")),
         ("Column", ("fsdp", "joined", "ffn"), ("joined", "ffn")),
-        ("row", ("ffn", "joined", "fsdp"), ("joined", "norm")),
+        ("row", ("ffn_fsdp", "joined", None), ("joined", None)),
     ],
 )
 def test_parallel_mode_is_a_choice_of_logical_axes(mode: str | None, kernel: Any, bias: Any) -> None:

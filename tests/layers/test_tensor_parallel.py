@@ -112,7 +112,7 @@ def test_without_parallel_mode_the_kernels_are_whole(mesh_mode: str) -> None:
     assert (axes["wi_kernel"], axes["wi_bias"], axes["wo_kernel"]) == (
         ("fsdp", "joined", None),
         ("joined", None),
-        (None, "fsdp"),
+        ("fsdp", None),
     )
     x = draw("x", (B, S, H))
     p = parameters(layer)

@@ -169,7 +169,7 @@ def test_shardings_from_logical_axes_and_the_same_numbers_on_every_mesh(mode):
             assert jax.tree.structure(fresh) == jax.tree.structure(made)
     params = made["params"]
     assert params["wi_kernel"].value.sharding.spec == jax.P("fsdp", None, "tensor")
-    assert params["wo_kernel"].value.sharding.spec == jax.P("tensor", "fsdp")
+    assert params["wo_kernel"].value.sharding.spec == jax.P(("tensor", "fsdp"), None)
     jax.tree.map(assert_bitwise, jax.device_get(made), jax.device_get(without))
     tolerance = 4 * TOLERANCE["float32"]  # a gradient has gone through four products and the norm
     jax.tree.map(lambda a, b: assert_close(a, b, tolerance), jax.device_get(actual), expected)
@@ -181,6 +181,7 @@ def test_rules_in_flax_form():
     assert rules["batch"] == "data"  # there is no fsdp axis
     assert rules["heads"] == rules["ffn"] == "tensor"
     assert rules["fsdp"] is None
+    assert rules["ffn_fsdp"] == "tensor"
     own = ShardingRules(batch=("data", "tensor"), ffn=())
     assert dict(te.logical_axis_rules(mesh, own))["batch"] == ("data", "tensor")
     with use_rules(own):

@@ -80,7 +80,7 @@ def test_specs_follow_the_logical_axes():
         "fc1.bias": P("tensor"),
         "fc1.scale": P(None),
         "fc1.ln_bias": P(None),
-        "rows.1.kernel": P("tensor", "fsdp"),
+        "rows.1.kernel": P(("tensor", "fsdp"), None),
         "rows.1.bias": P(None),
         "column.kernel": P("fsdp", "tensor"),
         "column.bias": P("tensor"),

@@ -24,15 +24,20 @@ FORMS = {
 }
 
 
-def collectives(form: str, loss_chunks: int = 1, **sizes: int) -> Counter[tuple[str, str]]:
-    """Kind and shape of every collective in the loss and gradient of a one-layer model on an Auto mesh."""
-    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=8, ffn_hidden_size=64)
+def collectives(
+    form: str, loss_chunks: int = 1, fields: dict[str, Any] | None = None, **sizes: int
+) -> Counter[tuple[str, str]]:
+    """Kind and shape of every collective in the loss and gradient of a one-layer model on an Auto mesh, whose
+    configuration has ``fields``; it is given a key for dropout.
+    """
+    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=8, ffn_hidden_size=64, **fields or {})
     with jax.set_mesh(make_mesh(ParallelConfig(**sizes))):
         options: Any = {"vocab_size": V, "max_sequence_length": S, "loss_chunks": loss_chunks, **FORMS[form]}
         model = shard(GPTModel(config, rngs=nnx.Rngs(0), **options))
         graphdef, state = nnx.split(model)
         tokens = jnp.zeros((B, S), jnp.int32)
-        gradient = jax.grad(lambda state: nnx.merge(graphdef, state).loss(tokens, tokens))
+        key = jax.random.key(0)
+        gradient = jax.grad(lambda state: nnx.merge(graphdef, state).loss(tokens, tokens, dropout_key=key))
         text = jax.jit(gradient, out_shardings=shardings(model)).lower(state).compile().as_text()
     return Counter((kind, re.sub(r"\{[^}]*\}", "", shape)) for shape, kind in COLLECTIVE.findall(text))
 
@@ -65,10 +70,12 @@ def test_a_loss_in_parts_is_vocabulary_parallel_too() -> None:
     }
 
 
-@pytest.mark.parametrize("loss_chunks", [1, 2])
-def test_context_parallelism_communicates_in_attention_alone(loss_chunks: int) -> None:
-    """And once for the gradients: hidden states and logits stay where they are."""
-    found = collectives("llama", loss_chunks, context=4)
+@pytest.mark.parametrize(
+    ("loss_chunks", "fields"), [(1, {}), (2, {}), (1, {"cp_load_balanced": True, "hidden_dropout": 0.1})]
+)
+def test_context_parallelism_communicates_in_attention_alone(loss_chunks: int, fields: dict[str, Any]) -> None:
+    """And once for the gradients: hidden states and logits stay where they are, in zig-zag order and with dropout."""
+    found = collectives("llama", loss_chunks, fields, context=4)
     moved = [shape for kind, shape in found if kind != "all-reduce" and re.search(rf"\d,(1,)?({H}|{V})\]", shape)]
     assert not moved
     assert not [shape for kind, shape in found if kind == "all-reduce" and re.search(rf"f32\[{B},\d+,\d+\]", shape)]

@@ -72,6 +72,7 @@ def test_a_model_whose_sequences_are_split_in_training_generates(mode: Any) -> N
     """On context ranks and under sequence parallelism; one token at a time is whole everywhere."""
     config, options = CONFIGS["llama"]
     config = dataclasses.replace(config, tensor_model_parallel_size=2, sequence_parallel=True)
+    config = dataclasses.replace(config, cp_load_balanced=mode == "explicit")
     expected = generate(build("llama"), PROMPT, steps=6, key=KEY, temperature=0.0)
     with jax.set_mesh(make_mesh(ParallelConfig(data=2, context=2, tensor=2), axis_type=mode)):
         model = GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **options)

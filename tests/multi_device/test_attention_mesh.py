@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -137,6 +138,10 @@ def test_megatrons_core() -> None:
     plain = TEDotProductAttention(config, 1, "causal", "self")
     expected = plain(*qkv, None)
     core = TEDotProductAttention(config, 1, "causal", "self", cp_comm_type="a2a+p2p", cp_load_balanced=True)
+    zigzag = dataclasses.replace(config, cp_load_balanced=True)
+    assert TEDotProductAttention(zigzag, 1, "causal", "self", cp_comm_type="a2a+p2p").context_parallel == (
+        core.context_parallel
+    )
     with jax.set_mesh(context_mesh(context=4)):
         out = quick_jit(lambda *qkv: core(*qkv, None))(*(reorder_to_zigzag(x) for x in qkv))
     assert_close(undo_zigzag(host(out), 4), expected, 2 * TOLERANCE["float32"])

@@ -90,8 +90,8 @@ def test_dropout_shows_in_the_losses() -> None:
     model = GPTModel(CONFIG, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=nnx.Rngs(0))
     tokens = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % VOCAB
     loss = jax.jit(lambda model, key: model.loss(tokens, tokens, dropout_key=key))
-    first, second = (float(loss(model, jax.random.key(seed))) for seed in (0, 1))
-    assert abs(first - second) > 100 * TOLERANCE * first
+    losses = [float(loss(model, jax.random.key(seed))) for seed in range(4)]  # over seeds they spread by 3e-3
+    assert max(losses) - min(losses) > 100 * TOLERANCE * losses[0]
 
 
 @settings(max_examples=1, derandomize=True, deadline=None, database=None)

@@ -22,7 +22,7 @@ from jax_te.recipe import (
 )
 
 COLUMN = {"kernel_axes": ("fsdp", "ffn"), "out_axes": ("batch", "sequence", "ffn")}
-ROW = {"kernel_axes": ("ffn", "fsdp"), "out_axes": ("batch", "sequence", "hidden")}
+ROW = {"kernel_axes": ("ffn_fsdp", None), "out_axes": ("batch", "sequence", "hidden")}
 SPLIT = ("batch", "sequence_parallel", "hidden")
 X, KERNEL = (8, 32, 64), (64, 64)
 CURRENT = Float8CurrentScaling()
@@ -51,7 +51,8 @@ def test_column_parallel() -> None:
 def test_row_parallel() -> None:
     ranks = plan(**ROW)
     assert (ranks.inner, ranks.out_scatter) == (("tensor",), ((), ()))
-    assert ranks.kernel_gather == ((), ("fsdp",))
+    assert ranks.kernel_gather == (("fsdp",), ())
+    assert plan(**(ROW | {"kernel_axes": ("ffn", "fsdp")})).kernel_gather == ((), ("fsdp",))
     assert plan(**(ROW | {"out_axes": SPLIT}), x_axes=("batch", "sequence", "ffn")).out_scatter == ((), ("tensor",))
     assert isinstance(norm_ranks(plan(**COLUMN)), GemmRanks)
     assert "the norm's input is split along its features" in norm_ranks(ranks)

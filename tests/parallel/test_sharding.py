@@ -31,6 +31,8 @@ ALL = ParallelConfig(data=2, fsdp=2, tensor=2)
         (("batch", "sequence", "heads", None), P(("data", "fsdp"), None, "tensor", None)),
         (("fsdp", "joined", "heads"), P("fsdp", None, "tensor")),
         (("ffn", "fsdp"), P("tensor", "fsdp")),
+        (("ffn_fsdp", None), P(("tensor", "fsdp"), None)),
+        (("heads_fsdp", None), P(("tensor", "fsdp"), None)),
         (("vocab", "fsdp"), P("tensor", "fsdp")),
         (("norm",), P(None)),
         ((), P()),
@@ -82,8 +84,8 @@ def test_two_dimensions_on_one_mesh_axis():
 def test_unknown_logical_axis():
     with pytest.raises(
         ValueError,
-        match=r"unknown logical axis 'mlp' .* allowed: batch, ffn, fsdp, heads, hidden, joined, norm, sequence, "
-        "sequence_parallel, vocab",
+        match=r"unknown logical axis 'mlp' .* allowed: batch, ffn, ffn_fsdp, fsdp, heads, heads_fsdp, hidden, "
+        "joined, norm, sequence, sequence_parallel, vocab",
     ):
         logical_to_spec(("mlp",), MESH)
 

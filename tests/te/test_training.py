@@ -4,10 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jax_te.config import ParallelConfig
+from jax_te.errors import BackendUnavailableError
+from jax_te.layers import Linear
 from jax_te.ops import dense, quantize_kernel, use_backend
+from jax_te.parallel import make_mesh
 from jax_te.quantize import init_gemm_state
-from jax_te.recipe import recipe_from_name
+from jax_te.recipe import autocast, recipe_from_name
+from jax_te.training.inspection import inspect_precision
 from tests.numerics import draw
 from tests.training.test_kernels import run
 
@@ -24,6 +30,19 @@ def test_microbatches_and_fp8_parameters(name):
         if recipe is not None:
             _, held = run(recipe, microbatches=2, fp8_param=True)
             assert held == two
+
+
+def test_what_is_done_on_whole_tensors_is_refused_on_a_mesh():
+    """What `jax_te.cli.checks.check_te_on_mesh` refuses at the start, the step that does it would refuse."""
+    with use_backend("te"), jax.set_mesh(make_mesh(ParallelConfig(data=2))):
+        for options in ({"microbatches": 2}, {"fp8_param": True}):
+            run(recipe_from_name("current"), steps=1, **options)
+            with pytest.raises(BackendUnavailableError, match="its kernel was quantized"):
+                run(recipe_from_name("block"), steps=1, **options)
+        with autocast(recipe_from_name("current")):
+            model = Linear(32, 16, rngs=nnx.Rngs(0))
+            with pytest.raises(BackendUnavailableError, match="its quantized tensors are observed"):
+                inspect_precision(model, lambda model, x, key: jnp.sum(model(x)), jnp.ones((4, 16, 32)))
 
 
 @pytest.mark.parametrize("portable", [False, True])

@@ -73,6 +73,7 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"override_linear_precision": "wgrad"}, r"--override-linear-precision is for .* and the recipe is none"),
         ({"recipe": "current", "override_linear_precision": "wgrad,egrad"}, r"takes some of fprop, dgrad, wgrad"),
         ({"recipe": "current", "override_linear_precision": ""}, r"takes some of fprop, dgrad, wgrad"),
+        ({"scan_layers": "yes"}, r"scan_layers must be True, False or 'auto', got 'yes'"),
         ({"fp8_param": True}, r"--fp8-param is for runs that quantize"),
         ({"inspect_every": 5}, r"--inspect-every is for runs that quantize"),
         ({"bf16_layers_end": 1}, r"--bf16-layers-end is for runs that quantize"),

@@ -37,7 +37,8 @@ def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
     q, k, v = unpack(qkv)
     merged: part.Result | None = None
     for step in range(call.ring_ranks):
-        ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)  # first, so that it is under way meanwhile
+        (k, v), merged = jax.lax.optimization_barrier(((k, v), merged))  # or all moves would come first
+        ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)  # under way while the rest is computed
 
         def attend(
             share: Share, k: Array = k, v: Array = v, step: int = step, merged: part.Result | None = merged
@@ -65,47 +66,48 @@ def _merge(merged: part.Result, found: part.Result, rows: slice) -> part.Result:
     return part.Result(out, log_sum, more.max_logit)
 
 
-class Sums(NamedTuple):
-    """Gradients of a rank's queries, of the keys and values that are with it, and of the bias, as far as they are."""
+class Found(NamedTuple):
+    """Gradients of a rank's queries and of the bias, all so far, and those of the keys and values of one step."""
 
     q: Array
+    bias: Array | None
     k: Array
     v: Array
-    bias: Array | None
 
 
 def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
-    """Gradients of a rank's queries, keys and values; those of keys and values travel with them."""
+    """Gradients of a rank's queries, keys and values; those of keys and values follow them, a step behind."""
     q, k, v = unpack(qkv)
-    sums: Sums | None = None
+    found: Found | None = None
+    behind: tuple[Array, ...] = ()  # gradients of the keys and values of the last step, on their way
     for step in range(call.ring_ranks):
-        ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)
+        (k, v), behind, found = jax.lax.optimization_barrier(((k, v), behind, found))
+        moved = _move(call, *((k, v) if step + 1 < call.ring_ranks else ()), *behind)
+        ahead, behind = (moved[:2], moved[2:]) if step + 1 < call.ring_ranks else ((k, v), moved)
 
-        def attend(share: Share, k: Array = k, v: Array = v, step: int = step, sums: Sums | None = sums) -> Sums:
+        def attend(share: Share, k: Array = k, v: Array = v, step: int = step, so_far: Found | None = found) -> Found:
             rows, columns = share.rows, share.columns
             spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
             here = (q[:, rows], k[:, columns], v[:, columns])
-            found = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
-            dq, dk, dv = unpack(found.qkv)
-            d_bias = None if found.bias is None else found.bias.astype(jnp.float32)
-            if sums is None:
-                return Sums(dq.astype(jnp.float32), dk, dv, d_bias)
-            return Sums(
-                _put(sums.q, sums.q[:, rows] + dq.astype(jnp.float32), rows, 1),
-                _put(sums.k, sums.k[:, columns] + dk, columns, 1),
-                _put(sums.v, sums.v[:, columns] + dv, columns, 1),
-                None if sums.bias is None or d_bias is None else sums.bias + d_bias,
-            )
+            more = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
+            dq, dk, dv = unpack(more.qkv)
+            dq, dbias = dq.astype(jnp.float32), None if more.bias is None else more.bias.astype(jnp.float32)
+            if so_far is not None:
+                dq = _put(so_far.q, so_far.q[:, rows] + dq, rows, 1)
+                dbias = None if dbias is None or so_far.bias is None else so_far.bias + dbias
+            return Found(dq, dbias, _put(jnp.zeros_like(k), dk, columns, 1), _put(jnp.zeros_like(v), dv, columns, 1))
 
-        sums = _seen_at(call, step, attend, sums, (q.shape[1], k.shape[1]))
-        dk, dv = _move(call, sums.k, sums.v)
-        sums, (k, v) = sums._replace(k=dk, v=dv), ahead
-    assert sums is not None
-    offset, d_bias = arrays.softmax_offset, sums.bias
+        nothing = None if found is None else found._replace(k=jnp.zeros_like(k), v=jnp.zeros_like(v))
+        found = _seen_at(call, step, attend, nothing, (q.shape[1], k.shape[1]))
+        behind = (found.k + behind[0], found.v + behind[1]) if behind else (found.k, found.v)
+        k, v = ahead
+    assert found is not None
+    dk, dv = _move(call, *behind)
+    offset, d_bias = arrays.softmax_offset, found.bias
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
     if d_bias is not None and arrays.bias is not None:
         d_bias = d_bias.astype(arrays.bias.dtype)
-    return part.Gradients((sums.q.astype(q.dtype), sums.k, sums.v), d_bias, d_offset)
+    return part.Gradients((found.q.astype(q.dtype), dk, dv), d_bias, d_offset)
 
 
 def _put(x: Array, part_of_it: Array, taken: slice, axis: int) -> Array:
@@ -185,7 +187,9 @@ def _place(call: MeshCall) -> Array:
 
 
 def _move(call: MeshCall, *arrays: Array) -> tuple[Array, ...]:
-    """To the next rank of the ring."""
+    """To the next rank of the ring. Arrays of one shape go as one: one exchange at a time runs beside computation."""
     ranks, stride = call.context_ranks, call.exchange_ranks
     to_next = [(rank, (rank + stride) % ranks) for rank in range(ranks)]
-    return tuple(jax.lax.ppermute(x, call.context_name, to_next) for x in arrays)
+    if len({(x.shape, x.dtype) for x in arrays}) > 1:
+        return tuple(jax.lax.ppermute(x, call.context_name, to_next) for x in arrays)
+    return tuple(jax.lax.ppermute(jnp.stack(arrays), call.context_name, to_next)) if arrays else ()

@@ -82,7 +82,7 @@ def raw_module(
         ValueError: for a mesh and another kind than the layer, whose axes te.jax names by itself.
     """
     if kind == "transformer_layer":
-        module = _layer(hidden, heads, ffn, sequence_parallel)
+        module = raw_layer(hidden, heads, ffn, sequence_parallel)
     elif mesh is not None:
         raise ValueError(f"{kind!r} of te.jax is measured on one device; on a mesh measure 'transformer_layer'")
     else:
@@ -103,7 +103,8 @@ def raw_module(
     return apply, variables
 
 
-def _layer(hidden: int, heads: int, ffn: int, sequence_parallel: bool) -> TransformerLayer:
+def raw_layer(hidden: int, heads: int, ffn: int, sequence_parallel: bool = False) -> TransformerLayer:
+    """te.jax's transformer layer on ``[b, s, h]``: causal, GELU, biases, bf16, no dropout."""
     return TransformerLayer(
         hidden_size=hidden,
         mlp_hidden_size=ffn,

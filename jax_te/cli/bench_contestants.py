@@ -1,0 +1,138 @@
+"""Compiled train steps that are measured in turn, and the states that they step."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jax_te.typing import Array
+
+GIB = 2**30
+
+
+class SharedState:
+    """The state that several contestants step in turn, made when it is first taken.
+
+    A contestant that fails takes the state with it, since a step takes its buffers over: it is then made anew.
+
+    >>> state = SharedState(lambda: "new")
+    >>> state.put(state.take() + "er")
+    >>> state.take()
+    'newer'
+    """
+
+    def __init__(self, create: Callable[[], Any]):
+        self._create, self._held = create, None
+
+    def take(self) -> Any:
+        """The state, which is the caller's until `put`."""
+        held, self._held = self._held, None
+        return self._create() if held is None else held
+
+    def put(self, state: Any) -> None:
+        """Give it back after some steps."""
+        self._held = state
+
+
+@dataclass
+class Contestant:
+    """A train step and its measurements.
+
+    Args:
+        name: of its row.
+        state: what it steps.
+        lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
+        prepare: turns a state that another contestant has left into one for this step; copies nothing.
+    """
+
+    name: str
+    state: SharedState
+    lower: Callable[[], Any]
+    prepare: Callable[[Any], Any] = lambda state: state
+    compiled: Any = None
+    compile_s: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    def start(self, tokens: Array) -> None:
+        """Compile it, and take a step that does not count."""
+        self._try(self._compile)
+        if self.error is None:
+            self.round(tokens, 1)
+            self.seconds.clear()
+
+    def round(self, tokens: Array, calls: int) -> None:
+        """Take this many steps and note their mean time, unless it has failed before."""
+        if self.error is None:
+            self._try(lambda: self._steps(tokens, calls))
+
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        self.compiled = self.lower().compile()
+        self.compile_s = time.perf_counter() - start
+        print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
+
+    def _steps(self, tokens: Array, calls: int) -> None:
+        state, result = jax.block_until_ready(self.prepare(self.state.take())), None
+        start = time.perf_counter()
+        for _ in range(calls):
+            state, result = self.compiled(state, tokens)
+        jax.block_until_ready(result)
+        self.seconds.append((time.perf_counter() - start) / calls)
+        self.state.put(state)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """A compiler or a GPU can fail in many ways; whichever it is, it becomes the row."""
+        try:
+            action()
+        except Exception as error:
+            self.error = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        if self.error is not None:
+            gc.collect()  # what the traceback held may be most of the memory
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """GiB of its arguments and temporary arrays by XLA's analysis, and of what it keeps in the host's memory."""
+        analysis = None if self.compiled is None else self.compiled.memory_analysis()
+        if analysis is None:
+            return {}
+        host = analysis.host_temp_size_in_bytes
+        peak = (analysis.argument_size_in_bytes + analysis.temp_size_in_bytes) / GIB
+        return {"peak_gib": round(peak, 4)} | ({"host_gib": round(host / GIB, 4)} if host else {})
+
+
+def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[dict[str, Any]]:
+    """A row for each, its ratios to the first that ran.
+
+    Args:
+        contestants: after their rounds.
+        tokens: of a step.
+    """
+    first = next((contestant for contestant in contestants if contestant.error is None), None)
+    rows = []
+    for contestant in contestants:
+        row: dict[str, Any] = {"name": contestant.name}
+        if contestant.error is None and first is not None:
+            peer, median = statistics.median(first.seconds), statistics.median(contestant.seconds)
+            row |= {
+                "ms": round(1e3 * median, 3),
+                "spread_ms": round(1e3 * (max(contestant.seconds) - min(contestant.seconds)), 3),
+                "tokens_s": round(tokens / median),
+                "speed_ratio": round(peer / median, 3),
+            }
+        row |= contestant.memory
+        if first is not None and "peak_gib" in row and first.memory.get("peak_gib"):
+            row["memory_ratio"] = round(row["peak_gib"] / first.memory["peak_gib"], 3)
+        if contestant.compile_s is not None:
+            row["compile_s"] = round(contestant.compile_s, 1)
+        if contestant.error is not None:
+            row["error"] = contestant.error
+        rows.append(row)
+    return rows

@@ -1,0 +1,65 @@
+"""Which stacks of layers run in a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.models import UNROLL_LIMIT, GPTModel, T5Model, run_layers, runs_scanned, stack
+
+SIZES: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
+TOKENS = jnp.zeros((2, 8), jnp.int32)
+
+
+def config(layers: int) -> TransformerConfig:
+    return TransformerConfig(num_layers=layers, hidden_size=16, num_attention_heads=2)
+
+
+def program(model: Any, *tokens: jax.Array) -> str:
+    """The forward pass, traced."""
+    return str(jax.make_jaxpr(lambda model: model(*tokens))(model))
+
+
+def test_the_number_of_layers_decides() -> None:
+    assert [runs_scanned("auto", count) for count in (1, UNROLL_LIMIT, UNROLL_LIMIT + 1)] == [False, False, True]
+    assert [runs_scanned(choice, count) for choice in (True, False) for count in (1, 1000)] == [True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_auto_is_the_explicit_choice(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)
+    programs = {}
+    for scan in ({}, *({"scan_layers": choice} for choice in ("auto", True, False))):
+        model = nnx.eval_shape(lambda scan=scan: GPTModel(config(layers), **SIZES, **scan, rngs=nnx.Rngs(0)))
+        programs[scan.get("scan_layers")] = program(model, TOKENS)
+    assert programs[None] == programs["auto"] == programs[layers > 2]
+    assert programs["auto"] != programs[layers <= 2]
+    assert (" scan[" in programs["auto"]) == (layers > 2)
+
+
+def test_the_stacks_of_t5_decide_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)
+    counts = []
+    for encoders, decoders in ((2, 2), (3, 2), (2, 3), (3, 3)):
+        model = nnx.eval_shape(
+            lambda e=encoders, d=decoders: T5Model(config(d), **SIZES, encoder_num_layers=e, rngs=nnx.Rngs(0))
+        )
+        counts.append(program(model, TOKENS, TOKENS).count(" scan["))
+    assert counts == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("scan", ["yes", ""])
+def test_another_choice_is_refused(scan: str) -> None:
+    message = f"scan_layers must be True, False or 'auto', got {scan!r}"
+    with pytest.raises(ValueError, match=message):
+        runs_scanned(scan, 4)
+    for model in (GPTModel, T5Model):
+        with pytest.raises(ValueError, match=message):
+            model(config(1), **SIZES, scan_layers=scan, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        run_layers([], jnp.zeros((1, 2, 16)), [], scan=scan)
