@@ -53,6 +53,21 @@ def test_te_against_plain_jax(mask_type, form):
     assert max(distances) < 0.02, distances
 
 
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
+def test_an_example_of_no_tokens_gives_zeros(mask_type):
+    """For which cuDNN writes nothing: with the memory full of nan, that would show."""
+    qkv, g = operands(N), draw("g", (B, S, N, D), jnp.bfloat16)
+    lengths = jnp.array([0, 70], jnp.int32)
+    dirt = jax.block_until_ready([jnp.full((B, S, N, D), jnp.nan, jnp.bfloat16) for _ in range(64)])
+    del dirt
+    arguments = {"mask_type": mask_type, "q_lengths": lengths, "kv_lengths": lengths}
+    (out, gradients), (expected, wanted) = (attend(backend, qkv, g, **arguments) for backend in ("te", "xla"))
+    assert not np.asarray(out[0]).any()
+    assert not any(np.asarray(gradient[0]).any() for gradient in gradients)
+    assert relative_l2(out, expected) < 0.01
+    assert max(relative_l2(*pair) for pair in zip(gradients, wanted, strict=True)) < 0.02
+
+
 @pytest.mark.parametrize("length", [192, 328])
 def test_lengths_that_are_no_multiple_of_128(length):
     qkv = tuple(draw(name, (B, length, N, D), jnp.bfloat16) for name in "qkv")

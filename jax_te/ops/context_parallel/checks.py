@@ -67,7 +67,7 @@ def choose(call: MeshCall, arrays: AttentionArrays, backend: BackendName | None)
 def _part_specs(call: MeshCall) -> list[AttentionSpec]:
     call = dataclasses.replace(call, backend="te")
     if call.gathers:
-        return [gather.part_spec(call)]
+        return gather.part_specs(call)
     if call.ring_ranks > 1:
         return ring.part_specs(call)
     return [call.part(call.spec.q_length, call.spec.kv_length)]

@@ -2,9 +2,14 @@
 
 Plain JAX is told the places of queries and keys, whatever their order. cuDNN has masks along a diagonal only: for it,
 keys are put in natural order, and each chunk of queries sees those up to its own end, aligned with its last query.
+Which keys those are depends on the rank: every rank has a program of its own, or, where only the devices know the
+lengths of sequences, tells cuDNN how many there are.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,48 +29,114 @@ def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
     k, v = _gather(call, k), _gather(call, v)
     if call.backend == "xla":
         return part.forward(call, (q, k, v), *_placed(call, arrays))
-    results = []
-    for rows, start in _chunks(call):
-        results.append(part.forward(call, (q[:, rows], k, v), *_chunk(call, arrays, start)))
-    logits = [result.max_logit for result in results if result.max_logit is not None]
-    return part.Result(
-        jnp.concatenate([result.out for result in results], axis=1),
-        jnp.concatenate([result.log_sum for result in results], axis=2),
-        jnp.max(jnp.stack(logits), axis=0) if logits else None,
-    )
+
+    def attend(rank: Any) -> part.Result:
+        results = [
+            part.forward(call, (q[:, view.rows], k[:, view.columns], v[:, view.columns]), view.spec, view.arrays)
+            for view in _views(call, arrays, rank)
+        ]
+        logits = [result.max_logit for result in results if result.max_logit is not None]
+        return part.Result(
+            jnp.concatenate([result.out for result in results], axis=1),
+            jnp.concatenate([result.log_sum for result in results], axis=2),
+            functools.reduce(jnp.maximum, logits) if logits else None,
+        )
+
+    return _of_rank(call, attend)
 
 
 def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
     """Gradients of a rank's queries, and of its keys and values, summed over all ranks."""
     q, k, v = unpack(qkv)
     k, v = _gather(call, k), _gather(call, v)
+
+    def differentiate(rank: Any) -> part.Gradients:
+        d_queries, d_keys, d_values, d_offsets = [], [], [], []
+        for view in _views(call, arrays, rank):
+            rows, columns = view.rows, view.columns
+            here = (q[:, rows], k[:, columns], v[:, columns])
+            found = part.backward(call, here, view.spec, view.arrays, out[:, rows], log_sum[:, :, rows], g[:, rows])
+            dq, dk, dv = unpack(found.qkv)
+            d_queries.append(dq)
+            d_keys.append(_among_all(call, view, dk))
+            d_values.append(_among_all(call, view, dv))
+            d_offsets += [] if found.offset is None else [found.offset]
+        dq = jnp.concatenate(d_queries, axis=1)
+        dk, dv = (part.total(parts).astype(k.dtype) for parts in (d_keys, d_values))
+        return part.Gradients((dq, dk, dv), None, functools.reduce(jnp.add, d_offsets) if d_offsets else None)
+
     if call.backend == "xla":
         found = part.backward(call, (q, k, v), *_placed(call, arrays), out, log_sum, g)
-        dq, dk, dv = unpack(found.qkv)
-        return found._replace(qkv=(dq, _scatter(call, dk), _scatter(call, dv)))
-    d_queries, d_offset = [], None
-    d_keys, d_values = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-    for rows, start in _chunks(call):
-        spec, there = _chunk(call, arrays, start)
-        here = (q[:, rows], k, v)
-        found = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
-        dq, dk, dv = unpack(found.qkv)
-        seen = _seen(spec, there)[..., None, None]
-        d_queries.append(dq)
-        d_keys += jnp.where(seen, dk, jnp.zeros_like(dk)).astype(jnp.float32)
-        d_values += jnp.where(seen, dv, jnp.zeros_like(dv)).astype(jnp.float32)
-        if found.offset is not None:
-            d_offset = found.offset if d_offset is None else d_offset + found.offset
-    d_keys, d_values = (_scatter(call, x.astype(k.dtype)) for x in (d_keys, d_values))
-    return part.Gradients((jnp.concatenate(d_queries, axis=1), d_keys, d_values), None, d_offset)
+    else:
+        found = _of_rank(call, differentiate)
+    dq, dk, dv = unpack(found.qkv)
+    return found._replace(qkv=(dq, _scatter(call, dk), _scatter(call, dv)))
 
 
-def part_spec(call: MeshCall) -> AttentionSpec:
-    """What cuDNN is asked for: the description of one chunk."""
-    spec = call.spec
-    mask_type = "padding_causal_bottom_right" if spec.is_causal else spec.mask_type
-    rows = spec.q_length // call.context_ranks // (2 if call.load_balanced else 1)
-    return call.part(rows, spec.kv_length, mask_type)
+class View(NamedTuple):
+    """Some of a rank's queries, and the keys that cuDNN is given with them."""
+
+    rows: slice
+    columns: slice
+    spec: AttentionSpec
+    arrays: AttentionArrays
+    seen: Array | None
+    """Which of these keys the queries see at all, bool ``[b | 1, columns]``; None: all of them."""
+
+
+def part_specs(call: MeshCall) -> list[AttentionSpec]:
+    """What cuDNN is asked for: the descriptions of all chunks."""
+    if not _is_static(call):
+        return [_chunk_spec(call)]
+    chunks = [chunk for rank in range(call.context_ranks) for chunk in _chunks(call, rank)]
+    return list(dict.fromkeys(_static_view(call, rows, start)[1] for rows, start in chunks))
+
+
+def _is_static(call: MeshCall) -> bool:
+    """Whether it is known before the call which keys a chunk sees."""
+    return call.spec.is_causal and not call.spec.is_padding
+
+
+def _of_rank(call: MeshCall, compute: Any) -> Any:
+    rank = jax.lax.axis_index(call.context_name)
+    if not _is_static(call):
+        return compute(rank)
+    return jax.lax.switch(rank, [functools.partial(compute, other) for other in range(call.context_ranks)])
+
+
+def _views(call: MeshCall, arrays: AttentionArrays, rank: Any) -> list[View]:
+    views = []
+    for rows, start in _chunks(call, rank):
+        if _is_static(call):
+            columns, spec = _static_view(call, rows, start)
+            views.append(View(rows, columns, spec, arrays, None))
+        else:
+            spec, there = _chunk(call, arrays, start)
+            seen = None if there.kv_lengths is None and there.segments is None else _seen(spec, there)
+            views.append(View(rows, slice(0, call.spec.kv_length), spec, there, seen))
+    return views
+
+
+def _static_view(call: MeshCall, rows: slice, start: int) -> tuple[slice, AttentionSpec]:
+    """The keys that a chunk sees, and its description."""
+    size, spec = rows.stop - rows.start, call.spec
+    behind = spec.kv_length - spec.q_length if spec.is_bottom_right else 0
+    first = max(start + behind - spec.window[0], 0) if spec.window[0] >= 0 else 0
+    columns = slice(first, start + size + behind)
+    return columns, call.part(size, columns.stop - columns.start, "causal_bottom_right")
+
+
+def _among_all(call: MeshCall, view: View, gradient: Array) -> Array:
+    """The gradient of a view's keys among those of all; a kernel need not write those that its queries do not see."""
+    if view.seen is not None:
+        gradient = jnp.where(view.seen[..., None, None], gradient, jnp.zeros_like(gradient))
+    return part.put(gradient, view.columns, 1, call.spec.kv_length)
+
+
+def _chunk_spec(call: MeshCall) -> AttentionSpec:
+    mask_type = "padding_causal_bottom_right" if call.spec.is_causal else call.spec.mask_type
+    (rows, _), *_ = _chunks(call, 0)
+    return call.part(rows.stop - rows.start, call.spec.kv_length, mask_type)
 
 
 def _gather(call: MeshCall, x: Array) -> Array:
@@ -79,13 +150,13 @@ def _scatter(call: MeshCall, x: Array) -> Array:
 
 
 def _natural(call: MeshCall) -> bool:
-    return call.load_balanced and call.backend != "xla"
+    return call.load_balanced and call.backend != "xla" and call.spec.mask_type != "no_mask"
 
 
 def _reordered(call: MeshCall, x: Array, *, back: bool) -> Array:
     order = chunk_order(call.context_ranks)
-    chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
-    return chunks[:, np.argsort(order) if back else np.asarray(order)].reshape(x.shape)
+    chunks = jnp.split(x, len(order), axis=1)
+    return jnp.concatenate([chunks[place] for place in (np.argsort(order) if back else order)], axis=1)
 
 
 def _placed(call: MeshCall, arrays: AttentionArrays) -> tuple[AttentionSpec, AttentionArrays]:
@@ -94,10 +165,10 @@ def _placed(call: MeshCall, arrays: AttentionArrays) -> tuple[AttentionSpec, Att
     return part.placed(call, arrays, rank_positions(call, rank, call.spec.q_length), keys)
 
 
-def _chunks(call: MeshCall) -> list[tuple[slice, Array]]:
+def _chunks(call: MeshCall, rank: Any) -> list[tuple[slice, Any]]:
     """Which rows of a rank's queries belong together, and the place of the first of them."""
-    rank, ranks = jax.lax.axis_index(call.context_name), call.context_ranks
-    if not call.load_balanced:
+    ranks = call.context_ranks
+    if not call.load_balanced or call.spec.mask_type == "no_mask":
         size = call.spec.q_length // ranks
         return [(slice(0, size), rank * size)]
     size = call.spec.q_length // (2 * ranks)
@@ -106,20 +177,16 @@ def _chunks(call: MeshCall) -> list[tuple[slice, Array]]:
 
 def _chunk(call: MeshCall, arrays: AttentionArrays, start: Array) -> tuple[AttentionSpec, AttentionArrays]:
     """One chunk for cuDNN, by how many of its queries there are, and how many keys up to the last of them."""
-    spec = part_spec(call)
+    spec = _chunk_spec(call)
     segments = arrays.segments
     if segments is not None:
         return spec, arrays._replace(segments=_segments_in(segments, start, spec))
-    if spec.mask_type == "no_mask":
+    if arrays.q_lengths is None or arrays.kv_lengths is None:
         return spec, arrays
-    whole = jnp.full((spec.batch,), call.spec.q_length, jnp.int32), jnp.full((spec.batch,), spec.kv_length, jnp.int32)
-    q_lengths = whole[0] if arrays.q_lengths is None else arrays.q_lengths
-    kv_lengths = whole[1] if arrays.kv_lengths is None else arrays.kv_lengths
-    queries = jnp.clip(q_lengths - start, 0, spec.q_length)
-    keys = kv_lengths
+    queries, keys = jnp.clip(arrays.q_lengths - start, 0, spec.q_length), arrays.kv_lengths
     if spec.is_causal:
-        behind = kv_lengths - q_lengths if call.spec.is_bottom_right else 0
-        keys = jnp.clip(start + queries + behind, 0, kv_lengths)
+        behind = arrays.kv_lengths - arrays.q_lengths if call.spec.is_bottom_right else 0
+        keys = jnp.clip(start + queries + behind, 0, arrays.kv_lengths)
     return spec, arrays._replace(q_lengths=queries, kv_lengths=keys.astype(jnp.int32))
 
 
@@ -143,6 +210,6 @@ def _seen(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
             index[..., None] < (s.kv_offsets + s.kv_lengths)[:, None]
         )
         return jnp.any(inside, axis=-1)
-    if arrays.kv_lengths is None or arrays.q_lengths is None:
-        return index >= 0
+    assert arrays.q_lengths is not None
+    assert arrays.kv_lengths is not None
     return (index < arrays.kv_lengths[:, None]) & (arrays.q_lengths > 0)[:, None]

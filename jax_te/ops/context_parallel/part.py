@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec
@@ -42,13 +44,24 @@ def backward(
     return Gradients(*primitives(call.backend).attention_backward(qkv, spec, arrays, out, log_sum, g))
 
 
-def merge(whole: Result, part: Result) -> Result:
-    """Attention to the keys of both, in fp32."""
-    log_sum = jnp.logaddexp(whole.log_sum, part.log_sum)
-    out = _weighted(whole, log_sum) + _weighted(part, log_sum)
-    if whole.max_logit is None or part.max_logit is None:
-        return Result(out, log_sum, None)
-    return Result(out, log_sum, jnp.maximum(whole.max_logit, part.max_logit))
+def merge(parts: list[Result]) -> Result:
+    """Attention to the keys of all, in fp32."""
+    log_sum = parts[0].log_sum
+    for more in parts[1:]:
+        log_sum = jnp.logaddexp(log_sum, more.log_sum)
+    out = _weighted(parts[0], log_sum)
+    for more in parts[1:]:
+        out = out + _weighted(more, log_sum)
+    logits = [part.max_logit for part in parts if part.max_logit is not None]
+    return Result(out, log_sum, functools.reduce(jnp.maximum, logits) if logits else None)
+
+
+def total(parts: list[Array]) -> Array:
+    """The sum, in fp32."""
+    whole = parts[0].astype(jnp.float32)
+    for more in parts[1:]:
+        whole = whole + more.astype(jnp.float32)
+    return whole
 
 
 def _weighted(part: Result, log_sum: Array) -> Array:
@@ -63,6 +76,19 @@ def share(part: Array, whole: Array) -> Array:
 def per_query(x: Array) -> Array:
     """``[b, n, s]`` as ``[b, s, n, 1]``."""
     return x.swapaxes(1, 2)[..., None]
+
+
+def put(x: Array, taken: slice, axis: int, size: int, fill: float = 0.0) -> Array:
+    """``x`` as some of ``size`` places along an axis.
+
+    Not by ``.at[...].set``: its empty array of indices, an input that nothing reads, makes the compiler for GPUs crash
+    inside of shard_map (Shardy of jax 0.11.2: unused inputs of manual computations).
+    """
+    if x.shape[axis] == size:
+        return x
+    edges = [(0, 0, 0)] * x.ndim
+    edges[axis] = (taken.start, size - taken.stop, 0)
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), edges)
 
 
 def placed(

@@ -32,26 +32,30 @@ class Share(NamedTuple):
     mask_type: MaskType
 
 
+TOGETHER = 4
+"""Parts that are added up at a time: each addition reads and writes a sum in fp32, and each part takes memory."""
+
+
 def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
     """Attention of a rank's queries."""
     q, k, v = unpack(qkv)
-    merged: part.Result | None = None
+    parts: list[part.Result] = []
     for step in range(call.ring_ranks):
-        (k, v), merged = jax.lax.optimization_barrier(((k, v), merged))  # or all moves would come first
+        (k, v), parts = jax.lax.optimization_barrier(((k, v), parts))  # or all moves would come first
         ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)  # under way while the rest is computed
 
-        def attend(
-            share: Share, k: Array = k, v: Array = v, step: int = step, merged: part.Result | None = merged
-        ) -> part.Result:
+        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> part.Result:
             rows, columns = share.rows, share.columns
             spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
-            found = part.forward(call, (q[:, rows], k[:, columns], v[:, columns]), spec, there)
-            return found._replace(out=found.out.astype(jnp.float32)) if merged is None else _merge(merged, found, rows)
+            out, log_sum, max_logit = part.forward(call, (q[:, rows], k[:, columns], v[:, columns]), spec, there)
+            size = q.shape[1]
+            return part.Result(part.put(out, rows, 1, size), part.put(log_sum, rows, 2, size, fill=-jnp.inf), max_logit)
 
-        merged = _seen_at(call, step, attend, merged, (q.shape[1], k.shape[1]))
+        parts.append(_seen_at(call, step, attend, _nothing, (q.shape[1], k.shape[1])))
+        if len(parts) == TOGETHER or step + 1 == call.ring_ranks:
+            parts = [part.merge(parts)]
         k, v = ahead
-    assert merged is not None
-    out, log_sum, max_logit = merged
+    out, log_sum, max_logit = parts[0]
     offset = offset_of(call.part(q.shape[1], k.shape[1]), arrays)
     if offset is not None:
         whole = jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
@@ -59,64 +63,58 @@ def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
     return part.Result(out.astype(q.dtype), log_sum, max_logit)
 
 
-def _merge(merged: part.Result, found: part.Result, rows: slice) -> part.Result:
-    """What was merged, with attention of some of the queries to more keys."""
-    more = part.merge(part.Result(merged.out[:, rows], merged.log_sum[:, :, rows], merged.max_logit), found)
-    out, log_sum = _put(merged.out, more.out, rows, 1), _put(merged.log_sum, more.log_sum, rows, 2)
-    return part.Result(out, log_sum, more.max_logit)
+def _nothing(like: part.Result) -> part.Result:
+    """Of no keys."""
+    out, log_sum, max_logit = like
+    low = None if max_logit is None else jnp.full(max_logit.shape, -jnp.inf, max_logit.dtype)
+    return part.Result(jnp.zeros(out.shape, out.dtype), jnp.full(log_sum.shape, -jnp.inf, log_sum.dtype), low)
 
 
 class Found(NamedTuple):
-    """Gradients of a rank's queries and of the bias, all so far, and those of the keys and values of one step."""
+    """Gradients of one step, of all of a rank's queries, keys and values, and of the bias."""
 
     q: Array
-    bias: Array | None
     k: Array
     v: Array
+    bias: Array | None
 
 
 def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
     """Gradients of a rank's queries, keys and values; those of keys and values follow them, a step behind."""
     q, k, v = unpack(qkv)
-    found: Found | None = None
+    dq: list[Array] = []
+    d_bias: list[Array] = []
     behind: tuple[Array, ...] = ()  # gradients of the keys and values of the last step, on their way
     for step in range(call.ring_ranks):
-        (k, v), behind, found = jax.lax.optimization_barrier(((k, v), behind, found))
+        (k, v), behind, dq = jax.lax.optimization_barrier(((k, v), behind, dq))
         moved = _move(call, *((k, v) if step + 1 < call.ring_ranks else ()), *behind)
         ahead, behind = (moved[:2], moved[2:]) if step + 1 < call.ring_ranks else ((k, v), moved)
 
-        def attend(share: Share, k: Array = k, v: Array = v, step: int = step, so_far: Found | None = found) -> Found:
+        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> Found:
             rows, columns = share.rows, share.columns
             spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
             here = (q[:, rows], k[:, columns], v[:, columns])
-            more = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
-            dq, dk, dv = unpack(more.qkv)
-            dq, dbias = dq.astype(jnp.float32), None if more.bias is None else more.bias.astype(jnp.float32)
-            if so_far is not None:
-                dq = _put(so_far.q, so_far.q[:, rows] + dq, rows, 1)
-                dbias = None if dbias is None or so_far.bias is None else so_far.bias + dbias
-            return Found(dq, dbias, _put(jnp.zeros_like(k), dk, columns, 1), _put(jnp.zeros_like(v), dv, columns, 1))
+            found = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
+            dq, dk, dv = unpack(found.qkv)
+            size = k.shape[1]
+            dk, dv = part.put(dk, columns, 1, size), part.put(dv, columns, 1, size)
+            return Found(part.put(dq, rows, 1, q.shape[1]), dk, dv, found.bias)
 
-        nothing = None if found is None else found._replace(k=jnp.zeros_like(k), v=jnp.zeros_like(v))
-        found = _seen_at(call, step, attend, nothing, (q.shape[1], k.shape[1]))
+        found = _seen_at(call, step, attend, _zeros, (q.shape[1], k.shape[1]))
+        dq, d_bias = [*dq, found.q], [*d_bias, *(() if found.bias is None else (found.bias,))]
+        if len(dq) == TOGETHER or step + 1 == call.ring_ranks:
+            dq, d_bias = [part.total(dq)], [part.total(d_bias)] if d_bias else []
         behind = (found.k + behind[0], found.v + behind[1]) if behind else (found.k, found.v)
         k, v = ahead
-    assert found is not None
     dk, dv = _move(call, *behind)
-    offset, d_bias = arrays.softmax_offset, found.bias
+    offset = arrays.softmax_offset
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
-    if d_bias is not None and arrays.bias is not None:
-        d_bias = d_bias.astype(arrays.bias.dtype)
-    return part.Gradients((found.q.astype(q.dtype), dk, dv), d_bias, d_offset)
+    whole_bias = None if not d_bias or arrays.bias is None else d_bias[0].astype(arrays.bias.dtype)
+    return part.Gradients((dq[0].astype(q.dtype), dk, dv), whole_bias, d_offset)
 
 
-def _put(x: Array, part_of_it: Array, taken: slice, axis: int) -> Array:
-    """``x`` with a part exchanged. Not by ``x.at[...].set``: its empty array of indices, an input that nothing reads,
-    makes the compiler for GPUs crash inside of shard_map (Shardy of jax 0.11.2: unused inputs of manual computations).
-    """
-    if part_of_it.shape == x.shape:
-        return part_of_it
-    return jax.lax.dynamic_update_slice_in_dim(x, part_of_it, taken.start, axis)
+def _zeros(like: Found) -> Found:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def is_structured(call: MeshCall) -> bool:
@@ -150,8 +148,10 @@ def _shares(call: MeshCall, step: int, sizes: tuple[int, int]) -> tuple[Share | 
     return Share(everything[0], early, "no_mask"), Share(late, everything[1], "no_mask")
 
 
-def _seen_at(call: MeshCall, step: int, attend: Callable[[Share], T], so_far: T | None, sizes: tuple[int, int]) -> T:
-    """``attend`` to what a rank sees at a step; ``so_far`` where that is nothing, never at step 0."""
+def _seen_at(
+    call: MeshCall, step: int, attend: Callable[[Share], T], nothing: Callable[[T], T], sizes: tuple[int, int]
+) -> T:
+    """``attend`` to what a rank sees at a step; where that is nothing, ``nothing`` of a result's shape."""
     before, behind = _shares(call, step, sizes)
     assert before is not None
     if before == behind:
@@ -159,7 +159,7 @@ def _seen_at(call: MeshCall, step: int, attend: Callable[[Share], T], so_far: T 
     return jax.lax.cond(
         step <= _place(call),
         lambda: attend(before),
-        lambda: so_far if behind is None else attend(behind),
+        lambda: nothing(jax.eval_shape(lambda: attend(before))) if behind is None else attend(behind),
     )
 
 

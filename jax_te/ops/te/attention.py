@@ -161,6 +161,7 @@ def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) ->
             return_max_logit=spec.return_max_logit,
         )
     log_sum = jnp.transpose(softmax_aux[..., 0], _order(spec))
+    out, log_sum = _where_read(arrays, out, log_sum)
     return out, log_sum, max_logit.astype(jnp.float32) if spec.return_max_logit else None
 
 
@@ -188,10 +189,21 @@ def attention_backward(
             _descriptor(spec, arrays),
             **_options(spec),
         )
+    d_qkv = _where_read(arrays, *d_qkv)
     bias, offset = arrays.bias, arrays.softmax_offset
     # Not cuDNN's own: that of jax 0.11.2's CUDA 13 wheels lacks the factor exp(offset) (measured on an H200).
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
     return d_qkv, None if bias is None else d_bias.astype(bias.dtype), d_offset
+
+
+def _where_read(arrays: AttentionArrays, *results: Array) -> tuple[Array, ...]:
+    """Results ``[b, ...]``, zero for examples without a query or without a key: for those cuDNN writes nothing (seen on
+    an H200). Of packed sequences TE clears the results first.
+    """
+    if arrays.q_lengths is None or arrays.kv_lengths is None:
+        return results
+    read = (arrays.q_lengths > 0) & (arrays.kv_lengths > 0)
+    return tuple(jnp.where(read.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)) for x in results)
 
 
 def _bias(qkv: QKV, arrays: AttentionArrays) -> Array | None:
