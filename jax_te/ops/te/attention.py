@@ -189,11 +189,11 @@ def attention_backward(
             _descriptor(spec, arrays),
             **_options(spec),
         )
-    d_qkv = _where_read(arrays, *d_qkv)
+    gradients: Any = _where_read(arrays, *d_qkv)
     bias, offset = arrays.bias, arrays.softmax_offset
     # Not cuDNN's own: that of jax 0.11.2's CUDA 13 wheels lacks the factor exp(offset) (measured on an H200).
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
-    return d_qkv, None if bias is None else d_bias.astype(bias.dtype), d_offset
+    return gradients, None if bias is None else d_bias.astype(bias.dtype), d_offset
 
 
 def _where_read(arrays: AttentionArrays, *results: Array) -> tuple[Array, ...]:
