@@ -34,6 +34,7 @@ def test_a_mesh(capsys):
     assert (row["collectives"]["all-gather"], row["collectives"]["reduce-scatter"]) == (4, 3)
 
 
+@pytest.mark.slow
 def test_microbatches(capsys):
     """The counts say something on a GPU only: the compiler for CPUs takes the kernels out of the loop by itself."""
     found = rows(capsys, "--microbatches", "2", "--recipes", "current")

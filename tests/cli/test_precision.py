@@ -43,7 +43,10 @@ def write_rules(folder, text=RULES):
             *("--recipe", "delayed", "--fp8-accumulation", "precise", "--override-linear-precision", "wgrad"),
             *("--fp8-param", "--inspect-every", "2", "--microbatches", "2", "--amax-history-len", "4"),
         ],
-        ["--recipe", "nvfp4", "--no-rht", "--no-stochastic-rounding", "--precision-config", "RULES"],
+        pytest.param(
+            ["--recipe", "nvfp4", "--no-rht", "--no-stochastic-rounding", "--precision-config", "RULES"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda options: options[1],
 )
@@ -78,6 +81,7 @@ def test_a_resumed_run_refuses_another_precision(tmp_path, capsys):
         assert_refused(status, capsys.readouterr().err, "another configuration", text)
 
 
+@pytest.mark.slow
 def test_inspection_leaves_the_run_as_it_is(tmp_path, capsys):
     options = ["--recipe", "delayed", "--dropout", "0.1"]
     assert train(tmp_path / "plain", *options) == 0
@@ -95,6 +99,7 @@ def test_inspection_leaves_the_run_as_it_is(tmp_path, capsys):
     assert not (tmp_path / "plain" / PRECISION_FILE).exists()
 
 
+@pytest.mark.slow
 def test_inspection_may_begin_with_a_resume(tmp_path):
     run = tmp_path / "run"
     assert train(run, "--recipe", "current", "--steps", "3", "--decay-steps", "6") == 0

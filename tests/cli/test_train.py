@@ -64,7 +64,7 @@ def test_every_recipe_trains_and_resumes(tmp_path, recipe):
     assert whole == parts
 
 
-@pytest.mark.parametrize("axes", ["auto", "explicit"])
+@pytest.mark.parametrize("axes", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
     output = tmp_path / "run"
     assert train(output, "--steps", "4", "--decay-steps", "12") == 0
@@ -76,6 +76,7 @@ def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_half_precision_and_options_of_the_model(tmp_path, capsys):
     options = ["--params-dtype", "float16", "--dropout", "0.1", "--no-tie-embeddings", "--bias"]
     options += ["--recompute-granularity", "full", "--recompute-policy", "save_gemms", "--scan-layers", "yes"]

@@ -202,7 +202,7 @@ def test_save_original_input_through_the_layer():
     assert not hasattr(LayerNormLinear(32, 64, rngs=nnx.Rngs(0)), "save_original_input")
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_running_model_changes_its_recipe(held):
     """bf16 (or FP8), then delayed scaling, then NVFP4, in one run; parameters and optimizer state go on."""
     tx = optax.adam(1e-3)

@@ -177,7 +177,11 @@ def test_rotary_options_reach_the_layers() -> None:
     assert relative_l2(logits, call(randomize(build(position_embedding_type="rope")), batch()[0])) > 1e-4
 
 
-@pytest.mark.parametrize(("recompute", "mode"), [({}, "no mesh"), (FULL, "explicit")], ids=["none", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "mode"),
+    [pytest.param({}, "no mesh", marks=pytest.mark.slow), (FULL, "explicit")],
+    ids=["none", "full"],
+)
 def test_a_scan_over_the_layers_and_a_loss_in_chunks_change_nothing(recompute: dict[str, Any], mode: str) -> None:
     """Three layers, of which the last keeps to bf16 and so runs by itself; the same parameters and state."""
     with use_mesh(mode), autocast(DelayedScaling(amax_history_len=2)):

@@ -62,7 +62,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ("fp32", "bf16") else case for case in CASES]
+)
 def test_losses_on_a_mesh_are_one_devices(case):
     recipe, dtype, tolerance, modes = CASES[case]
     one = losses("no mesh", recipe, dtype)
