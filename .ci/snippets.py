@@ -4,7 +4,7 @@
     python .ci/snippets.py README.md docs/*.md
 
 The blocks of one file run in order, in one namespace, in a process and an empty folder of their
-own. A block that cannot run here carries an HTML comment on the line above it,
+own; two files at a time. A block that cannot run here carries an HTML comment on the line above it,
 `<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its
 line.
 """
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 FENCE = re.compile(r"[ \t]*(?P<ticks>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^`]*$")
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.+?)\s*-->")
@@ -104,7 +105,8 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print(__doc__)
         return 2
-    passed = [check(pathlib.Path(name)) for name in arguments]
+    with ThreadPoolExecutor(2) as pool:  # each file is a process of its own, and waits for one core
+        passed = list(pool.map(check, map(pathlib.Path, arguments)))
     return 0 if all(passed) else 1
 
 

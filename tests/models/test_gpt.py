@@ -111,6 +111,7 @@ def test_qwens_form_with_a_window_in_every_other_layer() -> None:
     assert_close(call(model, batch()[0]), logits, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_trains_like_an_unrolled_one() -> None:
     """Through the train step with microbatches, whose quantizer states merge by maximum."""
     tx, (tokens, labels, _) = optax.sgd(0.1), batch()

@@ -88,7 +88,7 @@ def test_examples_and_heads(mode: str) -> None:
 
 WAYS = {  # of 4 ranks in zig-zag order: kernels of each direction
     "p2p": 1 + 2 * 3,  # its own keys; then those of a rank before it or behind it
-    "all_gather": 2,  # an early and a late chunk
+    "all_gather": 2 * 4,  # an early and a late chunk, in the program of each rank
     "a2a": 1,
     "a2a+p2p": 1 + 2,
 }
@@ -120,4 +120,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options(kind: str, option: str) -> None:
     context_parallel = ContextParallel(cp_comm_type=kind, cp_load_balanced=True)
     calls = custom_calls("auto", {"context": 2, "tensor": 2}, context_parallel, **OPTIONS[option])
-    assert calls == times(WAYS[kind])
+    # Where only the devices know the lengths, one program serves all ranks.
+    programs = 2 if option in ("learnable", "window") else 1
+    assert calls == times({"all_gather": 2 * programs, "a2a": 1}[kind])

@@ -70,8 +70,8 @@ def run(recipe, *, steps: int = 3, microbatches: int = 1, dtype=jnp.float32, cal
     ("name", "microbatches"),
     [
         ("delayed", 1),
-        *((name, 2) for name in QUANTIZED if name != "mxfp8"),
-        pytest.param("mxfp8", 2, marks=pytest.mark.slow),
+        *((name, 2) for name in QUANTIZED if name not in ("mxfp8", "nvfp4")),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mxfp8", "nvfp4")),
     ],
 )
 def test_held_quantized_equals_quantized_anew_bitwise(name, microbatches):
@@ -144,7 +144,10 @@ def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(na
         assert quantizations(depth_body, shape) == 0
 
 
-@pytest.mark.parametrize("name", ["none", *QUANTIZED])
+@pytest.mark.parametrize(
+    "name",
+    ["none", *(pytest.param(name, marks=pytest.mark.slow) if name == "nvfp4" else name for name in QUANTIZED)],
+)
 def test_microbatches_give_the_mean_gradient_of_their_own_forward_passes(name):
     """Against gradients of each microbatch alone, added up by hand; the states start alike and merge by maximum."""
     recipe = recipe_from_name(name)
