@@ -46,7 +46,8 @@ class ShardingRules:
         fsdp: the first axis of kernels, over the FSDP ranks: a kernel is gathered where it is used, and parts of its
             first axis lie one behind the other in memory, so that nothing is moved once more after a gather or before
             a scatter. Kernels that tensor ranks split along that axis too (row-parallel ones) name it ``heads_fsdp``
-            or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``.
+            or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
+            their hidden axis.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth gathering.
         joined: component axes of fused kernels (query/key/value, gate/up), over nothing: so each rank has its part
             of every component, and another number of ranks splits in the same way.
