@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformer_engine.jax as te
-import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.common import recipe as te_recipe
 from transformer_engine.jax.flax import DenseGeneral, LayerNorm, LayerNormDenseGeneral, LayerNormMLP
 from transformer_engine.jax.sharding import MeshResource
@@ -30,7 +29,11 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, draw, quick_jit, relative_l2
 
 # TE's LayerNormMLP warns of its own default axes.
-pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("ignore:TransformerEngine logical axes:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.te,
+    pytest.mark.usefixtures("one_device_answers"),
+    pytest.mark.filterwarnings("ignore:TransformerEngine logical axes:DeprecationWarning"),
+]
 
 H, F, STEPS, LENGTH, EPS = 32, 48, 3, 4, 1e-5
 METAS = "fp8_metas"
@@ -39,15 +42,6 @@ RECIPES = {
     "current": (Float8CurrentScaling(), te_recipe.Float8CurrentScaling()),
     "delayed": (DelayedScaling(amax_history_len=LENGTH), te_recipe.DelayedScaling(amax_history_len=LENGTH)),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_device_answers(monkeypatch):
-    """`te.autocast` asks every local device for its capability; without a GPU only number 0 gets an answer."""
-    modes = (te_quantize.ScalingMode.DELAYED_TENSOR_SCALING, te_quantize.ScalingMode.CURRENT_TENSOR_SCALING)
-    answers = {mode: te_quantize.helper.is_scaling_mode_supported(mode, gpu_id=0) for mode in modes}
-    monkeypatch.setattr(te_quantize.helper, "_is_scaling_mode_supported", {m: ok for m, (ok, _) in answers.items()})
-    monkeypatch.setattr(te_quantize.helper, "_reason_for_no_scaling_mode", {m: why for m, (_, why) in answers.items()})
 
 
 @contextlib.contextmanager

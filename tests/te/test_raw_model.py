@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.cpp_extensions.attention import FusedAttnHelper
 from transformer_engine_jax import NVTE_Fused_Attn_Backend
 
@@ -20,20 +19,12 @@ from jax_te.recipe import DelayedScaling
 
 pytestmark = [
     pytest.mark.te,
+    pytest.mark.usefixtures("one_device_answers"),
     pytest.mark.filterwarnings("ignore:TransformerEngine logical axes:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Using unfused JAX softmax:UserWarning"),
 ]
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocabulary": 64, "length": 32}
-
-
-@pytest.fixture(autouse=True)
-def one_device_answers(monkeypatch):
-    """`te.autocast` asks every local device for its capability; without a GPU only number 0 gets an answer."""
-    modes = (te_quantize.ScalingMode.DELAYED_TENSOR_SCALING, te_quantize.ScalingMode.CURRENT_TENSOR_SCALING)
-    answers = {mode: te_quantize.helper.is_scaling_mode_supported(mode, gpu_id=0) for mode in modes}
-    monkeypatch.setattr(te_quantize.helper, "_is_scaling_mode_supported", {m: ok for m, (ok, _) in answers.items()})
-    monkeypatch.setattr(te_quantize.helper, "_reason_for_no_scaling_mode", {m: why for m, (_, why) in answers.items()})
 
 
 @pytest.fixture(autouse=True)
