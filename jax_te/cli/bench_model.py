@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_te.cli.bench_contestants import Contestant, SharedState, rows_of
 from jax_te.cli.bench_modules import TE_RECIPES
-from jax_te.cli.options import MODULES, POLICIES, SIZE, some_of
+from jax_te.cli.options import METHODS, MODULES, POLICIES, SIZE, some_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
 from jax_te.models import GPTModel
@@ -36,21 +36,26 @@ DEFAULTS: dict[str, Any] = {
 """Options that go with ``--model`` only, and what they are where they are not given."""
 
 _TX = optax.adamw(1e-4)
+_COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
 
 
 def recompute(text: str) -> str:
-    """An argparse type: ``none``, a policy of full recomputation, or modules separated by commas.
+    """An argparse type: ``none``, a policy of full recomputation, a method and its layers, or modules.
 
-    >>> recompute("mlp,core_attn")
-    'core_attn,mlp'
+    >>> recompute("mlp,core_attn"), recompute("block:12")
+    ('core_attn,mlp', 'block:12')
     """
     if text in ("none", *POLICIES):
+        return text
+    method, colon, count = text.partition(":")
+    if colon and method in METHODS and count.isdecimal() and int(count) > 0:
         return text
     try:
         return some_of(MODULES)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"must be none, one of {', '.join(POLICIES)}, or some of {','.join(MODULES)}, each once; got {text!r}"
+            f"must be none, one of {', '.join(POLICIES)}, {_COUNTED}, or some of {','.join(MODULES)}, each once; got "
+            f"{text!r}"
         ) from None
 
 
@@ -67,8 +72,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--stack", nargs="+", choices=STACKS, help="forms of the layer stack (default: unrolled)")
     add(
         "--recompute", nargs="+", type=recompute, metavar="WAY",
-        help=f"what backward computes again: none; some of {','.join(MODULES)}; or all layers, one by one, with a "
-        f"policy: {', '.join(POLICIES)} (default: none)",
+        help=f"what backward computes again: none; some of {','.join(MODULES)}; all layers, one by one, with a "
+        f"policy: {', '.join(POLICIES)}; {_COUNTED} (default: none)",
     )  # fmt: skip
     add("--layers", type=SIZE, metavar="N", help="layers (default: the preset's)")
     add("--vocabulary", type=SIZE, metavar="V", help=f"rows of the embedding (default: {VOCAB_SIZE}, bytes)")
@@ -188,6 +193,9 @@ def _config(args: argparse.Namespace, recipe: str, kept: str) -> RunConfig:
         given["num_layers"] = args.layers
     if kept in POLICIES:
         given |= {"recompute_granularity": "full", "recompute_policy": kept}
+    elif ":" in kept:
+        method, _, count = kept.partition(":")
+        given |= {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": int(count)}
     elif kept != "none":
         given |= {"recompute_granularity": "selective", "recompute_modules": kept}
     return new_config(given)

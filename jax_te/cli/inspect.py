@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if config is None:
         raise ValueError(f"{output} holds no run; train one with: jax-te train --output {output}")
     # One device and whatever kernels there are, wherever it was trained.
-    config = dataclasses.replace(config, mesh=None, sequence_parallel=False, backend="auto")
+    config = config.on_one_device()
     recipe = config.make_recipe() if options.recipe is None else recipe_from_name(options.recipe)
     if options.recipes:
         return _show_recipes(options, config, recipe)

@@ -16,6 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 GRANULARITIES = ("none", "full", "selective")
 MODULES = ("core_attn", "layernorm", "activation", "mlp")
+METHODS = ("uniform", "block")
 POLICIES = ("full", "save_gemms", "save_quantized", "offload_gemms")
 ACTIVATIONS = (
     *("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "glu"),
@@ -218,7 +219,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--cp-comm-type", choices=CP_COMM_TYPES, help="how context ranks exchange keys (default: p2p)")
     add("--cp-load-balanced", action=FLAG, help="context ranks have tokens in zig-zag order (default: no)")
     add("--recompute-granularity", choices=GRANULARITIES, help="what backward computes again (default: none)")
-    add("--recompute-method", choices=("uniform", "block"), help="full: groups, or the first layers (default: uniform)")
+    add("--recompute-method", choices=METHODS, help="full: groups, or the first layers (default: uniform)")
     add("--recompute-num-layers", type=SIZE, metavar="N", help="full: layers of a group, or first layers (default: 1)")
     add(
         "--recompute-modules",

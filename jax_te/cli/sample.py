@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
     # One device and whatever kernels there are, wherever it was trained.
-    config = dataclasses.replace(config, mesh=None, sequence_parallel=False, backend="auto")
+    config = config.on_one_device()
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         state, _, step = checkpointer.restore(abstract_state(config))
         print(f"{output}, step {step}", file=sys.stderr, flush=True)

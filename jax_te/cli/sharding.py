@@ -24,9 +24,11 @@ def show_sharding(options: argparse.Namespace) -> int:
     sizes = ParallelConfig.parse((config.mesh if options.mesh is None else options.mesh) or "")
     # Raises for a mesh that could not train it, were there only enough examples.
     examples = config.batch_size * sizes.data * sizes.fsdp
-    config = dataclasses.replace(config, batch_size=examples, mesh=options.mesh or config.mesh)
+    # A run's other options are for its own mesh; none of them splits an array of its state.
+    base, mesh = (config, config.mesh) if options.mesh is None else (config.on_one_device(), options.mesh)
+    config = dataclasses.replace(base, batch_size=examples, mesh=mesh)
     # Built on one device, as shapes alone: the mesh needs no devices then.
-    config = dataclasses.replace(config, mesh=None, sequence_parallel=False, backend="auto")
+    config = config.on_one_device()
     with contexts(config):
         report = sharding_report(abstract_state(config), AbstractMesh(sizes.shape, MESH_AXES))
     print(f"{name}, training state", file=sys.stderr, flush=True)

@@ -81,12 +81,15 @@ def recompute_groups(config: RecomputeConfig, num_layers: int) -> list[Group]:
 
 
 def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | str | None) -> None:
-    """Raise ValueError for a policy that is unknown, or has no effect because layers are not checkpointed whole.
+    """Raise ValueError for a policy that is unknown, has no effect because layers are not checkpointed whole, or keeps
+    everything where something is to be recomputed.
 
     >>> check_recompute_policy(RecomputeConfig(), "full")
     """
     chosen, full = recompute_policy(policy), config.recompute_granularity == "full"
     if chosen is None:
+        if config.recompute_granularity is None:
+            return
         raise ValueError(f"recompute_policy={policy!r} keeps everything; leave recompute_granularity None for that")
     if not full and not chosen.keeps_nothing:
         raise ValueError(
@@ -118,7 +121,8 @@ def run_layers(
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
         recompute: what backward computes again.
-        policy: what full recomputation keeps inside of the layers, see `jax_te.parallel.checkpoint`.
+        policy: what full recomputation keeps inside of the layers, see `jax_te.parallel.checkpoint`. Without full
+            recomputation leave it.
         scan: run consecutive layers of the same structure in a loop, ``jax.lax.scan``, whose body is compiled once; of
             groups of layers that are recomputed together, the groups. ``"auto"``: as `runs_scanned` says.
             The parameters stay those of the single layers: they are stacked on the way in, which takes memory for a
@@ -130,7 +134,16 @@ def run_layers(
 
     Returns:
         ``[b, s, h]``.
+
+    Raises:
+        ValueError: for a ``policy`` that is unknown, or that ``recompute`` gives no effect; for another ``scan``.
+
+    >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
+    >>> recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    >>> run_layers(layers, jnp.ones((2, 8, 16)), [None, None], recompute=recompute, policy="save_gemms").shape
+    (2, 8, 16)
     """
+    check_recompute_policy(recompute, policy)
     plain = functools.partial(_run_group, mask_types or {})
     saved = functools.partial(
         checkpoint,

@@ -119,10 +119,24 @@ def dot_product_attention(
     check_arrays(spec, arrays)
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
+    if context_parallel is not None and out_axes is None:
+        _check_whole(spec)
     name, call = _where(spec, arrays, out_axes, context_parallel or ContextParallel(), backend)
     fn = functools.partial(_attention, name, call or spec, out_axes)
     axes: Any = (out_axes, None if out_axes is None else (out_axes[2],)) if return_max_logit else out_axes
     return auto_region(fn, axes)(qkv, arrays)
+
+
+def _check_whole(spec: AttentionSpec) -> None:
+    """Raise ValueError where the mesh in use splits sequences and a call without axes does not say so."""
+    mesh, sequences = current_mesh(), (None, "sequence", None, None)
+    call = None if mesh is None else mesh_call(spec, sequences, mesh, ContextParallel())
+    if call is not None and call.context:
+        raise ValueError(
+            f"context_parallel is given, the mesh has {call.context_ranks} context ranks, and out_axes=None does not "
+            "say that they split the sequence; give out_axes, e.g. ('batch', 'sequence', 'heads', None), or leave "
+            "context_parallel out"
+        )
 
 
 def _where(

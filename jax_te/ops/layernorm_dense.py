@@ -144,9 +144,7 @@ def _forward(
     else:
         layouts = (ranks.x, WHOLE, WHOLE, kernel_layout(kernel, ranks.kernel), ranks.bias, WHOLE)
         out, saved = on_ranks(_run, spec, ranks.mesh, layouts, (ranks.out, (PER_RANK, PER_RANK)), arrays)
-    normed, operands = saved
-    kept = (normed, checkpoint_name(operands, "quantized"), scale, ln_bias, state, gradient)
-    return checkpoint_name(out, "gemm"), kept
+    return checkpoint_name(out, "gemm"), (*saved, scale, ln_bias, state, gradient)
 
 
 def _run(
@@ -162,7 +160,9 @@ def _run(
     y_forms, stats, y_amax = normed_operand(gemms, x, scale, ln_bias, spec.norm)
     kernel_forms, kernel_amax = gemms.kernel(kernel)
     out = gemms.fprop(y_forms, kernel_forms, bias)
-    return out, ((x, stats), (gemms.keep(y_forms, kernel_forms), y_amax, kernel_amax))
+    # The kernel that quantizes writes the statistics, too: without the name it would run again for them.
+    stats, operands = checkpoint_name((stats, (gemms.keep(y_forms, kernel_forms), y_amax, kernel_amax)), "quantized")
+    return out, ((x, stats), operands)
 
 
 def _backward(spec: _Spec, kept: tuple[Any, ...], g: Array) -> tuple[Any, ...]:

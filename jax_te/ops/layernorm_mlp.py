@@ -219,9 +219,15 @@ def _run(
         act_forms, act_amax = wo.operand(activated, "x", axis=-1)
     wo_forms, wo_amax = wo.kernel(wo_kernel)
     out = wo.fprop(act_forms, wo_forms, wo_bias)
-    kept_y, kept_wi = checkpoint_name(wi.keep(y_forms, wi_forms), "quantized")
-    kept_act, kept_wo = checkpoint_name(wo.keep(act_forms, wo_forms), "quantized")
-    kept_y, kept_act = checkpoint_name(kept_y, "norm"), checkpoint_name(kept_act, "activation")
+    kept_y, kept_wi = wi.keep(y_forms, wi_forms)
+    kept_act, kept_wo = wo.keep(act_forms, wo_forms)
+    # A kernel that quantizes writes all of its group: one array without the name, and it would run again.
+    normed, wi_kept, activated_kept, wo_kept = checkpoint_name(
+        ((kept_y, stats, y_amax), (kept_wi, wi_amax), (kept_act, act_amax), (kept_wo, wo_amax)), "quantized"
+    )
+    kept_y, stats, y_amax = checkpoint_name(normed, "norm")
+    kept_act, act_amax = checkpoint_name(activated_kept, "activation")
+    (kept_wi, wi_amax), (kept_wo, wo_amax) = wi_kept, wo_kept
     operands = ((kept_y, kept_wi), y_amax, wi_amax), ((kept_act, kept_wo), act_amax, wo_amax)
     return out, ((x, stats), pre, operands)
 

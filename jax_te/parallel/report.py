@@ -28,6 +28,11 @@ class ArrayPlacement:
         mesh_axes: ``spec`` as text, e.g. ``fsdp, -, tensor``; ``one device`` for an array that is on no mesh.
         bytes: of the whole array, with a whole byte for each number of four bits.
         bytes_per_device: of one device's part.
+
+    >>> kernel = nnx.Param(jnp.ones((4, 8)), logical_axes=("fsdp", "ffn"))
+    >>> placed = sharding_report({"kernel": kernel}, AbstractMesh((2, 2), ("fsdp", "tensor"))).arrays[0]
+    >>> placed.path, placed.mesh_axes, placed.bytes, placed.bytes_per_device
+    ('kernel', 'fsdp, tensor', 128, 32)
     """
 
     path: str
@@ -48,6 +53,15 @@ class ShardingReport:
         arrays: in the order of ``jax.tree.leaves``.
         mesh_shape: sizes of the mesh's axes by name.
         device_ids: of the mesh's devices, in its order.
+
+    >>> kernel = nnx.Param(jnp.ones((4, 8)), logical_axes=("fsdp", "ffn"))
+    >>> report = sharding_report({"params": {"kernel": kernel}}, AbstractMesh((2,), ("fsdp",)))
+    >>> report.bytes, report.bytes_per_device, report.parts()
+    (128, 64, {'params': (128, 64)})
+    >>> print(report.draw())
+    (fsdp, -)  1 array: params.kernel
+    fsdp=0  0
+    fsdp=1  1
     """
 
     arrays: tuple[ArrayPlacement, ...]
@@ -61,7 +75,9 @@ class ShardingReport:
 
     @property
     def bytes_per_device(self) -> int:
-        """Of all parts on the device that holds most; where all arrays are on one mesh, every device holds as many."""
+        """Of one part of each array. Every device of the mesh holds as many if all arrays are on it; arrays that are on
+        single devices count as if they were all on the same one.
+        """
         return sum(array.bytes_per_device for array in self.arrays)
 
     def parts(self) -> dict[str, tuple[int, int]]:

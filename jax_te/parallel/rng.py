@@ -32,7 +32,14 @@ RANK_AXES: dict[str, tuple[str, ...]] = {
 
 
 class StreamState(NamedTuple):
-    """A stream: its key ``[]`` and how many keys it has given, uint32 ``[]``."""
+    """A stream: its key ``[]`` and how many keys it has given, uint32 ``[]``.
+
+    >>> tracker = RNGStatesTracker()
+    >>> tracker.set_states({"dropout": StreamState(jax.random.key(0), jnp.uint32(3))})
+    >>> with tracker.fork("dropout") as key:
+    ...     tracker.get_states()["dropout"].count.item()
+    4
+    """
 
     key: Array
     count: Array

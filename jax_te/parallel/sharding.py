@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config import check_mesh_axis
+from jax_te.config import MESH_AXES, check_mesh_axis
 from jax_te.typing import Array, LogicalAxes
 
 MeshAxes = tuple[str, ...]
@@ -24,7 +24,8 @@ _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp":
 class ShardingRules:
     """Which mesh axes each logical axis is split over, and why.
 
-    Mesh axes that the mesh does not have, or has with size 1, are left out.
+    Axes of `jax_te.config.MESH_AXES` that the mesh does not have, and axes that it has with size 1, are left out. A
+    rule may name axes of a mesh of one's own; `logical_to_spec` refuses those that its mesh does not have.
 
     Args:
         batch: examples, over data-parallel and FSDP ranks alike: an FSDP rank that saw the same data as its neighbours
@@ -101,7 +102,18 @@ _rules = jax.make_user_context(ShardingRules())
 
 @contextlib.contextmanager
 def use_rules(rules: ShardingRules) -> Iterator[None]:
-    """Resolve logical axes by ``rules`` inside. Part of the jit cache key, like the recipe."""
+    """Resolve logical axes by ``rules`` inside. Part of the jit cache key, like the recipe.
+
+    Raises:
+        TypeError: for anything but `ShardingRules`.
+
+    >>> mesh = AbstractMesh((2, 4), ("fsdp", "tensor"))
+    >>> with use_rules(ShardingRules(vocab=())):
+    ...     tuple(logical_to_spec(("vocab", "fsdp"), mesh))
+    (None, 'fsdp')
+    >>> tuple(logical_to_spec(("vocab", "fsdp"), mesh))
+    ('tensor', 'fsdp')
+    """
     if not isinstance(rules, ShardingRules):
         raise TypeError(f"use_rules takes a ShardingRules, got {rules!r}")
     with _rules(rules):
@@ -127,7 +139,8 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
         rules: None for the ambient rules.
 
     Raises:
-        ValueError: for a name that is no field of the rules, or two dimensions on one mesh axis.
+        ValueError: for a name that is no field of the rules, a rule with a mesh axis that is neither one of
+            `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis.
 
     >>> tuple(logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))))
     ('data', None, 'tensor')
@@ -142,6 +155,12 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
             continue
         if name not in known:
             raise ValueError(f"unknown logical axis {name!r} in {axes}; allowed: {', '.join(sorted(known))}")
+        for axis in rules.mesh_axes(name):
+            if axis not in mesh.axis_names and axis not in MESH_AXES:
+                raise ValueError(
+                    f"the rule of logical axis {name!r} has mesh axis {axis!r}, and the mesh's axes are "
+                    f"{', '.join(map(str, mesh.axis_names))}; name one of them, or of {', '.join(MESH_AXES)}"
+                )
         mesh_axes = tuple(axis for axis in rules.mesh_axes(name) if axis in mesh.axis_names)
         for axis in mesh_axes:
             if axis in taken:
@@ -204,7 +223,14 @@ def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh set by ``jax.set_mesh``, or None."""
+    """The mesh set by ``jax.set_mesh``, or None.
+
+    >>> current_mesh() is None
+    True
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...     current_mesh().axis_names
+    ('data',)
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -268,6 +294,11 @@ def auto_region(fn: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
 
     Raises:
         ValueError: on an Explicit mesh when ``out_axes`` is None: the result needs a sharding.
+
+    >>> x = jax.numpy.ones((2, 4))
+    >>> with jax.set_mesh(jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)):
+    ...     auto_region(lambda x: x @ x.T, ("batch", None))(x).tolist()
+    [[4.0, 4.0], [4.0, 4.0]]
     """
     mesh = current_mesh()
     if mesh is None or not _axes_of_type(mesh, AxisType.Explicit):
@@ -287,5 +318,13 @@ def _is_axes(node: Any) -> bool:
 
 
 def named_sharding(axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules."""
+    """NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
+
+    Raises:
+        ValueError: as `logical_to_spec`.
+
+    >>> sharding = named_sharding(("batch", "ffn"), AbstractMesh((2, 4), ("data", "tensor")))
+    >>> sharding.shard_shape((8, 16))
+    (4, 4)
+    """
     return NamedSharding(mesh, logical_to_spec(axes, mesh))

@@ -28,8 +28,14 @@ _RECOMPUTE = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_policy"),
     *("distribute_saved_activations", "scan_layers"),
 )
-_PARALLEL = ("mesh", "mesh_axis_type", "sequence_parallel", "cp_comm_type", "cp_load_balanced")
-_WHERE_IT_RUNS = ("data", "microbatches", "backend", *_PARALLEL, *_RECOMPUTE)
+_ON_ONE_DEVICE: dict[str, Any] = {
+    "mesh": None,
+    "mesh_axis_type": "auto",
+    "sequence_parallel": False,
+    "cp_comm_type": "p2p",
+    "cp_load_balanced": False,
+}
+_WHERE_IT_RUNS = ("data", "microbatches", "backend", *_ON_ONE_DEVICE, *_RECOMPUTE)
 _HOW_OFTEN = ("steps", "save_every", "keep", "eval_every", "eval_batches", "log_every", "inspect_every")
 MAY_CHANGE = {*_WHERE_IT_RUNS, *_HOW_OFTEN}
 """Fields that a resumed run may give anew: they change where, how long and how often, not what is trained.
@@ -82,7 +88,8 @@ class RunConfig:
         inspect_every: steps between statistics of the quantized tensors; 0 for never.
 
     Raises:
-        ValueError: for sizes that do not divide, or values that do not go together. The message names the option.
+        ValueError: for sizes that do not divide, values that do not go together, or options of a mesh that have no
+            effect on this one. The message names the option.
     """
 
     preset: str
@@ -246,6 +253,10 @@ class RunConfig:
         """Sizes of the mesh's axes, or None for no mesh."""
         return None if self.mesh is None else ParallelConfig.parse(self.mesh)
 
+    def on_one_device(self) -> RunConfig:
+        """The same model and training without a mesh and what goes with one, on whatever backend is there."""
+        return dataclasses.replace(self, backend="auto", **_ON_ONE_DEVICE)
+
     def _check_schedule(self) -> None:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
@@ -263,7 +274,13 @@ class RunConfig:
             )
 
     def _check_parallel(self, sizes: ParallelConfig | None) -> None:
+        self._check_context_options(1 if sizes is None else sizes.context)
         if sizes is None:
+            if self.mesh_axis_type != "auto":
+                raise ValueError(
+                    f"--mesh-axis-type {self.mesh_axis_type} is of a mesh's axes, and there is no --mesh; give --mesh, "
+                    "or leave it out"
+                )
             return
         examples, ranks = self.batch_size // self.microbatches, sizes.data * sizes.fsdp
         if examples % ranks:
@@ -285,6 +302,20 @@ class RunConfig:
                     f"{option(name)} {size} does not divide over {axis}={parts} of --mesh {self.mesh}; "
                     f"the next that does: {_next(size, parts)}"
                 )
+        ranks = sizes.context * sizes.tensor
+        for name in ("sequence_parallel", "distribute_saved_activations"):
+            if getattr(self, name) and self.seq_len % ranks:
+                raise ValueError(
+                    f"{option(name)} splits --seq-len {self.seq_len} over context*tensor={ranks} of --mesh "
+                    f"{self.mesh}, and it does not divide; the next that does: {_next(self.seq_len, ranks)}"
+                )
+        groups = self.num_query_groups // sizes.tensor
+        if self.cp_comm_type == "a2a" and groups % sizes.context:  # query heads are a multiple of them
+            raise ValueError(
+                f"--cp-comm-type a2a exchanges heads among context={sizes.context} ranks of --mesh {self.mesh}, and "
+                f"each of tensor={sizes.tensor} has {groups} of --num-query-groups {self.num_query_groups}, which do "
+                f"not divide; the next that does: {_next(self.num_query_groups, ranks)}; or take p2p or all_gather"
+            )
         chunks = 2 * sizes.context
         if self.cp_load_balanced and sizes.context > 1 and self.seq_len % chunks:
             raise ValueError(
@@ -292,6 +323,20 @@ class RunConfig:
                 f"ranks of --mesh {self.mesh}, and it does not divide by {chunks}; the next that does: "
                 f"{_next(self.seq_len, chunks)}"
             )
+
+    def _check_context_options(self, ranks: int) -> None:
+        if ranks > 1:
+            return
+        given = {
+            "--cp-load-balanced": (self.cp_load_balanced, "--no-cp-load-balanced"),
+            f"--cp-comm-type {self.cp_comm_type}": (self.cp_comm_type != "p2p", "--cp-comm-type p2p"),
+        }
+        for what, (is_given, without) in given.items():
+            if is_given:
+                raise ValueError(
+                    f"{what} is for context ranks, and --mesh {self.mesh or '(none)'} has one; give --mesh with "
+                    f"context=N, or {without}"
+                )
 
     def _check_quantized_layers(self) -> None:
         start, end = self.bf16_layers_start, self.bf16_layers_end

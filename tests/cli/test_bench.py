@@ -113,6 +113,8 @@ def test_what_a_row_stands_for():
     assert list(config("layernorm,mlp").recompute_modules) == ["layernorm", "mlp"]
     full = config("save_gemms")
     assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
+    block = config("block:3")
+    assert (block.recompute_granularity, block.recompute_method, block.recompute_num_layers) == ("full", "block", 3)
 
 
 def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, monkeypatch):

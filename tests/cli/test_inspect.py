@@ -6,7 +6,10 @@ import pytest
 import yaml
 
 from jax_te.cli.main import main
+from jax_te.cli.options import build_parser
+from jax_te.cli.resolve import resolve
 from jax_te.megatron import load_quantization_recipe
+from jax_te.training.run_config import write_config
 from tests.cli.runs import MICRO, assert_refused
 
 OPTIONS = ["--num-layers", "2", "--steps", "4", "--recipe", "current", "--bf16-layers-start", "1", "--fp8-param"]
@@ -182,6 +185,16 @@ def test_how_a_run_is_split(quantized, capsys):
     held = next(array for array in whole["arrays"] if array["path"].startswith("params.layers.1.layernorm_mlp.wo_kern"))
     assert held["path"].endswith("wo_kernel.form.rowwise.data")
     assert (held["dtype"], held["logical_axes"]) == ("float8_e4m3fn", ["ffn_fsdp", None])
+
+
+def test_how_a_run_with_options_of_its_mesh_would_be_split_over_another(tmp_path, capsys):
+    options = ("--sequence-parallel", "--cp-load-balanced", "--cp-comm-type", "a2a", "--mesh-axis-type", "explicit")
+    run, _ = resolve(build_parser("train").parse_args(["train", "--mesh", "tensor=2,context=2", *options]), tmp_path)
+    write_config(run, tmp_path)
+    for mesh in ([], ["--mesh", "data=2"]):
+        assert main(["inspect", "--sharding", "--output", str(tmp_path), "--json", *mesh]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["mesh"]["tensor"] == (1 if mesh else 2)
 
 
 def test_how_a_preset_would_be_split(tmp_path, capsys):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import Var
 
 from jax_te.config import RecomputeConfig, TransformerConfig
 from jax_te.models import GPTModel
@@ -111,8 +112,8 @@ def leaves(result: Any) -> Any:
 
 CASES = [
     *(("none", way) for way in ("distributed", "all modules", "save all but")),
-    *(("delayed", way) for way in ("uniform 2", "block", "distributed", "core_attn", "mlp", "all modules")),
-    *(("delayed", way) for way in ("save_quantized", "offload_gemms")),
+    *(("delayed", way) for way in ("uniform 2", "block", "distributed", "core_attn", "layernorm", "activation")),
+    *(("delayed", way) for way in ("mlp", "all modules", "save_quantized", "offload_gemms")),
     *(("current", way) for way in ("uniform 2", "save_gemms")),
 ]
 
@@ -149,37 +150,54 @@ def test_a_scanned_stack_recomputes_too(way: str) -> None:
         assert_close(a, e, 2.0**-18)
 
 
-@pytest.mark.parametrize(("mode", "way"), [("auto", "distributed"), ("explicit", "distributed")])
-def test_on_a_mesh(mode: str, way: str) -> None:
-    def run(way: str) -> Any:
-        with use_mesh(mode):
-            model = shard(build(way))
-            tokens = jnp.tile(jnp.arange(S + 1, dtype=jnp.int32)[None], (4, 1))
+@functools.cache
+def on_a_mesh(mode: str, recipe: str, way: str) -> Any:
+    with use_mesh(mode), autocast(RECIPES[recipe]):
+        model = shard(build(way))
+        tokens = jnp.tile(jnp.arange(S + 1, dtype=jnp.int32)[None], (4, 1))
 
-            def loss(model: Any) -> Any:
-                return model.loss(tokens[:, :-1], tokens[:, 1:], dropout_key=jax.random.key(1))
+        def loss(model: Any) -> Any:
+            return model.loss(tokens[:, :-1], tokens[:, 1:], dropout_key=jax.random.key(1))
 
-            return leaves(quick_jit(jax.value_and_grad(loss))(model))
+        return leaves(quick_jit(jax.value_and_grad(loss))(model))
 
-    for a, e in zip(*map(jax.tree.leaves, (run(way), run("none"))), strict=True):
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_on_a_mesh(mode: str) -> None:
+    found, expected = (on_a_mesh(mode, "none", way) for way in ("distributed", "none"))
+    for a, e in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert_close(a, e, 2.0**-18)
 
 
-def residual_bytes(way: str) -> int:
-    model = build(way)
-
-    def residuals(model: Any) -> Any:
-        tokens = jnp.zeros((B, S), jnp.int32)
-        return jax.vjp(lambda model: model.loss(tokens, tokens, dropout_key=jax.random.key(0)), model)[1]
-
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(residuals, model)))
+@pytest.mark.parametrize("way", ["save_gemms", "save_quantized", "mlp"])
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_on_a_mesh_in_fp8(mode: str, way: str) -> None:
+    """Amaxes and sums over the ranks are those of one pass."""
+    same(on_a_mesh(mode, "delayed", way), on_a_mesh(mode, "delayed", "none"))
 
 
-def test_how_much_each_way_keeps() -> None:
-    size = {way: residual_bytes(way) for way in WAYS}
+def kept_bytes(recipe: str, way: str) -> int:
+    """What forward keeps for backward beside the model's own arrays."""
+    with autocast(RECIPES[recipe]):
+        model = build(way)
+
+        def residuals(model: Any) -> Any:
+            tokens = jnp.zeros((B, S), jnp.int32)
+            return jax.vjp(lambda model: model.loss(tokens, tokens, dropout_key=jax.random.key(0)), model)[1]
+
+        jaxpr = jax.make_jaxpr(residuals)(model).jaxpr
+    kept = {variable for variable in jaxpr.outvars if isinstance(variable, Var)} - {*jaxpr.invars, *jaxpr.constvars}
+    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_how_much_each_way_keeps(recipe: str) -> None:
+    """Without a recipe ``"quantized"`` names the operands themselves: a norm's and an activation's output."""
+    size = {way: kept_bytes(recipe, way) for way in WAYS}
     assert size["uniform 2"] < size["uniform"] < size["block"] < size["none"]
-    assert size["uniform"] < size["save_gemms"] <= size["save_quantized"] < size["none"]
+    assert size["uniform"] < size["save_gemms"] < size["save_quantized"] < size["none"]
     assert size["distributed"] == size["uniform"]  # without a mesh
+    assert size["offload_gemms"] == size["save_gemms"]
     for module in ("core_attn", "layernorm", "activation", "mlp"):
         assert size["uniform"] < size[module] < size["none"], module
     assert size["all modules"] < min(size["core_attn"], size["layernorm"], size["activation"])

@@ -1,4 +1,4 @@
-"""Which stacks of layers run in a loop."""
+"""Which stacks of layers run in a loop, and which recomputation policies a stack refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te.config import TransformerConfig
+from jax_te.config import RecomputeConfig, TransformerConfig
 from jax_te.models import UNROLL_LIMIT, GPTModel, T5Model, run_layers, runs_scanned, stack
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
@@ -63,3 +63,19 @@ def test_another_choice_is_refused(scan: str) -> None:
             model(config(1), **SIZES, scan_layers=scan, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
         run_layers([], jnp.zeros((1, 2, 16)), [], scan=scan)
+
+
+def test_a_policy_without_effect_is_refused() -> None:
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    selective, x = RecomputeConfig(recompute_granularity="selective"), jnp.zeros((1, 2, 16))
+    refused: list[tuple[RecomputeConfig, str | None, str]] = [
+        (RecomputeConfig(), "save_gemms", "recompute_policy='save_gemms' says what full recomputation keeps"),
+        (selective, "save_gemms", "recompute_granularity is 'selective'; set recompute_granularity='full'"),
+        (full, "none", "recompute_policy='none' keeps everything; leave recompute_granularity None"),
+        (full, None, "recompute_policy=None keeps everything; leave recompute_granularity None"),
+    ]
+    for recompute, policy, message in refused:
+        with pytest.raises(ValueError, match=message):
+            run_layers([], x, [], recompute=recompute, policy=policy)
+    for recompute, policy in ((RecomputeConfig(), None), (selective, "full"), (full, "save_gemms")):
+        assert run_layers([], x, [], recompute=recompute, policy=policy) is x

@@ -13,15 +13,18 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import TransformerLayer
+from jax_te.models.stack import run_layers
 from jax_te.parallel import make_mesh, named_sharding
 from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
-from tests.numerics import draw, quick_jit
+from tests.meshes import shardings
+from tests.numerics import _quick_options, draw, quick_jit
 
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
@@ -102,7 +105,7 @@ def test_sequence_parallelism_gathers_and_scatters_once_a_block_and_direction(re
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: str) -> None:
-    """One kernel is whole at a time: four gathers of its size in each direction, in FP8 where the recipe allows it."""
+    """Each kernel by itself: four gathers of their sizes in each direction, in FP8 where the recipe allows it."""
     kernels = Counter({3 * H * H: 1, H * H: 1, H * F: 2})  # query/key/value, projection, the MLP's two
     width = 4 if recipe == "none" else 1
     gathers: Collectives = Counter({("all-gather", width * size): count for size, count in kernels.items()})
@@ -110,3 +113,40 @@ def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: s
     # The CPU compiler of jax 0.10 drops the barrier in front of backward's gathers, and merges them with forward's.
     again = Counter() if jax.__version_info__ < (0, 11) else gathers
     assert forward_and_backward(mode, RECIPES[recipe], fsdp=4) == (gathers, again + sums)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"), [*((recipe, "auto") for recipe in RECIPES), ("none", "explicit"), ("delayed", "explicit")]
+)
+def test_memory_of_a_scanned_stack_under_fsdp_is_that_of_one_layers_kernels(recipe: str, mode: Any) -> None:
+    """Of a gradient in which only kernels are large: beside one layer's, whole, each layer may take four eighths of its
+    own, for the ranks' parts of stacked kernels and of stacked gradients, and for a copy of either. Were they whole all
+    at once, a layer would take eight eighths more. (Without scanning, the CPU compiler gathers all of them first.)
+    """
+    hidden, ffn, ranks = 256, 1024, 8
+    layer_bytes = 4 * (4 * hidden**2 + 2 * hidden * ffn)
+
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+    def memory(count: int) -> int:
+        def loss(parts: Any, rest: Any, x: Any) -> Any:
+            layers = [nnx.merge(graphdef, part, rest) for part in parts]
+            return jnp.sum(jnp.square(run_layers(layers, x, [None] * count, scan=True)))
+
+        graphdef, part, rest = nnx.split(layer, nnx.Param, ...)
+        place = shardings(layer)
+        part = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), part, place
+        )
+        rows = named_sharding(("batch", "sequence", "hidden"), mesh)
+        x = jax.ShapeDtypeStruct((ranks, 2, hidden), jnp.float32, sharding=rows)
+        gradient = jax.jit(jax.grad(loss), out_shardings=[place] * count, compiler_options=_quick_options())
+        return gradient.lower([part] * count, rest, x).compile().memory_analysis().temp_size_in_bytes
+
+    mesh = make_mesh(ParallelConfig(fsdp=ranks), axis_type=mode)
+    with autocast(RECIPES[recipe]):
+        layer = nnx.eval_shape(lambda: TransformerLayer(hidden, ffn, 4, **options, rngs=nnx.Rngs(0)))
+    with autocast(RECIPES[recipe]), jax.set_mesh(mesh):
+        few, many = memory(2), memory(6)
+    assert (many - few) / 4 < 4 / ranks * layer_bytes
+    assert many < (1 + 6 * 4 / ranks) * layer_bytes

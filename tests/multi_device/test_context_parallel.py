@@ -263,6 +263,17 @@ def test_what_cannot_be_split_is_refused(case: str) -> None:
         dot_product_attention(qkv, **arguments, out_axes=AXES, context_parallel=context_parallel)
 
 
+def test_a_way_without_axes_is_refused() -> None:
+    """It would be computed as one device's, tokens in zig-zag order taken for those in natural order."""
+    zigzag = ContextParallel(cp_load_balanced=True)
+    with jax.set_mesh(context_mesh(context=4, tensor=2)):
+        with pytest.raises(ValueError, match=r"4 context ranks, and out_axes=None .* give out_axes"):
+            dot_product_attention(operands(), mask_type="causal", context_parallel=zigzag)
+        dot_product_attention(operands(), mask_type="causal")
+    with jax.set_mesh(context_mesh(context=1, tensor=2)):
+        dot_product_attention(operands(), mask_type="causal", context_parallel=zigzag)
+
+
 def test_bad_ways() -> None:
     with pytest.raises(ValueError, match=r"cp_comm_type must be one of p2p, all_gather, a2a, a2a\+p2p, got 'ring'"):
         ContextParallel(cp_comm_type="ring")
@@ -335,6 +346,18 @@ def test_cudnn_in_natural_order(diagonals: Diagonals) -> None:
     for kind in ("p2p", "all_gather"):
         compare(context_mesh(context=2), way(kind, 2), {"mask_type": "causal"})
     assert diagonals.ran > 0
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right"])
+def test_cudnn_is_handed_no_fewer_keys_than_queries(diagonals: Diagonals, mask_type: Any) -> None:
+    """The first ranks' queries would see none."""
+    qkv, gather = operands(skv=S // 2), way("all_gather", 4)
+    with (
+        jax.set_mesh(context_mesh(context=4)),
+        pytest.raises(BackendUnavailableError, match="no more queries than keys"),
+    ):
+        dot_product_attention(qkv, mask_type=mask_type, out_axes=AXES, context_parallel=gather)
+    assert not diagonals.ran
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,20 @@ def test_rules():
         pass
 
 
+def test_a_rule_with_an_axis_that_no_mesh_of_ours_has():
+    message = r"rule of logical axis 'ffn' has mesh axis 'tensr', and the mesh's axes are data, fsdp, tensor; name one"
+    with use_rules(ShardingRules(ffn=("tensr",))):
+        for axes in (("ffn",), ("ffn_fsdp",)):
+            with pytest.raises(ValueError, match=message.replace("'ffn'", repr(axes[0]))):
+                logical_to_spec(axes, MESH)
+        with jax.set_mesh(make_mesh(ALL)), pytest.raises(ValueError, match="has mesh axis 'tensr'"):
+            constrain(jnp.ones((4, 4)), ("batch", "ffn"))
+        assert logical_to_spec(("batch", "heads"), MESH) == P(("data", "fsdp"), "tensor")
+    own = AbstractMesh((2, 4), ("rows", "model"))
+    rules = ShardingRules(ffn=("model",), batch=("rows", "data"))
+    assert logical_to_spec(("batch", "ffn", "heads"), own, rules) == P("rows", "model", None)
+
+
 def test_rules_are_part_of_the_jit_cache_key():
     traces = []
     mesh = make_mesh(ALL)

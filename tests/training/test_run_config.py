@@ -33,6 +33,11 @@ def config(**changes):
     return RunConfig(**(values | changes))
 
 
+def test_a_run_on_one_device_has_no_option_of_a_mesh():
+    options = {"cp_comm_type": "a2a", "cp_load_balanced": True, "sequence_parallel": True, "mesh_axis_type": "explicit"}
+    assert config(mesh="context=2,tensor=2", backend="xla", **options).on_one_device() == config()
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_preset_is_valid_under_every_recipe(name, recipe):
@@ -52,6 +57,27 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"mesh": "tensors=2"}, r"unknown mesh axis 'tensors'"),
         ({"mesh": "context=3"}, r"--seq-len \d+ does not divide over context=3 of --mesh context=3"),
         ({"mesh": "pipeline=2"}, r"mesh axis 'pipeline' is reserved"),
+        ({"mesh_axis_type": "explicit"}, r"--mesh-axis-type explicit is of a mesh's axes, and there is no --mesh"),
+        ({"cp_load_balanced": True}, r"--cp-load-balanced is for context ranks, and --mesh \(none\) has one; give"),
+        ({"cp_load_balanced": True, "mesh": "data=2"}, r"--mesh data=2 has one; .* or --no-cp-load-balanced"),
+        ({"cp_comm_type": "a2a"}, r"--cp-comm-type a2a is for context ranks, and --mesh \(none\) has one"),
+        ({"cp_comm_type": "all_gather", "mesh": "tensor=2"}, r"--mesh tensor=2 has one; .* or --cp-comm-type p2p"),
+        (
+            {"sequence_parallel": True, "mesh": "context=2,tensor=4", "seq_len": 36},
+            r"--sequence-parallel splits --seq-len 36 over context\*tensor=8 .* does not divide; .* that does: 40",
+        ),
+        (
+            {"recompute_granularity": "full", "distribute_saved_activations": True, "mesh": "tensor=4", "seq_len": 34},
+            r"--distribute-saved-activations splits --seq-len 34 over context\*tensor=4 .* that does: 36",
+        ),
+        (
+            {"cp_comm_type": "a2a", "mesh": "context=4,tensor=2"},
+            r"a2a exchanges heads among context=4 ranks .* each of tensor=2 has 2 of --num-query-groups 4, .* does: 8;",
+        ),
+        (
+            {"cp_comm_type": "a2a", "mesh": "context=4", "num_query_groups": 2},
+            r"each of tensor=1 has 2 of --num-query-groups 2, .* does: 4; or take p2p or all_gather",
+        ),
         (
             {"recipe": "delayed", "ffn_hidden_size": 500},
             r"--ffn-hidden-size 500 must be a multiple of 16 .* next is 512",

@@ -94,7 +94,7 @@ def _te_lacks(call: MeshCall, arrays: AttentionArrays) -> str | None:
             "cp_comm_type 'all_gather' aligns queries and keys at the end of each sequence; where their lengths may "
             "differ 'a2a' keeps them aligned at its beginning"
         )
-    if spec.is_causal and not spec.is_padding and not spec.is_bottom_right and spec.q_length > spec.kv_length:
+    if spec.is_causal and not spec.is_padding and spec.q_length > spec.kv_length:
         return "cp_comm_type 'all_gather' has causal masks with no more queries than keys; 'a2a' has others"
     return None
 
