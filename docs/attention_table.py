@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops import AttentionSpec
-from jax_te.ops.attention_spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES
+from jax_te.ops.attention.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES
 from jax_te.ops.te.attention import _lacks
 from jax_te.ops.xla.attention import attention_supports
 

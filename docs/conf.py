@@ -40,8 +40,21 @@ autodoc_default_options = {
 default_role = "py:obj"
 
 PARTS = [
-    *("errors", "config", "recipe", "parallel", "quantize", "ops", "layers", "megatron", "models", "checkpoint"),
-    *("training", "linen"),
+    *(
+        "errors",
+        "config",
+        "recipe",
+        "sharding",
+        "remat",
+        "random",
+        "quantize",
+        "ops",
+        "layers",
+        "megatron",
+        "models",
+        "checkpoint",
+    ),
+    *("checkpoint", "training", "data", "metrics", "linen"),
 ]
 HOMES: dict[str, str] = {}
 for part in PARTS:

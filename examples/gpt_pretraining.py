@@ -20,9 +20,9 @@ import numpy as np
 import jax_te
 from jax_te import DelayedScaling, TransformerConfig, autocast
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.data.text import heldout_batches, load_text
 from jax_te.models import GPTModel
 from jax_te.training import abstract_train_state, create_train_state, make_eval_step, make_train_step
-from jax_te.training.data import heldout_batches, load_text
 from jax_te.training.optimizer import adamw_with_schedule
 
 STEPS, SAVE_EVERY, EVAL_EVERY, MICROBATCHES = 60, 40, 20, 2
@@ -59,7 +59,7 @@ def loss_fn(model, batch, key):
 
 
 def train_batch(text, step):
-    """Batch number `step`: windows at random places. `jax_te.training.data.TrainBatches` gives epochs (with grain)."""
+    """Batch number `step`: windows at random places. `jax_te.data.text.TrainBatches` gives epochs (with grain)."""
     places = np.random.default_rng((SEED, step)).integers(0, len(text) - LENGTH, BATCH)
     windows = np.stack([text[place : place + LENGTH + 1] for place in places]).astype(np.int32)
     return {"tokens": windows[:, :-1], "labels": windows[:, 1:]}

@@ -28,8 +28,8 @@ from jax_te.megatron import (
     TERowParallelLinear,
     recipe_from_config,
 )
-from jax_te.parallel import make_mesh
 from jax_te.recipe import autocast
+from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step
 
 STEPS, BATCH, LENGTH = 12, 8, 32

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_te.config import ParallelConfig, TransformerConfig
     from jax_te.ops import explain_backend, use_backend
-    from jax_te.parallel import ShardingRules, make_mesh, split_vjp
     from jax_te.quantize import observe_quantization, prepare_quantization
     from jax_te.recipe import (
         CustomRecipe,
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
         autocast,
         current_recipe,
     )
+    from jax_te.remat import split_vjp
+    from jax_te.sharding import ShardingRules, make_mesh
 
 __version__ = "0.1.0"
 
@@ -47,15 +48,15 @@ _HOMES = {
     "ModuleRecipe": "recipe",
     "NVFP4BlockScaling": "recipe",
     "ParallelConfig": "config",
-    "ShardingRules": "parallel",
+    "ShardingRules": "sharding",
     "TransformerConfig": "config",
     "autocast": "recipe",
     "current_recipe": "recipe",
     "explain_backend": "ops",
-    "make_mesh": "parallel",
+    "make_mesh": "sharding",
     "observe_quantization": "quantize",
     "prepare_quantization": "quantize",
-    "split_vjp": "parallel",
+    "split_vjp": "remat",
     "use_backend": "ops",
 }
 

@@ -29,7 +29,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(params=["no mesh", "auto", "explicit"])
 def mesh_mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test with no mesh, then with ``data=2, fsdp=2, tensor=2`` set as an Auto and as an Explicit mesh."""
-    from tests.meshes import use_mesh  # not above: pytest's options add checks to jax_te when it is imported
+    from tests.support.meshes import use_mesh
 
     with use_mesh(request.param):
         yield request.param

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.config import ACTIVATIONS, ParallelConfig, TransformerConfig, check_positive, check_rate, float_dtype
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 

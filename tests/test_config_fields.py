@@ -15,7 +15,7 @@ from jax_te.layers import normal_init
 from jax_te.layers.initializers import scaled_normal_init
 from jax_te.models import GPTModel
 from jax_te.recipe import autocast, recipe_from_name
-from tests.numerics import assert_bitwise, without_type_checker
+from tests.support.numerics import assert_bitwise, without_type_checker
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jax_te
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 NEEDS_TE = "jax_te.ops.te."  # its modules import Transformer Engine
 

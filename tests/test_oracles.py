@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests import oracles
-from tests.oracles import E4M3, E5M2, F32
+from tests.support import oracles
+from tests.support.oracles import E4M3, E5M2, F32
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -12,10 +12,10 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNormMLP, TransformerLayer
-from jax_te.parallel import make_mesh
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize
-from tests.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2, without_type_checker
+from jax_te.sharding import make_mesh
+from tests.support import reference
+from tests.support.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2, without_type_checker
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize
 
 S, H, F, N = 8, 32, 64, 4
 TOLERANCE = 12 * ROUNDOFF["float32"] * F**0.5  # twelve sums of at most F products follow one another

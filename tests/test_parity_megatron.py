@@ -28,7 +28,7 @@ from jax_te.megatron import (
     fp32_to_float16,
     split_te_layernorm_column_parallel_linear,
 )
-from tests.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.numerics import assert_bitwise, draw, without_type_checker
 
 H = 32
 CONFIG = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2)

@@ -16,18 +16,25 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
+from jax_te.cli.precision_rules import apply_rules
+from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.data import TextData, TrainBatches, heldout_batches
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
-from jax_te.parallel import make_mesh
 from jax_te.recipe import autocast
-from jax_te.training.data import TextData, TrainBatches, heldout_batches
-from jax_te.training.inspection import make_inspection
-from jax_te.training.loss_scale import DynamicLossScale, LossScale
-from jax_te.training.optimizer import adamw_with_schedule, learning_rate_schedule
-from jax_te.training.precision_rules import apply_rules
-from jax_te.training.run_config import VOCAB_SIZE, RunConfig
-from jax_te.training.state import TrainState, abstract_train_state, create_train_state
-from jax_te.training.step import make_eval_step, make_train_step
+from jax_te.sharding import make_mesh
+from jax_te.training import (
+    DynamicLossScale,
+    LossScale,
+    TrainState,
+    abstract_train_state,
+    adamw_with_schedule,
+    create_train_state,
+    learning_rate_schedule,
+    make_eval_step,
+    make_train_step,
+)
+from jax_te.training.internal import make_inspection
 from jax_te.typing import Array, PyTree
 
 

@@ -8,15 +8,15 @@ import sys
 import jax.numpy as jnp
 
 from jax_te.cli.build import abstract_model
+from jax_te.cli.module_recipes import LayerRecipes, layer_recipes, recipe_label
+from jax_te.cli.precision_rules import apply_rules, rules_without_effect
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_recipe import option
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron import QuantizationReport
 from jax_te.ops import OPS, AttentionSpec, explain_backend
 from jax_te.quantize import ROLES, TensorQuantizer, quantizer_for
 from jax_te.recipe import NVFP4BlockScaling, Recipe
-from jax_te.training.module_recipes import LayerRecipes, layer_recipes, recipe_label
-from jax_te.training.precision_rules import apply_rules, rules_without_effect
-from jax_te.training.run_config import RunConfig
-from jax_te.training.run_recipe import option
 
 _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
 

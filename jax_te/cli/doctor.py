@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_te import __version__
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, dense, explain_backend
-from jax_te.ops.te import available
+from jax_te.ops.internal import available
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import RECIPES, Recipe
 

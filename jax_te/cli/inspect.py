@@ -15,19 +15,27 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model, abstract_state, contexts, loss_fn, warnings_as_lines
+from jax_te.cli.module_recipes import layer_recipes, recipe_label
+from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.sharding import show_sharding
 from jax_te.cli.table import table
+from jax_te.data import heldout_batches, load_text
 from jax_te.layers import quantizable_modules
 from jax_te.megatron import QuantizationReport
+from jax_te.metrics.internal import plain_values
 from jax_te.recipe import Recipe, autocast, recipe_from_name
-from jax_te.training.data import heldout_batches, load_text
-from jax_te.training.inspection import TensorStatistics, calibrate_delayed_scaling, exact_model, inspect_precision
-from jax_te.training.module_recipes import layer_recipes, recipe_label
-from jax_te.training.precision_log import plain_values
-from jax_te.training.precision_rules import apply_rules, quantization_rules, read_rules
-from jax_te.training.run_config import CHECKPOINT_FOLDER, RunConfig, holds_run, read_config
-from jax_te.training.sensitivity import ModuleSensitivity, keep_in_bf16_rules, sensitivity
-from jax_te.training.state import TrainState
+from jax_te.training import TrainState
+from jax_te.training.internal import (
+    ModuleSensitivity,
+    TensorStatistics,
+    calibrate_delayed_scaling,
+    exact_model,
+    inspect_precision,
+    keep_in_bf16_rules,
+    sensitivity,
+)
 
 SENSITIVITY_BATCHES = 2
 

@@ -320,7 +320,7 @@ def _add_bench(commands: argparse._SubParsersAction, *, wanted: bool) -> None:
     if not wanted:
         _command(commands, "bench", "measure layers or train steps beside te.jax's")
         return
-    from jax_te.cli.bench import add_parser
+    from jax_te.bench.internal import add_parser
 
     add_parser(commands)
     parser = commands.choices["bench"]

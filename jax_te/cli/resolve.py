@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
+from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
-from jax_te.training.precision_rules import read_rules
-from jax_te.training.run_config import CONFIG_FILE, RunConfig, changed_fields, check_resumable, holds_run, read_config
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 
 _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 

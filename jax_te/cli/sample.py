@@ -12,11 +12,11 @@ import numpy as np
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_state, contexts, warnings_as_lines
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.layers import quantizable_modules
 from jax_te.models import GPTModel, generate
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
-from jax_te.training.run_config import CHECKPOINT_FOLDER, holds_run, read_config
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh
 
 from jax_te.cli.build import abstract_state, contexts
 from jax_te.cli.resolve import new_config
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import read_config
 from jax_te.config import MESH_AXES, ParallelConfig
-from jax_te.parallel import ShardingReport, sharding_report
-from jax_te.training.run_config import RunConfig, read_config
+from jax_te.sharding import ShardingReport, sharding_report
 
 
 def show_sharding(options: argparse.Namespace) -> int:

@@ -14,18 +14,26 @@ from jax.sharding import Mesh
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import Trainer, contexts, warnings_as_lines
 from jax_te.cli.checks import check_precision, check_te_on_mesh, explain_backends
+from jax_te.cli.loop import LoopPlan, LoopResult, run_loop
 from jax_te.cli.resolve import output_folder, resolve
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, write_config
+from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.cli.sample import continue_text
+from jax_te.data import TextData, byte_bigram_entropy, load_text
 from jax_te.megatron import QuantizationReport
+from jax_te.metrics import MetricsLog, PrecisionLog, Progress, make_progress, plot_losses, plot_precision
+from jax_te.metrics.internal import (
+    METRICS_FILE,
+    PLOT_FILE,
+    PRECISION_FILE,
+    PRECISION_PLOT,
+    chart_values,
+    clock,
+    require_extra,
+)
 from jax_te.models import UNROLL_LIMIT, runs_scanned
-from jax_te.training.data import TextData, byte_bigram_entropy, load_text
-from jax_te.training.loop import LoopPlan, LoopResult, run_loop
-from jax_te.training.metrics import METRICS_FILE, PLOT_FILE, MetricsLog, plot_losses, require_extra
-from jax_te.training.precision_log import PRECISION_FILE, PRECISION_PLOT, PrecisionLog, chart_values, plot_precision
-from jax_te.training.progress import Progress, clock, make_progress
-from jax_te.training.run_config import CHECKPOINT_FOLDER, RunConfig, write_config
-from jax_te.training.run_recipe import RECIPE_FIELDS
-from jax_te.training.state import TrainState
+from jax_te.training import TrainState
 from jax_te.typing import PyTree
 
 PROMPT = "def "

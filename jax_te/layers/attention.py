@@ -14,9 +14,9 @@ from jax_te.layers.context_parallel import check_cp_group
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import constant, value_or_none
 from jax_te.layers.qkv import HEAD_AXES
-from jax_te.ops import ContextParallel, dot_product_attention
-from jax_te.ops.attention_spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, Window, normal_window
-from jax_te.parallel import recomputed
+from jax_te.ops import ContextParallel, Window, dot_product_attention
+from jax_te.ops.internal import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, normal_window
+from jax_te.remat.internal import recomputed
 from jax_te.typing import Array
 
 

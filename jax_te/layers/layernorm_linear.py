@@ -12,7 +12,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import value_or_none
 from jax_te.ops import layernorm, layernorm_dense
-from jax_te.parallel import run_recomputed
+from jax_te.remat.internal import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 

@@ -15,8 +15,9 @@ from jax_te.layers.parameters import constant, leading_axes, parameter, value_or
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import activation as apply_activation
 from jax_te.ops import dense, layernorm, layernorm_mlp
-from jax_te.ops.spec import check_activation_params
-from jax_te.parallel import row_axis, run_recomputed
+from jax_te.ops.internal import check_activation_params
+from jax_te.remat.internal import run_recomputed
+from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 _KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": ("ffn1", "gemm", "norm")}

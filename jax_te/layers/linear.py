@@ -13,7 +13,7 @@ from jax_te.layers.initializers import normal_init
 from jax_te.layers.parameters import constant, parameter, value_or_none
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import dense
-from jax_te.parallel import activation_axis
+from jax_te.sharding.internal import activation_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 _KERNEL_AXES: dict[str | None, LogicalAxes] = {
@@ -62,7 +62,7 @@ class Linear(TensorParallelModule):
         params_dtype: dtype of ``kernel [k, *n]`` and ``bias [*n]``.
         kernel_axes: logical axes of the kernel, in place of those that ``parallel_mode`` stands for.
         out_axes: logical axes of the output features. None: those that the kernel's stand for, see
-            `jax_te.parallel.activation_axis`.
+            `jax_te.sharding.activation_axis`.
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:

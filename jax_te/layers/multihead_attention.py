@@ -29,9 +29,9 @@ from jax_te.layers.qkv import (
 )
 from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
-from jax_te.ops import layernorm
-from jax_te.ops.attention_spec import Window, normal_window
-from jax_te.parallel import axis_ranks, row_axis
+from jax_te.ops import Window, layernorm
+from jax_te.ops.internal import normal_window
+from jax_te.sharding.internal import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer
 
 ATTENTION_TYPES = ("self", "cross")
@@ -329,7 +329,7 @@ class MultiheadAttention(nnx.Module):
         if cache is not None and self.core_attention.context_parallel.cp_load_balanced and axis_ranks("sequence") > 1:
             raise ValueError(
                 "a KV cache holds tokens in natural order, and cp_load_balanced=True has sequences in zig-zag order; "
-                "call the layer inside of jax_te.parallel.whole_sequences(), where context ranks split none"
+                "call the layer inside of jax_te.sharding.whole_sequences(), where context ranks split none"
             )
         if self.attention_type == "self":
             if encoder_lengths is not None:

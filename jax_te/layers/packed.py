@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_te.ops import Segments, segments_from_cu_seqlens
-from jax_te.ops.segments import places
+from jax_te.ops.internal import places
 from jax_te.typing import Array
 
 

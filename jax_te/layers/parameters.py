@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import float_dtype
-from jax_te.parallel import create_sharded
+from jax_te.sharding.internal import create_sharded
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
@@ -25,7 +25,7 @@ def parameter(
         rngs: its ``params`` stream gives the key.
         shape: of the parameter.
         dtype: fp32, bf16 or fp16.
-        axes: logical axes, see `jax_te.parallel.ShardingRules`.
+        axes: logical axes, see `jax_te.sharding.ShardingRules`.
 
     Raises:
         ValueError: for another dtype; if ``axes`` does not name every dimension, or one does not divide over its mesh
@@ -75,7 +75,7 @@ def leading_axes(x: Array) -> LogicalAxes:
 def parameter_axes(model: nnx.Module) -> PyTree:
     """Logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with a tuple of names in place of each array.
 
-    Map it to shardings with ``is_leaf=lambda node: isinstance(node, tuple)`` and `jax_te.parallel.named_sharding`; the
+    Map it to shardings with ``is_leaf=lambda node: isinstance(node, tuple)`` and `jax_te.sharding.named_sharding`; the
     result fits the parameters in ``jax.device_put`` and as ``out_shardings``.
 
     >>> from jax_te.layers import LayerNorm

@@ -9,7 +9,8 @@ from flax import nnx
 from jax_te.config import check_positive
 from jax_te.layers.parameters import leading_axes
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.parallel import axis_ranks, constrain, current_mesh, logical_to_spec, ranks_of
+from jax_te.sharding import constrain, current_mesh, logical_to_spec
+from jax_te.sharding.internal import axis_ranks, ranks_of
 from jax_te.typing import Array, LogicalAxes
 
 TENSOR_AXIS = "tensor"

@@ -18,8 +18,8 @@ from jax_te.layers.norm import make_norm
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
-from jax_te.ops.attention_spec import Window
-from jax_te.parallel import constrain
+from jax_te.ops import Window
+from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 LAYER_TYPES = ("encoder", "decoder")

@@ -18,7 +18,7 @@ its old state (`jax_te.quantize.write_back`).
 masters of bf16 parameters.
 
 **Sharding.** ``init`` puts parameters into ``nn.LogicallyPartitioned`` with the logical axes of
-`jax_te.parallel.ShardingRules`; `logical_axis_rules` gives those rules in Flax's form, for
+`jax_te.sharding.ShardingRules`; `logical_axis_rules` gives those rules in Flax's form, for
 ``nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)``. ``nn.unbox`` gives plain arrays.
 ``nn.scan`` and ``nn.vmap`` need ``metadata_params={nn.PARTITION_NAME: ...}`` for the axis that they add, and both
 collections in ``variable_axes``, as for other boxed parameters and other state.

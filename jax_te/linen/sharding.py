@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_te.parallel import ShardingRules, logical_to_spec
+from jax_te.sharding import ShardingRules, logical_to_spec
 
 
 def logical_axis_rules(
     mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None
 ) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
-    """`jax_te.parallel.ShardingRules` as rules for ``nn.logical_to_mesh_sharding`` and ``nn.logical_axis_rules``.
+    """`jax_te.sharding.ShardingRules` as rules for ``nn.logical_to_mesh_sharding`` and ``nn.logical_axis_rules``.
 
     Add pairs for logical axes of your own, such as the one that ``nn.scan`` adds.
 

@@ -10,7 +10,7 @@ from flax import errors, nnx
 from flax import linen as nn
 from flax.core import meta, unfreeze
 
-from jax_te.layers.quantizable import CachedKernel, cache_name
+from jax_te.layers.internal import CachedKernel, cache_name
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import autocast
 from jax_te.typing import LogicalAxes

@@ -11,8 +11,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import DotProductAttention, PackedSeqParams
-from jax_te.layers.qkv import merge_heads
-from jax_te.layers.tensor_parallel import check_tp_group
+from jax_te.layers.internal import check_tp_group, merge_heads
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.typing import Array

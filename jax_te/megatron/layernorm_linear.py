@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import LayerNormLinear
-from jax_te.layers.tensor_parallel import check_context_size
+from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
 from jax_te.megatron.te_layer import TELayer, refuse
 from jax_te.typing import Array, Initializer

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te.config import ModelParallelConfig, check_choice
 from jax_te.layers import Linear
-from jax_te.layers.tensor_parallel import check_context_size
+from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
 from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, refuse
 from jax_te.typing import Array, Initializer
@@ -250,7 +250,7 @@ class TERowParallelLinear(TELinear):
         if not input_is_parallel:
             raise ValueError(
                 "input_is_parallel=False is not supported: the input of a row-parallel layer is split over the tensor "
-                "ranks; jax_te.parallel.constrain(x, axes) with 'ffn' as the last axis splits it"
+                "ranks; jax_te.sharding.constrain(x, axes) with 'ffn' as the last axis splits it"
             )
         super().__init__(
             input_size,

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jax_te.layers.tensor_parallel import check_tp_group
-from jax_te.parallel import RNGStatesTracker, StreamState, checkpoint
+from jax_te.layers.internal import check_tp_group
+from jax_te.random import RNGStatesTracker, StreamState
+from jax_te.remat import checkpoint
 
 
 def te_checkpoint(
@@ -18,7 +19,7 @@ def te_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``forward_func(*args, **kwargs)``, computed again in backward: `jax_te.parallel.checkpoint` in Megatron's words.
+    """``forward_func(*args, **kwargs)``, computed again in backward: `jax_te.remat.checkpoint` in Megatron's words.
 
     The recipe of an ``autocast`` around the call holds in both passes, delayed scaling's scales are inputs of both, and
     its state gets its next value once.
@@ -33,7 +34,7 @@ def te_checkpoint(
 
     Raises:
         TypeError: for another ``tp_group``, or a ``get_rng_state_tracker`` that does not give a tracker.
-        ValueError: as `jax_te.parallel.checkpoint`.
+        ValueError: as `jax_te.remat.checkpoint`.
 
     Source: ``megatron.core.extensions.transformer_engine.te_checkpoint``.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.tree_util import register_pytree_with_keys_class
 
-from jax_te.parallel import (
+from jax_te.random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
     MODEL_PARALLEL_RNG,
@@ -21,7 +21,7 @@ from jax_te.typing import Array
 
 @register_pytree_with_keys_class
 class TECudaRNGStatesTracker(RNGStatesTracker):
-    """`jax_te.parallel.RNGStatesTracker` under Megatron's name.
+    """`jax_te.random.RNGStatesTracker` under Megatron's name.
 
     Args:
         is_inference_rng_tracker: True: `add` and `set_states` do nothing, and a `fork` of any name gives None, which is
@@ -136,13 +136,13 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
 ) -> None:
-    """Seed the process's tracker with Megatron's streams, see `jax_te.parallel.model_parallel_seed`.
+    """Seed the process's tracker with Megatron's streams, see `jax_te.random.model_parallel_seed`.
 
     Args:
         seed: > 0, and such that no stream's integer exceeds 2^32 - 1.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: as `initialize_rng_tracker`.
         tp_rank, ep_rank, etp_rank: None. One program runs on all ranks here, and each folds in its own where it draws;
-            `jax_te.parallel.model_parallel_seeds` gives the integers of Megatron's ranks.
+            `jax_te.random.model_parallel_seeds` gives the integers of Megatron's ranks.
         force_reset_rng: make a new tracker.
 
     Raises:

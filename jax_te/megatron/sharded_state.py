@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jax_te.megatron.state_dict import arrays_of, variables_of
-from jax_te.parallel import named_sharding
 from jax_te.quantize import QuantizedKernel
+from jax_te.sharding import named_sharding
 
 
 def sharded_state_dict(

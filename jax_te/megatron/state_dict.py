@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jax_te.layers.quantizable import CachedKernel, drop_kept_kernels
+from jax_te.layers.internal import CachedKernel, drop_kept_kernels
 from jax_te.typing import Array
 
 

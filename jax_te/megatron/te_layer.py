@@ -9,11 +9,12 @@ import jax
 from flax import nnx
 
 from jax_te.config import SYMMETRIC_AR_TYPES, ModelParallelConfig
-from jax_te.layers.tensor_parallel import TensorParallel, check_context_size
+from jax_te.layers.internal import TensorParallel, check_context_size
 from jax_te.megatron.quant_config import QuantizationConfig, get_quant_config_or_none
 from jax_te.megatron.quant_layer import finish_init, will_execute_quantized
 from jax_te.megatron.sharded_state import sharded_state_dict
-from jax_te.parallel import axis_ranks, current_mesh
+from jax_te.sharding import current_mesh
+from jax_te.sharding.internal import axis_ranks
 
 TP_COMM_BUFFER_NAMES = (None, "qkv", "proj", "fc1", "fc2")
 """Which linear layer of a transformer layer this is, in Megatron's words."""
@@ -112,11 +113,11 @@ class TELayer:
 
         Raises:
             RuntimeError: where it is True. The weight gradients that wait are not in the layer, which holds no queue,
-                but in the function that `jax_te.parallel.split_vjp` gave.
+                but in the function that `jax_te.remat.split_vjp` gave.
         """
         if self.config.delay_wgrad_compute:
             raise RuntimeError(
-                "a JAX layer holds no weight gradients that wait: jax_te.parallel.split_vjp(fn, params, *inputs) gives "
+                "a JAX layer holds no weight gradients that wait: jax_te.remat.split_vjp(fn, params, *inputs) gives "
                 "(y, backward), backward(dy) gives (dinputs, backward_dw), and backward_dw() the gradients of params"
             )
 
@@ -162,7 +163,7 @@ def refuse(**given: bool) -> None:
     >>> refuse(gather_output=False)
     """
     ways = {
-        "gather_output": "the output stays split over the tensor ranks; jax_te.parallel.constrain(y, axes) gathers it",
+        "gather_output": "the output stays split over the tensor ranks; jax_te.sharding.constrain(y, axes) gathers it",
         "skip_weight_param_allocation": "the layer has a kernel of its own; jax_te.layers.Linear can do without, for "
         "tied weights",
         "is_expert": "an expert takes TENorm and TEColumnParallelLinear in its place",

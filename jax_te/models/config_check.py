@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from jax_te.config import TransformerConfig
-from jax_te.layers.tensor_parallel import check_context_size
+from jax_te.layers.internal import check_context_size
 from jax_te.megatron import recipe_from_config
 from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {
     "perform_initialization": "; nnx.eval_shape gives a model without arrays",
-    "delay_wgrad_compute": "; jax_te.parallel.split_vjp computes weight gradients apart",
+    "delay_wgrad_compute": "; jax_te.remat.split_vjp computes weight gradients apart",
     "disable_parameter_transpose_cache": "; kernels are kept between microbatches only where a call asks for it",
     "quant_recipe": "; jax_te.megatron.apply_quantization_config(model, config.quant_recipe) does",
     "qk_clip": "",

@@ -7,20 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig, check_positive
-from jax_te.layers import (
-    KVCache,
-    Rotary,
-    RotaryScaling,
-    init_kv_cache,
-    rotary_embedding,
-)
+from jax_te.layers import KVCache, Rotary, RotaryScaling, init_kv_cache, rotary_embedding
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.order import caller_order, model_order
 from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, runs_scanned
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
-from jax_te.parallel import RecomputePolicy
+from jax_te.remat import RecomputePolicy
 from jax_te.typing import Array
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
@@ -55,7 +49,7 @@ class GPTModel(LanguageModel):
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         recompute_policy: what is kept inside of layers that ``config.recompute_granularity="full"`` computes again, a
-            `jax_te.parallel.RecomputePolicy` or its name. ``"full"``: nothing.
+            `jax_te.remat.RecomputePolicy` or its name. ``"full"``: nothing.
         scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
             stacks of many layers, see `runs_scanned`.
         loss_chunks: parts of the sequence whose logits `loss` computes at a time, see `linear_cross_entropy`; must

@@ -8,10 +8,9 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
-from jax_te.layers.parameters import parameter
-from jax_te.layers.tensor_parallel import check_context_size
+from jax_te.layers.internal import check_context_size, parameter
 from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
-from jax_te.parallel import constrain
+from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
 
 

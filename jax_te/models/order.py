@@ -6,7 +6,8 @@ import functools
 
 from jax_te.config import TransformerConfig
 from jax_te.ops import reorder_to_zigzag, undo_zigzag
-from jax_te.parallel import auto_region, axis_ranks, constrain
+from jax_te.sharding import constrain
+from jax_te.sharding.internal import auto_region, axis_ranks
 from jax_te.typing import Array, LogicalAxes
 
 

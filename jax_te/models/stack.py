@@ -14,9 +14,9 @@ from flax import nnx
 
 from jax_te.config import RecomputeConfig
 from jax_te.layers import TransformerLayer
-from jax_te.parallel import RecomputePolicy, checkpoint, recompute_policy, selective_recompute
 from jax_te.quantize import QuantizerState
-from jax_te.quantize.state import plain_inside
+from jax_te.quantize.internal import plain_inside
+from jax_te.remat import RecomputePolicy, checkpoint, recompute_policy, selective_recompute
 from jax_te.typing import Array
 
 _NO_RECOMPUTE = RecomputeConfig()
@@ -121,7 +121,7 @@ def run_layers(
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
         recompute: what backward computes again.
-        policy: what full recomputation keeps inside of the layers, see `jax_te.parallel.checkpoint`. Without full
+        policy: what full recomputation keeps inside of the layers, see `jax_te.remat.checkpoint`. Without full
             recomputation leave it.
         scan: run consecutive layers of the same structure in a loop, ``jax.lax.scan``, whose body is compiled once; of
             groups of layers that are recomputed together, the groups. ``"auto"``: as `runs_scanned` says.

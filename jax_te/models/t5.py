@@ -16,7 +16,7 @@ from jax_te.models.config_check import check_config
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, runs_scanned
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
-from jax_te.parallel import RecomputePolicy
+from jax_te.remat import RecomputePolicy
 from jax_te.typing import Array
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")

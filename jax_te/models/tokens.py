@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jax_te.parallel import constrain
+from jax_te.sharding import constrain
 from jax_te.typing import Array
 
 

@@ -12,7 +12,7 @@ import jax
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
-from jax_te.ops.attention_spec import AttentionSpec
+from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.recipe import Recipe
 
 BackendName = Literal["auto", "te", "xla"]

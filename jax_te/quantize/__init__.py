@@ -7,14 +7,7 @@ from jax_te.quantize.kernel import PackedOperand, QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, quantization_statistics
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand, with_scale
-from jax_te.quantize.scaling import (
-    AmaxState,
-    amax,
-    compute_scale,
-    next_amax_state,
-    power_of_two_scale,
-    scale_in_use,
-)
+from jax_te.quantize.scaling import AmaxState, amax, compute_scale, next_amax_state, power_of_two_scale, scale_in_use
 from jax_te.quantize.state import (
     QuantizerState,
     init_gemm_state,

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jax_te.parallel.ranks import RankTree
 from jax_te.quantize.quantizer import Quantizer
+from jax_te.sharding.internal import RankTree
 from jax_te.typing import Array, DTypeLike
 
 

@@ -1,12 +1,6 @@
 """Training: state and step, loss scaling, optimizer, data."""
 
-from jax_te.training.data import (
-    TextData,
-    TrainBatches,
-    byte_bigram_entropy,
-    heldout_batches,
-    load_text,
-)
+from jax_te.data import TextData, TrainBatches, byte_bigram_entropy, heldout_batches, load_text
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from jax_te.training.optimizer import adamw_with_schedule, is_matrix, learning_rate_schedule
 from jax_te.training.state import TrainState, abstract_train_state, change_recipe, create_train_state

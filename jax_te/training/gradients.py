@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers.quantizable import drop_kept_kernels, quantizable_kernels, quantize_kernels, use_kept_kernels
-from jax_te.parallel import constrain, leaves_with_axes
+from jax_te.layers.internal import drop_kept_kernels, quantizable_kernels, quantize_kernels, use_kept_kernels
 from jax_te.quantize import QuantizedKernel, max_merging, merge_quantizers, plain_states, split_model
+from jax_te.sharding import constrain
+from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree

@@ -13,11 +13,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.layers import name_modules, quantizable_modules
-from jax_te.layers.quantizable import natural_order
-from jax_te.parallel import constrain
-from jax_te.quantize import ROLES, QuantizedKernel, max_merging, prepare_quantization, split_model
-from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization
+from jax_te.layers.internal import natural_order
+from jax_te.quantize import (
+    ROLES,
+    STATISTICS,
+    Observer,
+    QuantizedKernel,
+    max_merging,
+    observe_quantization,
+    prepare_quantization,
+    split_model,
+)
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
+from jax_te.sharding import constrain
 from jax_te.training.gradients import LossFn, check_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState

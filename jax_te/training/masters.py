@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers.quantizable import QuantizableModule, quantizable_kernels
+from jax_te.layers import QuantizableModule
+from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, quantizer_for
 
 

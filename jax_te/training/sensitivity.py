@@ -13,11 +13,11 @@ import yaml
 from flax import nnx
 
 from jax_te.layers import quantizable_modules
-from jax_te.layers.quantizable import quantizable_kernels, use_kept_kernels
+from jax_te.layers.internal import quantizable_kernels, use_kept_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
-from jax_te.parallel import constrain
 from jax_te.quantize import QuantizedKernel, split_model
 from jax_te.recipe import Recipe, autocast
+from jax_te.sharding import constrain
 from jax_te.training.gradients import LossFn, check_loss
 from jax_te.training.inspection import calibrate_delayed_scaling
 from jax_te.typing import Array, PyTree

@@ -12,9 +12,9 @@ from jax_te.cli.checks import check_te_on_mesh
 from jax_te.cli.main import main
 from jax_te.cli.options import build_parser
 from jax_te.cli.resolve import resolve
+from jax_te.metrics.log import EXTRA_HINT
 from jax_te.ops.te import available
-from jax_te.training.metrics import EXTRA_HINT
-from tests.cli.runs import MICRO, TEXT, assert_refused, records
+from tests.support.runs import MICRO, TEXT, assert_refused, records
 
 
 def refuse(capsys, output, *argv):

@@ -8,9 +8,9 @@ import yaml
 from jax_te.cli.main import main
 from jax_te.cli.options import build_parser
 from jax_te.cli.resolve import resolve
+from jax_te.cli.run_files import write_config
 from jax_te.megatron import load_quantization_recipe
-from jax_te.training.run_config import write_config
-from tests.cli.runs import MICRO, assert_refused
+from tests.support.runs import MICRO, assert_refused
 
 OPTIONS = ["--num-layers", "2", "--steps", "4", "--recipe", "current", "--bf16-layers-start", "1", "--fp8-param"]
 

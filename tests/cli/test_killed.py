@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.cli.runs import MICRO, command, jax_te, records
+from tests.support.runs import MICRO, command, jax_te, records
 
 LONG = [*MICRO, "--steps", "60", "--save-every", "5", "--eval-every", "20"]
 

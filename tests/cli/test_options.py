@@ -7,19 +7,20 @@ import sys
 
 import pytest
 
+from jax_te.cli import run_recipe
 from jax_te.cli.main import explain, main
 from jax_te.cli.options import ACTIVATIONS, GEMMS, MODULES, RECIPES, build_parser
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
+from jax_te.cli.run_config import RunConfig, option
+from jax_te.cli.run_files import write_config
 from jax_te.config import ACTIVATIONS as ALLOWED_ACTIVATIONS
 from jax_te.config import CP_COMM_TYPES as ALLOWED_CP_COMM_TYPES
 from jax_te.config import RECOMPUTE_MODULES
 from jax_te.models import POSITION_EMBEDDINGS
 from jax_te.ops import BACKENDS
-from jax_te.parallel import POLICIES as RECOMPUTE_POLICIES
 from jax_te.recipe import RECIPES as ALLOWED_RECIPES
-from jax_te.training import run_recipe
-from jax_te.training.run_config import RunConfig, option, write_config
+from jax_te.remat import POLICIES as RECOMPUTE_POLICIES
 
 
 def parse(*argv):

@@ -9,8 +9,8 @@ from jax_te.cli.checks import check_precision, explain_backends
 from jax_te.cli.main import main
 from jax_te.cli.options import build_parser
 from jax_te.cli.resolve import resolve
-from jax_te.training.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
-from tests.cli.runs import MICRO, assert_refused, records
+from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
+from tests.support.runs import MICRO, assert_refused, records
 
 SHORT = [*MICRO, "--steps", "6", "--save-every", "3", "--eval-every", "3"]
 

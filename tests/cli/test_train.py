@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from jax_te.cli.main import main
+from jax_te.metrics.log import read_metrics
 from jax_te.models import UNROLL_LIMIT
 from jax_te.recipe import RECIPES
-from jax_te.training.metrics import read_metrics
-from tests.cli.runs import MICRO, assert_refused, records
+from tests.support.runs import MICRO, assert_refused, records
 
 
 def train(output, *argv):

@@ -13,7 +13,7 @@ jax.config.update("jax_compilation_cache_dir", None)
 
 @pytest.fixture(autouse=True)
 def needs_te_on_a_gpu():
-    from jax_te.ops.te import available  # not above: pytest's options add checks to jax_te when it is imported
+    from jax_te.ops.te import available
 
     if jax.default_backend() != "gpu":
         pytest.fail(f"these tests need a GPU, and JAX runs on {jax.default_backend()}")

@@ -13,9 +13,9 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import dot_product_attention, explain_backend, segments_from_cu_seqlens
-from jax_te.ops.attention_spec import describe
-from jax_te.ops.segments import places
-from tests.numerics import draw, quick_jit, relative_l2, with_vjp
+from jax_te.ops.attention.segments import places
+from jax_te.ops.attention.spec import describe
+from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
-from tests.numerics import draw, relative_l2
 from tests.ops.test_block_kernels import (
     E4M3,
     E5M2,
@@ -22,6 +21,7 @@ from tests.ops.test_block_kernels import (
     gemm_operands,
     many_scales,
 )
+from tests.support.numerics import draw, relative_l2
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import pytest
 
 from jax_te.ops import explain_backend
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
-from tests.cases import make_case
-from tests.numerics import with_vjp
+from tests.support.cases import make_case
+from tests.support.numerics import with_vjp
 
 pytestmark = pytest.mark.gpu
 

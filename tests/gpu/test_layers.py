@@ -24,7 +24,7 @@ from jax_te.layers import (
 from jax_te.ops import use_backend
 from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
-from tests.numerics import draw, quick_jit, relative_l2, with_vjp
+from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 

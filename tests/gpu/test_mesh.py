@@ -13,10 +13,10 @@ from flax import nnx
 from jax_te.config import ParallelConfig
 from jax_te.layers import TransformerLayer
 from jax_te.ops import use_backend
-from jax_te.parallel import make_mesh, named_sharding
 from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
-from tests.numerics import draw, relative_l2
+from jax_te.sharding import make_mesh, named_sharding
+from tests.support.numerics import draw, relative_l2
 
 pytestmark = pytest.mark.gpu
 

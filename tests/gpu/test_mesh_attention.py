@@ -26,11 +26,11 @@ from jax_te.ops import (
     use_backend,
     zigzag_positions,
 )
-from jax_te.ops.segments import places
-from jax_te.parallel import make_mesh, named_sharding
-from tests.meshes import shard
-from tests.multi_device.context import AXES, host
-from tests.numerics import draw, quick_jit, relative_l2, with_vjp
+from jax_te.ops.attention.segments import places
+from jax_te.sharding import make_mesh, named_sharding
+from tests.support.context import AXES, host
+from tests.support.meshes import shard
+from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 

@@ -27,8 +27,8 @@ from jax_te.recipe import (
     recipe_from_name,
 )
 from jax_te.training import create_train_state, make_train_step
-from tests.cases import make_case
-from tests.numerics import draw, quick_jit, relative_l2, with_vjp
+from tests.support.cases import make_case
+from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import DotProductAttention, MultiheadAttention, init_kv_cache
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize
-from tests.numerics import assert_close, draw
+from tests.support import reference
+from tests.support.numerics import assert_close, draw
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize
 
 S, H, N, D = 8, 32, 4, 8
 TOLERANCE = 4 * ROUNDOFF["float32"] * H**0.5  # four sums of at most H products in a row
@@ -94,7 +94,7 @@ def test_arbitrary_mask_hides_where_it_is_true() -> None:
     ],
 )  # fmt: skip
 def test_bad_arguments_say_what_is_allowed(call: Any, message: str) -> None:
-    from tests.numerics import without_type_checker
+    from tests.support.numerics import without_type_checker
 
     with without_type_checker(), pytest.raises(ValueError, match=message):
         call(draw("q", (2, S, N, D)))

@@ -18,12 +18,12 @@ from jax_te.layers import (
     quantizable_modules,
     rotary_embedding,
 )
-from jax_te.parallel import constrain
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.meshes import shard, use_mesh
-from tests.numerics import assert_close, draw, quick_jit, relative_l2
+from jax_te.sharding import constrain
+from tests.support import reference
+from tests.support.meshes import shard, use_mesh
+from tests.support.numerics import assert_close, draw, quick_jit, relative_l2
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, SKV, H, F, N, D = 4, 8, 6, 32, 64, 4, 8
 

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import Embedding
-from jax_te.parallel import constrain
-from tests.meshes import shard
-from tests.numerics import assert_bitwise, assert_close, draw
+from jax_te.sharding import constrain
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise, assert_close, draw
 
 V, H = 16, 8
 

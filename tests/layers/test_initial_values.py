@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import Linear, TransformerLayer, normal_init, scaled_normal_init
-from tests.layers.reference import parameters
-from tests.meshes import MODES, shardings, use_mesh
-from tests.numerics import assert_bitwise
+from tests.support.meshes import MODES, shardings, use_mesh
+from tests.support.numerics import assert_bitwise
+from tests.support.reference import parameters
 
 
 def build(dtype: jnp.dtype = jnp.float32) -> TransformerLayer:

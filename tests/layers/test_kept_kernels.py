@@ -30,7 +30,7 @@ from jax_te.recipe import (
     recipe_from_name,
 )
 from jax_te.training import change_recipe, create_train_state, make_train_step
-from tests.numerics import assert_bitwise, draw
+from tests.support.numerics import assert_bitwise, draw
 
 CURRENT = Float8CurrentScaling()
 LAYERS = {

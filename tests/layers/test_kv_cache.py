@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import TransformerLayer, init_kv_cache, rotary_embedding
-from tests.layers.reference import ROUNDOFF, randomize
-from tests.meshes import shard
-from tests.numerics import assert_close, draw
+from tests.support.meshes import shard
+from tests.support.numerics import assert_close, draw
+from tests.support.reference import ROUNDOFF, randomize
 
 S, H, N, G, D = 8, 32, 4, 2, 8
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 from jax_te.config import ActivationParams
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, parameter_axes
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.numerics import assert_bitwise, assert_close, draw, value_and_vjp
+from tests.support import reference
+from tests.support.numerics import assert_bitwise, assert_close, draw, value_and_vjp
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 H, F = 16, 24
 TOLERANCE = 4 * ROUNDOFF["float32"] * F**0.5  # up to four sums of F products in a row

@@ -20,13 +20,12 @@ from jax_te.layers import (
     lora_labels,
     quantize_parameters,
 )
-from jax_te.parallel import constrain
 from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
+from jax_te.sharding import constrain
 from jax_te.training import create_train_state, make_train_step
-from tests.layers import reference
-from tests.layers.reference import Form, parameters, randomize, value_and_vjp64
-from tests.meshes import shard
-from tests.numerics import (
+from tests.support import reference
+from tests.support.meshes import shard
+from tests.support.numerics import (
     TOLERANCE,
     assert_bitwise,
     assert_close,
@@ -37,6 +36,7 @@ from tests.numerics import (
     value_and_vjp,
     without_type_checker,
 )
+from tests.support.reference import Form, parameters, randomize, value_and_vjp64
 
 B, S, H, F, R, ALPHA = 4, 8, 32, 64, 3, 5.0
 

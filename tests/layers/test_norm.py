@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import LayerNorm, RMSNorm, make_norm
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.numerics import assert_close, draw, value_and_vjp
+from tests.support import reference
+from tests.support.numerics import assert_close, draw, value_and_vjp
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 H = 32
 TOLERANCE = 4 * ROUNDOFF["float32"] * H**0.5  # two sums over H and the arithmetic around them

@@ -15,8 +15,8 @@ from jax_te.layers import LayerNormLinear, Linear
 from jax_te.layers.quantizable import quantizable_kernels
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.training import create_train_state, make_train_step
-from tests.layers.reference import parameters, randomize
-from tests.numerics import assert_bitwise, draw, value_and_vjp
+from tests.support.numerics import assert_bitwise, draw, value_and_vjp
+from tests.support.reference import parameters, randomize
 
 K, N = 32, 64
 RECIPES = [None, DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Float8BlockScaling()]

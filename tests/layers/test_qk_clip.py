@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import MultiheadAttention, clip_qk
-from tests.layers.reference import randomize
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, draw
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw
+from tests.support.reference import randomize
 
 H, N, G, D = 32, 4, 2, 8
 

@@ -12,13 +12,13 @@ from flax import nnx
 
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
-from jax_te.parallel import constrain
 from jax_te.quantize import QuantizerState, prepare_quantization
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
-from tests.layers import reference
-from tests.layers.reference import Form, parameters, randomize
-from tests.meshes import shard
-from tests.numerics import assert_bitwise, assert_close, draw, relative_l2
+from jax_te.sharding import constrain
+from tests.support import reference
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise, assert_close, draw, relative_l2
+from tests.support.reference import Form, parameters, randomize
 
 B, S, H, F, N = 4, 8, 32, 64, 4
 DELAYED, CURRENT = DelayedScaling(amax_history_len=3), Float8CurrentScaling()

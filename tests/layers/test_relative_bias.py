@@ -10,8 +10,8 @@ from flax import nnx
 
 from jax_te.layers import RelativePositionBias
 from jax_te.layers.relative_bias import relative_buckets
-from tests.meshes import shard
-from tests.numerics import assert_bitwise, draw
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise, draw
 
 N = 4
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_te.layers import LinearScaling, Llama3Scaling, YarnScaling, apply_rotary, rotary_embedding
-from tests.layers.reference import ROUNDOFF, rotation
-from tests.numerics import assert_bitwise, assert_close, draw, value_and_vjp
+from tests.support.numerics import assert_bitwise, assert_close, draw, value_and_vjp
+from tests.support.reference import ROUNDOFF, rotation
 
 D = 8
 TOLERANCE = 64 * ROUNDOFF["float32"]  # an angle of up to 32 radians is off by 32 roundings of 1

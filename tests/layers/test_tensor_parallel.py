@@ -11,11 +11,18 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, make_norm, parameter_axes
-from jax_te.parallel import constrain, logical_to_spec, make_mesh
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
-from tests.layers.reference import Form, mlp_block, norm, parameters, randomize, value_and_vjp64
-from tests.meshes import shard
-from tests.numerics import TOLERANCE, assert_close, assert_same_rounding, draw, value_and_vjp, without_type_checker
+from jax_te.sharding import constrain, logical_to_spec, make_mesh
+from tests.support.meshes import shard
+from tests.support.numerics import (
+    TOLERANCE,
+    assert_close,
+    assert_same_rounding,
+    draw,
+    value_and_vjp,
+    without_type_checker,
+)
+from tests.support.reference import Form, mlp_block, norm, parameters, randomize, value_and_vjp64
 
 B, S, H, F = 4, 8, 32, 64
 SPLIT, WHOLE = ("batch", "sequence_parallel", "hidden"), ("batch", "sequence", "hidden")

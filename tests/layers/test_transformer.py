@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import TransformerLayer, rotary_embedding
-from jax_te.parallel import constrain
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.meshes import MODES, shard, use_mesh
-from tests.numerics import assert_close, draw, relative_l2
+from jax_te.sharding import constrain
+from tests.support import reference
+from tests.support.meshes import MODES, shard, use_mesh
+from tests.support.numerics import assert_close, draw, relative_l2
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, H, F, N, D = 4, 8, 32, 64, 4, 8
 

@@ -17,7 +17,7 @@ from jax_te import layers
 from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, autocast
-from tests.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.numerics import assert_bitwise, draw, without_type_checker
 
 RECIPE = DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"

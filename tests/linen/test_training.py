@@ -14,7 +14,7 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize import merge_quantizers
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.training import create_train_state, make_train_step
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, draw
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw
 
 DELAYED, CURRENT = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
 STATE = "_overwrite_with_gradient"

@@ -10,10 +10,10 @@ from flax import errors
 
 import jax_te.linen as te
 from jax_te.errors import QuantizerStateError
-from jax_te.parallel import ShardingRules, use_rules
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from tests.meshes import use_mesh
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, draw
+from jax_te.sharding import ShardingRules, use_rules
+from tests.support.meshes import use_mesh
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw
 
 RECIPE = DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"

@@ -8,8 +8,8 @@ import pytest
 from jax_te.config import TransformerConfig
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.megatron import AttnMaskType, TEDotProductAttention, is_layer_window_attention
-from tests.meshes import use_mesh
-from tests.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.meshes import use_mesh
+from tests.support.numerics import assert_bitwise, draw, without_type_checker
 
 B, S, N, G, D = 2, 8, 4, 2, 8
 

@@ -9,7 +9,7 @@ import pytest
 
 from jax_te.megatron import TEDelayedScaling
 from jax_te.recipe import DelayedScaling, Format
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 
 def test_defaults_are_megatrons():

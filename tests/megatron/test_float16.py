@@ -27,7 +27,7 @@ from jax_te.megatron import (
 )
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, autocast
-from tests.numerics import assert_bitwise, assert_close, draw, relative_l2, without_type_checker
+from tests.support.numerics import assert_bitwise, assert_close, draw, relative_l2, without_type_checker
 
 
 @dataclass(frozen=True)

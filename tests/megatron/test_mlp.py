@@ -18,13 +18,13 @@ from jax_te.megatron import (
     TERowParallelLinear,
     recipe_from_config,
 )
-from jax_te.parallel import constrain
 from jax_te.recipe import autocast
+from jax_te.sharding import constrain
 from jax_te.training import create_train_state, make_train_step
 from jax_te.typing import Array
-from tests.layers.reference import ROUNDOFF, Form, gelu, norm, parameters, randomize, value_and_vjp64
-from tests.meshes import shard
-from tests.numerics import assert_close, draw, value_and_vjp
+from tests.support.meshes import shard
+from tests.support.numerics import assert_close, draw, value_and_vjp
+from tests.support.reference import ROUNDOFF, Form, gelu, norm, parameters, randomize, value_and_vjp64
 
 H, F = 32, 64
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 2, "ffn_hidden_size": F}

@@ -23,7 +23,7 @@ from jax_te.megatron import (
     state_dict,
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from tests.numerics import assert_bitwise, without_type_checker
+from tests.support.numerics import assert_bitwise, without_type_checker
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, Format, ModuleRecipe, autocast
 from tests.megatron.test_float16 import BF16
 from tests.megatron.test_quant_config import EXAMPLE
-from tests.numerics import assert_bitwise
+from tests.support.numerics import assert_bitwise
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
 PATHS = [

@@ -34,7 +34,7 @@ from jax_te.recipe import (
     autocast,
     current_recipe,
 )
-from tests.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.numerics import assert_bitwise, draw, without_type_checker
 
 AMBIENT, OWN_FP8, OWN_FP4 = DelayedScaling(), Float8CurrentScaling(fp8_format=Format.E4M3), NVFP4BlockScaling()
 KINDS: dict[str, tuple[dict[str, str], Recipe | None]] = {

@@ -16,7 +16,7 @@ from jax_te.megatron import (
     load_quantization_recipe,
     match_context,
 )
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 EXAMPLE = """
 configs:                       # name -> payload

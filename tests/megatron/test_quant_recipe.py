@@ -26,7 +26,7 @@ from jax_te.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 KIND = "transformer_engine_config_type"
 FACTORY = "operator.itemgetter"  # any function will do: nothing is quantized here

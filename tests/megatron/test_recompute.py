@@ -13,10 +13,10 @@ from flax import nnx
 
 from jax_te.layers import Linear
 from jax_te.megatron import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, te_checkpoint
-from jax_te.parallel import RNGStatesTracker, model_parallel_seed
 from jax_te.quantize import QuantizerState
+from jax_te.random import RNGStatesTracker, model_parallel_seed
 from jax_te.recipe import DelayedScaling, autocast
-from tests.numerics import assert_bitwise, draw, quick_jit, without_type_checker
+from tests.support.numerics import assert_bitwise, draw, quick_jit, without_type_checker
 
 X = draw("x", (2, 8, 16))
 

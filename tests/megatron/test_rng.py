@@ -15,11 +15,11 @@ from jax_te.megatron import (
     initialize_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from jax_te.parallel import model_parallel_seed
+from jax_te.random import model_parallel_seed
 
 
 def test_the_contract():
-    """What the reference documents name, under its names; the rest is in parallel/test_rng.py."""
+    """What the reference documents name, under its names; the rest is in test_random.py."""
     tracker = TECudaRNGStatesTracker()
     assert not tracker.is_initialized()
     tracker.add(name="model-parallel-rng", seed=1)

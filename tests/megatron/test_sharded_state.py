@@ -26,11 +26,11 @@ from jax_te.megatron import (
     sharded_state_dict,
     state_dict,
 )
-from jax_te.parallel import make_mesh
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, autocast
-from tests.layers.reference import randomize
-from tests.meshes import shard
-from tests.numerics import assert_bitwise
+from jax_te.sharding import make_mesh
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise
+from tests.support.reference import randomize
 
 H, F = 32, 64
 CONFIG = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2, bf16=True)

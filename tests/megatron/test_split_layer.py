@@ -20,8 +20,8 @@ from jax_te.megatron import (
     state_dict,
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, recipe_from_name
-from tests.layers.reference import randomize
-from tests.numerics import assert_bitwise, draw
+from tests.support.numerics import assert_bitwise, draw
+from tests.support.reference import randomize
 
 H = 32
 

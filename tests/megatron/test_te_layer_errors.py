@@ -20,8 +20,8 @@ from jax_te.megatron import (
     condition_init_method,
 )
 from jax_te.models import GPTModel
-from jax_te.parallel import make_mesh
-from tests.numerics import draw, without_type_checker
+from jax_te.sharding import make_mesh
+from tests.support.numerics import draw, without_type_checker
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
 COMMON: dict[str, Any] = {"config": CONFIG, "init_method": CONFIG.init_method, "bias": True, "skip_bias_add": False}

@@ -31,7 +31,7 @@ from jax_te.recipe import (
     Recipe,
     autocast,
 )
-from tests.numerics import assert_bitwise, draw
+from tests.support.numerics import assert_bitwise, draw
 
 H = 32
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 4}

@@ -23,11 +23,11 @@ from jax_te.megatron import (
     set_save_original_input,
     state_dict,
 )
-from jax_te.parallel import constrain
 from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
-from tests.layers.reference import ROUNDOFF, Form, norm, parameters, randomize, value_and_vjp64
-from tests.meshes import shard
-from tests.numerics import assert_bitwise, assert_close, draw, value_and_vjp, with_vjp
+from jax_te.sharding import constrain
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise, assert_close, draw, value_and_vjp, with_vjp
+from tests.support.reference import ROUNDOFF, Form, norm, parameters, randomize, value_and_vjp64
 
 H, F = 32, 64
 CONFIG = TransformerConfig(num_layers=2, hidden_size=H, num_attention_heads=4, init_method_std=0.1)

@@ -13,8 +13,8 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel
-from jax_te.parallel import make_mesh
-from tests.meshes import shard, shardings
+from jax_te.sharding import make_mesh
+from tests.support.meshes import shard, shardings
 
 B, S, H, F, V = 8, 24, 32, 64, 128  # no other size is 24: what has it is an activation, or a table of positions
 HEADS = 8

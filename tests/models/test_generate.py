@@ -13,10 +13,10 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel, generate
-from jax_te.parallel import make_mesh
-from tests.layers.reference import ROUNDOFF, randomize
-from tests.meshes import shard, use_mesh
-from tests.numerics import assert_close
+from jax_te.sharding import make_mesh
+from tests.support.meshes import shard, use_mesh
+from tests.support.numerics import assert_close
+from tests.support.reference import ROUNDOFF, randomize
 
 V, S = 32, 12
 CONFIGS = {

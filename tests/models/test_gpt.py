@@ -19,10 +19,10 @@ from jax_te.models import GPTModel
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.meshes import shard, use_mesh
-from tests.numerics import assert_close, relative_l2
+from tests.support import reference
+from tests.support.meshes import shard, use_mesh
+from tests.support.numerics import assert_close, relative_l2
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, V, H, F, N = 4, 8, 32, 32, 64, 4
 # Eight sums of up to F products, each off by about sqrt(F) roundings, in either of two layers.

@@ -16,13 +16,13 @@ from jax.extend.core import Var
 from jax_te.config import RecomputeConfig, TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.models.stack import recompute_groups
-from jax_te.parallel import RecomputePolicy
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from tests.layers.reference import randomize
-from tests.meshes import shard, use_mesh
-from tests.numerics import _quick_options as quick_options
-from tests.numerics import assert_bitwise, assert_close, quick_jit
+from jax_te.remat import RecomputePolicy
+from tests.support.meshes import shard, use_mesh
+from tests.support.numerics import _quick_options as quick_options
+from tests.support.numerics import assert_bitwise, assert_close, quick_jit
+from tests.support.reference import randomize
 
 B, S, V = 2, 8, 16
 CONFIG = TransformerConfig(

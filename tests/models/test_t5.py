@@ -19,10 +19,10 @@ from jax_te.layers.relative_bias import relative_buckets
 from jax_te.models import T5Model
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
-from tests.layers import reference
-from tests.layers.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
-from tests.meshes import shard, use_mesh
-from tests.numerics import assert_close, quick_jit, relative_l2
+from tests.support import reference
+from tests.support.meshes import shard, use_mesh
+from tests.support.numerics import assert_close, quick_jit, relative_l2
+from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, T, V, H, F, N = 4, 8, 6, 32, 32, 64, 4
 # Twelve sums of up to F products, each off by about sqrt(F) roundings, one after another.

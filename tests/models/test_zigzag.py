@@ -16,10 +16,10 @@ from jax_te.layers.dropout import dropout
 from jax_te.models import GPTModel, T5Model
 from jax_te.models.order import caller_order, model_order
 from jax_te.ops import undo_zigzag, zigzag_positions
-from jax_te.parallel import make_mesh
-from tests.layers.reference import randomize
-from tests.meshes import shard
-from tests.numerics import TOLERANCE, assert_close, quick_jit
+from jax_te.sharding import make_mesh
+from tests.support.meshes import shard
+from tests.support.numerics import TOLERANCE, assert_close, quick_jit
+from tests.support.reference import randomize
 
 B, S, V, H = 2, 8, 32, 32
 

@@ -20,11 +20,11 @@ from flax import nnx
 from jax_te.config import ParallelConfig
 from jax_te.layers import TransformerLayer
 from jax_te.models.stack import run_layers
-from jax_te.parallel import make_mesh, named_sharding
 from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
-from tests.meshes import shardings
-from tests.numerics import _quick_options, draw, quick_jit
+from jax_te.sharding import make_mesh, named_sharding
+from tests.support.meshes import shardings
+from tests.support.numerics import _quick_options, draw, quick_jit
 
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jax_te.config import MESH_AXES, ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel
-from jax_te.parallel import make_mesh
+from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step
 
 STEPS, BATCH, SEQUENCE, VOCAB = 2, 8, 16, 64

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_te.config import ParallelConfig
 from jax_te.ops import activation, dense, dot_product_attention, layernorm, softmax_cross_entropy
-from jax_te.parallel import make_mesh, named_sharding
 from jax_te.quantize import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
-from tests.cases import CASES, GEMM_CASES, make_case
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, quick_jit, with_vjp
+from jax_te.sharding import make_mesh, named_sharding
+from tests.support.cases import CASES, GEMM_CASES, make_case
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, quick_jit, with_vjp
 
 RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=2)}
 FP8 = [(name, recipe) for name in GEMM_CASES for recipe in ("current", "delayed") if name != "layernorm_mlp gelu"]

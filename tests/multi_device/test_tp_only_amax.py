@@ -9,12 +9,12 @@ import pytest
 from jax_te.config import ParallelConfig
 from jax_te.layers import Linear
 from jax_te.ops import dense
-from jax_te.parallel import make_mesh
 from jax_te.quantize import init_gemm_state, prepare_quantization
 from jax_te.recipe import DelayedScaling, autocast
+from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step
-from tests.meshes import use_mesh
-from tests.numerics import assert_bitwise, draw, relative_l2
+from tests.support.meshes import use_mesh
+from tests.support.numerics import assert_bitwise, draw, relative_l2
 
 RECIPE = DelayedScaling(amax_history_len=3, tp_only_amax_red=True)
 WHOLE = DelayedScaling(amax_history_len=3)

@@ -10,7 +10,7 @@ from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.training import create_train_state, make_train_step
-from tests.meshes import use_mesh
+from tests.support.meshes import use_mesh
 
 STEPS = 4
 

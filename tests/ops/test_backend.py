@@ -6,9 +6,9 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, Choice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
-from jax_te.ops.attention_spec import describe
+from jax_te.ops.attention.spec import describe
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 without_te = pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")

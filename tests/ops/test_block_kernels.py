@@ -13,7 +13,7 @@ import pytest
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
 from jax_te.ops.pallas.block_quantize import _power_of_two
-from tests.numerics import assert_bitwise, assert_close, draw, without_type_checker
+from tests.support.numerics import assert_bitwise, assert_close, draw, without_type_checker
 
 F32 = np.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_te.ops import NormSpec, dense, layernorm_dense, layernorm_mlp
-from jax_te.parallel import named_sharding
 from jax_te.quantize import BlockQuantizer, MXQuantizer, TensorQuantizer, quantize, quantizer_for
 from jax_te.recipe import (
     CustomRecipe,
@@ -21,10 +20,11 @@ from jax_te.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from tests import oracles
-from tests.cases import make_case
-from tests.meshes import use_mesh
-from tests.numerics import (
+from jax_te.sharding import named_sharding
+from tests.support import formulas, oracles
+from tests.support.cases import make_case
+from tests.support.meshes import use_mesh
+from tests.support.numerics import (
     TOLERANCE,
     assert_close,
     assert_same_rounding,
@@ -34,8 +34,7 @@ from tests.numerics import (
     value_and_vjp,
     with_vjp,
 )
-from tests.oracles import E4M3, E5M2
-from tests.quantize import formulas
+from tests.support.oracles import E4M3, E5M2
 
 TOKENS, K, N = (2, 80), 160, (3, 64)  # no multiples of 128: partial blocks on every side
 block, mx, nvfp4, tensor = formulas.block_formula, formulas.mx_formula, formulas.nvfp4_formula, formulas.tensor_formula

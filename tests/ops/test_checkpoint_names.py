@@ -11,8 +11,8 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear
-from jax_te.parallel import checkpoint
 from jax_te.recipe import autocast, recipe_from_name
+from jax_te.remat import checkpoint
 
 LAYERS = {
     "linear": lambda: Linear(32, 64, rngs=nnx.Rngs(0)),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
-from tests.cases import make_case
+from tests.support.cases import make_case
 
 # Of each linear layer: fprop x·kernel, dgrad grad·kernel, wgrad x·grad.
 HYBRID = [("E4M3FN", "E4M3FN"), ("E4M3FN", "E5M2"), ("E5M2", "E4M3FN")]

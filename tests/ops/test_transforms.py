@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
-from tests.cases import CASES, GEMM_CASES, make_case
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
+from tests.support.cases import CASES, GEMM_CASES, make_case
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
 
 RECIPES = {
     "none": None,

@@ -18,10 +18,9 @@ from jax_te.quantize import (
     quantize,
     quantize_operand,
 )
-from tests import oracles
-from tests.numerics import assert_bitwise, assert_close, draw, without_type_checker
-from tests.oracles import E4M3, E5M2, F32
-from tests.quantize import formulas
+from tests.support import formulas, oracles
+from tests.support.numerics import assert_bitwise, assert_close, draw, without_type_checker
+from tests.support.oracles import E4M3, E5M2, F32
 
 DTYPES = {E4M3: jnp.float8_e4m3fn, E5M2: jnp.float8_e5m2}
 HIGH = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -12,9 +12,9 @@ from hypothesis.extra import numpy as st_numpy
 from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantize, quantizer_for
 from jax_te.quantize.observe import quantization_statistics
 from jax_te.recipe import NVFP4BlockScaling
-from tests import oracles
-from tests.numerics import assert_bitwise, draw
-from tests.oracles import E4M3, E5M2, F32
+from tests.support import oracles
+from tests.support.numerics import assert_bitwise, draw
+from tests.support.oracles import E4M3, E5M2, F32
 
 DTYPES = {E4M3: jnp.float8_e4m3fn, E5M2: jnp.float8_e5m2}
 HIGH = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

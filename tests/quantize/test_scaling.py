@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from jax_te.quantize import amax, compute_scale, merge_quantizers, next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
-from tests import oracles
-from tests.numerics import assert_bitwise, draw
-from tests.oracles import E4M3, E5M2, F32
+from tests.support import oracles
+from tests.support.numerics import assert_bitwise, draw
+from tests.support.oracles import E4M3, E5M2, F32
 
 DTYPES = {E4M3: jnp.float8_e4m3fn, E5M2: jnp.float8_e5m2}
 

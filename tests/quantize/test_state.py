@@ -22,8 +22,8 @@ from jax_te.quantize import (
     write_back,
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
-from tests import oracles
-from tests.numerics import assert_bitwise, draw
+from tests.support import oracles
+from tests.support.numerics import assert_bitwise, draw
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

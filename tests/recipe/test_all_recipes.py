@@ -31,7 +31,7 @@ from jax_te.recipe import (
     Recipe,
     recipe_from_name,
 )
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 FAST, PRECISE = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)

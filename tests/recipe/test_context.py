@@ -15,7 +15,7 @@ from jax_te.recipe import (
     current_recipe,
     recipe_from_name,
 )
-from tests.numerics import draw, without_type_checker
+from tests.support.numerics import draw, without_type_checker
 
 
 def test_innermost_wins_and_is_undone():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, ModuleRecipe, NVFP4BlockScaling
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 AMBIENT, FP8, FP4 = DelayedScaling(), Float8CurrentScaling(), NVFP4BlockScaling()
 ANY = (False, True)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.recipe import RECIPES, DelayedScaling, Float8CurrentScaling, Format, Recipe, fp8_max, recipe_from_name
-from tests.numerics import without_type_checker
+from tests.support.numerics import without_type_checker
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jax_te.ops import explain_backend, segments_from_cu_seqlens
-from jax_te.ops.attention_spec import describe
-from jax_te.ops.segments import places
-from tests.numerics import draw
+from jax_te.ops.attention.segments import places
+from jax_te.ops.attention.spec import describe
+from tests.support.numerics import draw
 
 pytestmark = pytest.mark.te
 

@@ -28,8 +28,8 @@ from jax_te.ops import (
     use_backend,
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
-from tests.cases import GEMM_CASES, OTHER_CASES, make_case
-from tests.numerics import (
+from tests.support.cases import GEMM_CASES, OTHER_CASES, make_case
+from tests.support.numerics import (
     TOLERANCE,
     assert_bitwise,
     assert_close,

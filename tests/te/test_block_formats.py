@@ -20,8 +20,8 @@ from jax_te.ops import explain_backend
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.quantize import MXQuantizer, NVFP4Quantizer, hadamard_matrix, quantize
 from jax_te.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from tests.cases import make_case
-from tests.numerics import (
+from tests.support.cases import make_case
+from tests.support.numerics import (
     TOLERANCE,
     assert_bitwise,
     assert_close,

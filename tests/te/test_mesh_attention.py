@@ -12,8 +12,8 @@ import pytest
 
 from jax_te.config import ParallelConfig
 from jax_te.ops import Choice, ContextParallel, dot_product_attention, segments_from_cu_seqlens
-from jax_te.ops.context_parallel import checks
-from jax_te.parallel import make_mesh, named_sharding
+from jax_te.ops.attention.context_parallel import checks
+from jax_te.sharding import make_mesh, named_sharding
 
 pytestmark = pytest.mark.te
 

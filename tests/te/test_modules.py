@@ -26,7 +26,15 @@ from transformer_engine.jax.sharding import MeshResource
 from jax_te.ops import NormSpec, dense, layernorm, layernorm_dense, layernorm_mlp
 from jax_te.quantize import ROLES, init_gemm_state, scale_in_use
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
-from tests.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, draw, quick_jit, relative_l2
+from tests.support.numerics import (
+    TOLERANCE,
+    assert_bitwise,
+    assert_close,
+    assert_same_rounding,
+    draw,
+    quick_jit,
+    relative_l2,
+)
 
 # TE's LayerNormMLP warns of its own default axes.
 pytestmark = [

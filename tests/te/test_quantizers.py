@@ -10,7 +10,7 @@ from jax_te.ops.te import kernels
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.quantize import TensorQuantizer, next_amax_state, quantize, scale_in_use
 from jax_te.recipe import DelayedScaling
-from tests.numerics import assert_bitwise, draw
+from tests.support.numerics import assert_bitwise, draw
 
 pytestmark = pytest.mark.te
 

@@ -12,11 +12,11 @@ from flax import nnx
 
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear
 from jax_te.ops import use_backend
-from jax_te.parallel import checkpoint, selective_recompute
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
-from tests.layers.reference import randomize
-from tests.numerics import assert_bitwise, draw, quick_jit
+from jax_te.remat import checkpoint, selective_recompute
+from tests.support.numerics import assert_bitwise, draw, quick_jit
+from tests.support.reference import randomize
 
 pytestmark = pytest.mark.te
 

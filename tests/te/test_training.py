@@ -10,11 +10,11 @@ from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import Linear
 from jax_te.ops import dense, quantize_kernel, use_backend
-from jax_te.parallel import make_mesh
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import autocast, recipe_from_name
+from jax_te.sharding import make_mesh
 from jax_te.training.inspection import inspect_precision
-from tests.numerics import draw
+from tests.support.numerics import draw
 from tests.training.test_kernels import run
 
 pytestmark = pytest.mark.te

@@ -10,7 +10,7 @@ import pytest
 
 from jax_te.cli.build import contexts, loss_fn, model_builder, optimizer
 from jax_te.cli.presets import PRESETS
-from jax_te.training.run_config import RunConfig
+from jax_te.cli.run_config import RunConfig
 from jax_te.training.state import create_train_state
 from jax_te.training.step import make_train_step
 

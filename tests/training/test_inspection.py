@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te.cli.module_recipes import layer_recipes
 from jax_te.config import TransformerConfig
 from jax_te.layers import Linear, keep_in_high_precision, quantize_parameters
 from jax_te.models import GPTModel
@@ -29,10 +30,9 @@ from jax_te.training.inspection import (
     inspect_precision,
     make_inspection,
 )
-from jax_te.training.module_recipes import layer_recipes
-from tests.meshes import use_mesh
-from tests.numerics import draw
-from tests.training.toy import assert_same
+from tests.support.meshes import use_mesh
+from tests.support.numerics import draw
+from tests.support.toy import assert_same
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 64}
 LIMITS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}

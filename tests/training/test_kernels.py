@@ -24,7 +24,7 @@ from jax_te.recipe import (
     recipe_from_name,
 )
 from jax_te.training import change_recipe, create_train_state, make_train_step
-from tests.training.toy import assert_same
+from tests.support.toy import assert_same
 
 QUANTIZED = [name for name in RECIPES if name != "none"]
 TX = optax.adam(1e-2)

@@ -19,7 +19,7 @@ import jax_te.training.state as state_module
 import jax_te.training.step as step_module
 from jax_te.quantize import QuantizerState
 from jax_te.training import create_train_state, make_train_step
-from tests.training.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
+from tests.support.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
 
 MICROBATCHES = 4
 CLIP = 0.05

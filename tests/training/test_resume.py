@@ -9,16 +9,16 @@ import pytest
 from flax import nnx
 
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.data import TrainBatches
 from jax_te.training import (
     DynamicLossScale,
-    TrainBatches,
     abstract_train_state,
     adamw_with_schedule,
     create_train_state,
     make_train_step,
 )
-from tests.meshes import use_mesh
-from tests.training.toy import Toy, values
+from tests.support.meshes import use_mesh
+from tests.support.toy import Toy, values
 
 TEXT = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint8)
 STEPS, STOP = 6, 3

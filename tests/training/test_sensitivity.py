@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te.cli.precision_rules import quantization_rules
 from jax_te.config import TransformerConfig
 from jax_te.layers import Linear, name_modules, quantizable_modules, quantize_parameters
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel
 from jax_te.quantize.observe import observe_quantization
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, ModuleRecipe, MXFP8BlockScaling, autocast
-from jax_te.training.precision_rules import quantization_rules
 from jax_te.training.sensitivity import keep_in_bf16_rules, sensitivity
-from tests.numerics import draw, without_type_checker
+from tests.support.numerics import draw, without_type_checker
 
 
 class Branches(nnx.Module):

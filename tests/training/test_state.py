@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig
-from jax_te.parallel import make_mesh
+from jax_te.sharding import make_mesh
 from jax_te.training import ConstantLossScale, abstract_train_state, create_train_state, make_train_step
-from tests.meshes import use_mesh
-from tests.training.toy import Toy, assert_same, loss_fn, make_batch, values
+from tests.support.meshes import use_mesh
+from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

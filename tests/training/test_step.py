@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.parallel import current_mesh
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, current_recipe
+from jax_te.sharding import current_mesh
 from jax_te.training import (
     DynamicLossScale,
     TrainState,
@@ -19,8 +19,8 @@ from jax_te.training import (
     make_eval_step,
     make_train_step,
 )
-from tests.meshes import use_mesh
-from tests.training.toy import Toy, assert_same, loss_fn, make_batch, values
+from tests.support.meshes import use_mesh
+from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
 
 def new_state(tx=None, *, build=Toy, scaler=None) -> TrainState:

@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from jax_te.ops.attention_spec import AttentionSpec
+from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.te.load import available
 from jax_te.recipe import (
     DelayedScaling,

@@ -11,9 +11,9 @@ import transformer_engine.jax.cpp_extensions as tex
 from jax.ad_checkpoint import checkpoint_name
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor
 
-from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec
-from jax_te.ops.segments import Segments
-from jax_te.ops.softmax_offset import offset_gradient
+from jax_te.ops.attention.segments import Segments
+from jax_te.ops.attention.softmax_offset import offset_gradient
+from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.te.load import runs_as_plain_jax
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.typing import Array

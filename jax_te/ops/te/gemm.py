@@ -21,9 +21,9 @@ from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
 from jax_te.ops.xla.gemm import Reduce
-from jax_te.parallel.ranks import MeshAxes, gather
 from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax, with_scale
-from jax_te.quantize.tensor import as_matrix
+from jax_te.quantize.internal import as_matrix
+from jax_te.sharding.internal import MeshAxes, gather
 from jax_te.typing import Array, DTypeLike
 
 OURS = (QuantizedOperand, BlockOperand)

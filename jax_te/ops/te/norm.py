@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
-from jax_te.ops.spec import NormSpec
+from jax_te.ops.linear.spec import NormSpec
 from jax_te.ops.te.gemm import Reduce, needs_amax, quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
 from jax_te.quantize import Quantizer

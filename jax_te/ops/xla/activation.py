@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.config import ActivationParams
-from jax_te.ops.spec import activation_parts
+from jax_te.ops.linear.spec import activation_parts
 from jax_te.ops.xla.gemm import Reduce, quantize_operand, sum_rows
 from jax_te.quantize import Operand, Quantizer
 from jax_te.typing import Array, DTypeLike

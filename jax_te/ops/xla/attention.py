@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.attention_spec import QKV, AttentionArrays, AttentionSpec, unpack
+from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
 from jax_te.ops.xla.attention_scores import drop, largest, scores_of
 from jax_te.typing import Array
 

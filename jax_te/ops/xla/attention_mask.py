@@ -6,8 +6,8 @@ import functools
 
 import jax.numpy as jnp
 
-from jax_te.ops.attention_spec import AttentionArrays, AttentionSpec
-from jax_te.ops.segments import Places, places_at
+from jax_te.ops.attention.segments import Places, places_at
+from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
 from jax_te.typing import Array
 
 

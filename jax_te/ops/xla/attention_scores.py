@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
-from jax_te.ops.attention_spec import AttentionArrays, AttentionSpec
+from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
 from jax_te.ops.xla.attention_mask import distance, hidden, kv_positions, q_positions
 from jax_te.typing import Array
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK
-from jax_te.parallel.ranks import MeshAxes, gather
 from jax_te.quantize import BlockQuantizer, Operand, QuantizedOperand, QuantizedTensor, Quantizer, with_scale
 from jax_te.quantize import quantize_operand as quantize_both
+from jax_te.sharding.internal import MeshAxes, gather
 from jax_te.typing import Array, DTypeLike
 
 Reduce = Callable[[Array], Array]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.spec import NormSpec
+from jax_te.ops.linear.spec import NormSpec
 from jax_te.ops.xla.gemm import Reduce, quantize_operand
 from jax_te.quantize import Operand, Quantizer
 from jax_te.typing import Array

@@ -1,0 +1,94 @@
+"""The rules of a precision file, ``--precision-config``: which layers of a run's model have which precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from flax import nnx
+
+from jax_te.layers import quantizable_modules
+from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config
+from jax_te.megatron.internal import parse_yaml
+from jax_te.quantize import prepare_quantization
+from jax_te.recipe import current_recipe
+
+
+def read_rules(path: str | Path) -> str:
+    """The text of a precision file, which `quantization_rules` takes.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it holds no rules that can be used.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    with _naming(f"--precision-config {path}"):
+        RecipeConfig.from_config_dict(parse_yaml(text, str(path)))
+    return text
+
+
+def quantization_rules(text: str) -> RecipeConfig:
+    """The rules of a precision file's text, see `jax_te.megatron.RecipeConfig`.
+
+    Raises:
+        ValueError: if it cannot be used.
+
+    >>> quantization_rules("configs: {}").matchers
+    ()
+    """
+    with _naming("--precision-config"):
+        return RecipeConfig.from_config_dict(parse_yaml(text))
+
+
+def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:
+    """Give every layer of ``model`` its precision, and the quantizer state it then needs under the ambient recipe.
+
+    Raises:
+        ValueError: if a rule that applies cannot be used: as `apply_quantization_config`, and for ``fp8_param`` and
+            ``fp4_param``, which a run has for all of its layers or for none (``--fp8-param``).
+
+    >>> from jax_te.layers import Linear
+    >>> apply_rules(Linear(16, 16, rngs=nnx.Rngs(0)), quantization_rules("")).ambient
+    ('',)
+    """
+    with _naming("--precision-config"):
+        report = apply_quantization_config(model, rules)
+        for path, module in quantizable_modules(model):
+            own = module.module_recipe
+            if own is not None and (own.fp8_param or own.fp4_param):
+                raise ValueError(
+                    f"the rule for {path} sets {'fp8_param' if own.fp8_param else 'fp4_param'}; a run holds all "
+                    "quantized kernels so, or none: leave it out and give --fp8-param"
+                )
+    prepare_quantization(model, current_recipe())
+    return report
+
+
+def rules_without_effect(report: QuantizationReport) -> str | None:
+    """What in a precision file does nothing for a model, in one line; None if everything has an effect.
+
+    >>> from jax_te.layers import Linear
+    >>> rules_without_effect(apply_rules(Linear(16, 16, rngs=nnx.Rngs(0)), quantization_rules("")))
+    'no layer has a rule'
+    """
+    notes = {
+        "rules that fit no layer": report.unused_matchers,
+        "rules behind an earlier one": report.shadowed_matchers,
+        "rules not enabled": report.disabled_matchers,
+        "configs that no layer got": report.unused_configs,
+    }
+    texts = [f"{what}: {', '.join(names)}" for what, names in notes.items() if names]
+    if len(report.ambient) == len(report.modules):
+        texts.insert(0, "no layer has a rule")
+    return "; ".join(texts) or None
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn what a precision file is refused with into a ValueError that names the option."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise ValueError(f"{what}: {text}") from error

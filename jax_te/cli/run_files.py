@@ -1,0 +1,75 @@
+"""What a training run leaves in its folder: ``config.json`` and checkpoints, and whether it can go on from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_te.cli.run_config import MAY_CHANGE, RunConfig
+from jax_te.cli.run_recipe import option
+
+CONFIG_FILE = "config.json"
+CHECKPOINT_FOLDER = "checkpoints"
+
+
+def write_config(config: RunConfig, directory: Path) -> None:
+    """Write ``config.json``, whole or not at all."""
+    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    partial = directory / (CONFIG_FILE + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, directory / CONFIG_FILE)
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether a run in ``directory`` has saved anything that could be resumed."""
+    folder = directory / CHECKPOINT_FOLDER
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
+def read_config(directory: Path) -> RunConfig | None:
+    """The configuration a run left in ``directory``, or None if there is none.
+
+    Raises:
+        ValueError: if the file there is not a run's configuration.
+    """
+    path = directory / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        known = {f.name for f in dataclasses.fields(RunConfig)}
+        return RunConfig(**{name: value for name, value in values.items() if name in known})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not the configuration of a jax-te run ({error}); give another --output") from None
+
+
+def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields whose values ``given`` now keep the run from being resumed: name -> (saved, given)."""
+    pairs = {name: (getattr(saved, name), value) for name, value in given.items() if name not in MAY_CHANGE}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path) -> None:
+    """Raise ValueError, naming every field, if values ``given`` now keep ``directory``'s run from being resumed."""
+    changed = changed_fields(saved, given)
+    if changed:
+        listed = "; ".join(
+            f"{option(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
+            for name, (was, now) in changed.items()
+        )
+        raise ValueError(
+            f"{directory} holds a run of another configuration: {listed}. Give another --output, or leave these "
+            "options out to resume it"
+        )
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value in a message; of a file's text, its size and checksum."""
+    if name != "precision_config" or value is None:
+        return str(value)
+    return f"a file of {len(value)} characters (CRC {zlib.crc32(value.encode()):08x})"

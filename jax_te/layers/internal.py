@@ -1,0 +1,31 @@
+"""Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
+
+from jax_te.layers.norm import norm_spec
+from jax_te.layers.parameters import parameter
+from jax_te.layers.qkv import merge_heads
+from jax_te.layers.quantizable import (
+    CachedKernel,
+    cache_name,
+    drop_kept_kernels,
+    natural_order,
+    quantizable_kernels,
+    quantize_kernels,
+    use_kept_kernels,
+)
+from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group
+
+__all__ = [
+    "CachedKernel",
+    "TensorParallel",
+    "cache_name",
+    "check_context_size",
+    "check_tp_group",
+    "drop_kept_kernels",
+    "merge_heads",
+    "natural_order",
+    "norm_spec",
+    "parameter",
+    "quantizable_kernels",
+    "quantize_kernels",
+    "use_kept_kernels",
+]

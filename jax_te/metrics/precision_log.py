@@ -1,0 +1,148 @@
+"""What a run records of its quantized tensors: ``precision.jsonl`` and the heat maps of ``precision.png``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_te.metrics.log import cut_after, read_records, require_extra
+from jax_te.quantize import STATISTICS
+from jax_te.training.internal import TensorStatistics
+
+PRECISION_FILE = "precision.jsonl"
+PRECISION_PLOT = "precision.png"
+
+_PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], float, float | None], ...] = (
+    ("relative error, dB", lambda record: _decibels(record["relative_mse"]), -60.0, 0.0),
+    ("underflow, %", lambda record: _percent(record["underflow"]), 0.0, None),
+    ("saturation, %", lambda record: _percent(record["saturation"]), 0.0, None),
+)
+"""Title, value of a record, and the ends of the colour scale; an upper end of None is the largest value."""
+
+
+class PrecisionLog:
+    """Appends the statistics of inspected steps to ``precision.jsonl``, a line for each tensor.
+
+    A line is ``{"step": n, "module": path, "role": role, "format": name, amax, scale, …}``; numbers that are not finite
+    are null. Resuming at a step cuts the file after that step's lines, as `MetricsLog` does.
+
+    Args:
+        directory: the run's folder.
+        resume_step: the step of the restored checkpoint, 0 for a new run.
+
+    >>> import tempfile
+    >>> values = dict.fromkeys(STATISTICS, 0.5)
+    >>> log = PrecisionLog(tempfile.mkdtemp())
+    >>> log.write(10, [TensorStatistics(module="layers.0.proj", role="x", format="e4m3", **values)])
+    >>> read_precision(log.directory)[0]["underflow"]
+    0.5
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int = 0):
+        self.directory = Path(directory)
+        cut_after(self.directory / PRECISION_FILE, resume_step)
+
+    def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:
+        """Append a step's statistics, and bring them to the disk."""
+        lines = [json.dumps({"step": step} | plain_values(tensor)) + "\n" for tensor in statistics]
+        with (self.directory / PRECISION_FILE).open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def plain_values(tensor: TensorStatistics) -> dict[str, Any]:
+    """A tensor's statistics as JSON can hold them: numbers that are not finite are None.
+
+    >>> values = dict.fromkeys(STATISTICS, math.inf)
+    >>> plain_values(TensorStatistics(module="proj", role="x", format="e4m3", **values))["amax"] is None
+    True
+    """
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in dataclasses.asdict(tensor).items()
+    }
+
+
+def chart_values(statistics: Iterable[TensorStatistics]) -> dict[str, float]:
+    """The statistics by TensorBoard tag: ``precision/<module>/<role>/<statistic>``.
+
+    >>> values = dict.fromkeys(STATISTICS, 1.0)
+    >>> list(chart_values([TensorStatistics(module="proj", role="x", format="e4m3", **values)]))[0]
+    'precision/proj/x/amax'
+    """
+    return {
+        f"precision/{tensor.module}/{tensor.role}/{name}": getattr(tensor, name)
+        for tensor in statistics
+        for name in STATISTICS
+    }
+
+
+def read_precision(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a run's ``precision.jsonl`` in order; an unfinished last line is left out."""
+    return read_records(Path(directory) / PRECISION_FILE)
+
+
+def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
+    """Draw ``precision.png`` from a run's records; None if there are none.
+
+    Three heat maps: relative error, underflow and saturation. A row is a tensor, a column an inspected step; grey is a
+    value that is not finite, or a tensor that was not quantized at that step.
+
+    Args:
+        directory: the run's folder.
+    """
+    records = read_precision(directory)
+    if not records:
+        return None
+    rows = list(dict.fromkeys((record["module"], record["role"]) for record in records))
+    steps = sorted({record["step"] for record in records})
+    height = min(2.0 + 0.17 * len(rows), 60.0)
+    figure = require_extra("matplotlib.figure").Figure(figsize=(16, height), layout="constrained")
+    panels = figure.subplots(1, len(_PANELS), sharey=True)
+    for axes, (title, value, low, high) in zip(panels, _PANELS, strict=True):
+        colours = require_extra("matplotlib").colormaps["viridis"].with_extremes(bad="lightgrey")
+        grid = _grid(records, rows, steps, value)
+        if high is None:
+            high = max(0.1, float(np.max(grid, initial=0.0, where=np.isfinite(grid))))
+        image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=high)
+        figure.colorbar(image, ax=axes, location="top", label=title)
+        marks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
+        axes.set_xticks(marks, [str(steps[mark]) for mark in marks])
+        axes.set_xlabel("step")
+    panels[0].set_yticks(range(len(rows)), [f"{module} {role}" for module, role in rows], fontsize=7)
+    path = Path(directory) / PRECISION_PLOT
+    figure.savefig(path, dpi=100)
+    return path
+
+
+def _grid(
+    records: list[dict[str, Any]],
+    rows: list[tuple[str, str]],
+    steps: list[int],
+    value: Callable[[Mapping[str, Any]], float | None],
+) -> np.ndarray:
+    """``[rows, steps]``, nan where there is no value."""
+    place = {row: index for index, row in enumerate(rows)}, {step: index for index, step in enumerate(steps)}
+    grid = np.full((len(rows), len(steps)), np.nan)
+    for record in records:
+        number = value(record)
+        if number is not None:
+            grid[place[0][record["module"], record["role"]], place[1][record["step"]]] = number
+    return grid
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100.0 * share
+
+
+def _decibels(relative: float | None) -> float | None:
+    """Finite, so that it has a colour: an exact tensor is at the lower end of the scale."""
+    return None if relative is None else 10.0 * math.log10(max(relative, 1e-30))

@@ -1,0 +1,178 @@
+"""What a user sees of a run: a live bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from jax_te.metrics.log import require_extra
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """What the training loop tells its user. `make_progress` gives one that suits the output."""
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        """Show named facts about the run, one line each."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+        ...
+
+    def text(self, title: str, body: str) -> None:
+        """Show a block of text."""
+        ...
+
+    def start(self, first: int, steps: int, tokens_per_step: int) -> None:
+        """Begin: ``first`` steps of ``steps`` are done already."""
+        ...
+
+    def update(self, step: int, loss: float, *, line: bool) -> None:
+        """Step ``step`` is done. ``line``: worth a line where there is no live display."""
+        ...
+
+    def stop(self) -> None:
+        """End the live display, if there is one."""
+        ...
+
+
+class Speed:
+    """Tokens per second and time left. The first step after `start`, which compiles, does not count."""
+
+    def __init__(self, first: int, steps: int, tokens_per_step: int):
+        self.steps, self.tokens_per_step = steps, tokens_per_step
+        self._begin: tuple[int, float] | None = None
+        self._now = (first, time.perf_counter())
+
+    def update(self, step: int) -> None:
+        """Step ``step`` is done now."""
+        self._now = (step, time.perf_counter())
+        if self._begin is None:
+            self._begin = self._now
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over the steps so far, or None before the second."""
+        if self._begin is None or self._now[0] <= self._begin[0]:
+            return None
+        return (self._now[1] - self._begin[1]) / (self._now[0] - self._begin[0])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Mean over the steps so far, or None before the second."""
+        seconds = self.seconds_per_step
+        return None if not seconds else self.tokens_per_step / seconds
+
+    @property
+    def eta(self) -> str:
+        """Time left as ``m:ss`` or ``h:mm:ss``."""
+        seconds = self.seconds_per_step
+        return "-:--" if seconds is None else clock(seconds * (self.steps - self._now[0]))
+
+    @property
+    def rate(self) -> str:
+        """Tokens per second, short."""
+        tokens = self.tokens_per_second
+        return "…" if tokens is None else f"{tokens:,.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as ``m:ss`` or ``h:mm:ss``.
+
+    >>> clock(75), clock(3675)
+    ('1:15', '1:01:15')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class PlainProgress:
+    """Lines of plain text, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._speed: Speed | None = None
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            print(f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)))
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def text(self, title: str, body: str) -> None:
+        print(f"--- {title} ---\n{body}\n---", flush=True)
+
+    def start(self, first: int, steps: int, tokens_per_step: int) -> None:
+        self._speed = Speed(first, steps, tokens_per_step)
+
+    def update(self, step: int, loss: float, *, line: bool) -> None:
+        speed = self._speed
+        assert speed is not None
+        speed.update(step)
+        if line:
+            print(f"step {step}/{speed.steps}  loss {loss:.4f}  {speed.rate} tokens/s  ETA {speed.eta}", flush=True)
+
+    def stop(self) -> None:
+        sys.stdout.flush()
+
+
+class RichProgress:
+    """A live bar with step, loss, tokens/s and time left."""
+
+    def __init__(self) -> None:
+        self._console = require_extra("rich.console").Console(highlight=False)
+        self._bar: Any = None
+        self._task: Any = None
+        self._speed: Speed | None = None
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        grid = require_extra("rich.table").Table.grid(padding=(0, 2))
+        grid.add_column(style="bold cyan", no_wrap=True)
+        grid.add_column()
+        escape = require_extra("rich.markup").escape
+        for name, value in rows.items():
+            grid.add_row(name, escape(value))
+        self._console.print(grid)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def text(self, title: str, body: str) -> None:
+        plain = require_extra("rich.text").Text(body)
+        self._console.print(require_extra("rich.panel").Panel(plain, title=title, title_align="left", expand=False))
+
+    def start(self, first: int, steps: int, tokens_per_step: int) -> None:
+        rich = require_extra("rich.progress")
+        self._speed = Speed(first, steps, tokens_per_step)
+        self._bar = rich.Progress(
+            rich.TextColumn("[bold]{task.completed}[/]/{task.total}"),
+            rich.BarColumn(bar_width=None),
+            rich.TextColumn("{task.fields[status]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=first, status="compiling …")
+        self._bar.start()
+
+    def update(self, step: int, loss: float, *, line: bool) -> None:
+        speed = self._speed
+        assert speed is not None
+        speed.update(step)
+        status = f"loss [bold green]{loss:.4f}[/]  {speed.rate} tokens/s  ETA {speed.eta}"
+        self._bar.update(self._task, completed=step, status=status)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def make_progress() -> Progress:
+    """A live display if stdout is a terminal, plain lines otherwise."""
+    return RichProgress() if sys.stdout.isatty() else PlainProgress()

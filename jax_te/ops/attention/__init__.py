@@ -1,0 +1,1 @@
+"""Dot-product attention, on one device and on a mesh."""

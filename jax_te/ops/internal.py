@@ -1,0 +1,19 @@
+"""Names of `jax_te.ops` for the other packages of jax_te. Not for users: they may change without notice."""
+
+from jax_te.ops import te
+from jax_te.ops.attention.segments import places
+from jax_te.ops.attention.spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, normal_window
+from jax_te.ops.linear.spec import check_activation_params
+from jax_te.ops.te.load import available
+
+__all__ = [
+    "MASK_TYPES",
+    "QKV",
+    "SOFTMAX_TYPES",
+    "AttentionArrays",
+    "available",
+    "check_activation_params",
+    "normal_window",
+    "places",
+    "te",
+]

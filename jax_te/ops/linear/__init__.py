@@ -1,0 +1,1 @@
+"""Linear layers, norms and activation functions as differentiable functions on arrays."""

@@ -1,0 +1,267 @@
+"""Named streams of random keys."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
+
+from jax_te.sharding import current_mesh
+from jax_te.typing import Array
+
+__all__ = [
+    "DATA_PARALLEL_RNG",
+    "EXPERT_PARALLEL_RNG",
+    "MODEL_PARALLEL_RNG",
+    "RNGStatesTracker",
+    "StreamState",
+    "model_parallel_seed",
+    "model_parallel_seeds",
+]
+
+DATA_PARALLEL_RNG = "data-parallel-rng"
+"""Stream of what all tensor ranks draw alike: Megatron's default generator has its seed, too."""
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+"""Stream of what every tensor rank draws for itself."""
+
+EXPERT_PARALLEL_RNG = "expert-parallel-rng"
+"""Stream of what every expert-parallel and tensor rank draws for itself."""
+
+RANK_AXES: dict[str, tuple[str, ...]] = {
+    MODEL_PARALLEL_RNG: ("tensor",),
+    EXPERT_PARALLEL_RNG: ("expert", "tensor"),
+}
+"""Mesh axes whose ranks draw apart, by stream; none for other streams."""
+
+
+class StreamState(NamedTuple):
+    """A stream: its key ``[]`` and how many keys it has given, uint32 ``[]``.
+
+    >>> tracker = RNGStatesTracker()
+    >>> tracker.set_states({"dropout": StreamState(jax.random.key(0), jnp.uint32(3))})
+    >>> with tracker.fork("dropout") as key:
+    ...     tracker.get_states()["dropout"].count.item()
+    4
+    """
+
+    key: Array
+    count: Array
+
+
+@register_pytree_with_keys_class
+class RNGStatesTracker:
+    """Streams of random keys by name, each with a counter; every `fork` of a stream gives its next key.
+
+    It is a pytree whose leaves are the streams' keys and counters: pass it to a jitted function, to
+    ``jax.checkpoint``, carry it through ``jax.lax.scan``, and return it where its streams should be further on
+    afterwards. Recomputation draws what the first pass drew, since keys are inputs like any other. It is saved and
+    restored like any pytree.
+
+    The arrays of a program are global, so a key gives the same numbers on every mesh, and heads or positions that
+    several devices hold have dropout of their own without more ado. Only inside ``jax.shard_map``, where code runs once
+    for each device on its part, the streams in `RANK_AXES` differ: there a fork folds in the device's rank along the
+    axes that are manual.
+
+    Source: ``transformer_engine.pytorch.distributed.CudaRNGStatesTracker``;
+    ``megatron.core.tensor_parallel.random.CudaRNGStatesTracker``.
+
+    >>> tracker = RNGStatesTracker()
+    >>> tracker.add("dropout", 1234)
+    >>> with tracker.fork("dropout") as key:
+    ...     x = jax.random.bernoulli(key, 0.5, (3,))
+    >>> with tracker.fork("dropout") as key:
+    ...     y = jax.random.bernoulli(key, 0.5, (3,))
+    >>> tracker.get_states()["dropout"].count.item()
+    2
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def is_initialized(self) -> bool:
+        """Whether there was an `add` or `set_states` since it was made or `reset`."""
+        return self._initialized
+
+    def reset(self) -> None:
+        """Forget all streams and seeds."""
+        self._states: dict[str, StreamState] = {}
+        self._seeds: frozenset[int] = frozenset()
+        self._initialized = False
+        self._trace = get_opaque_trace_state()
+
+    def get_states(self) -> dict[str, StreamState]:
+        """The streams by name; a new dict of the same arrays."""
+        return dict(self._states)
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Have the streams that `get_states` gave. Seeds that were added stay taken.
+
+        Args:
+            states: name -> ``(key, count)``.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        self._states = {name: _stream(name, state) for name, state in _mapping(states).items()}
+        self._initialized = True
+        self._trace = get_opaque_trace_state()
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream.
+
+        Args:
+            name: its key is folded with a checksum of it.
+            seed: in [0, 2^32).
+
+        Raises:
+            RuntimeError: if the name or the seed is taken.
+            ValueError, TypeError: for a seed out of range, or one that is no Python integer.
+        """
+        _check_seed(seed, 0)
+        self._check_trace()
+        if seed in self._seeds:
+            raise RuntimeError(f"seed {seed} is taken by another stream, and the two would be alike; give another seed")
+        if name in self._states:
+            raise RuntimeError(f"stream {name!r} is there already; streams are {', '.join(sorted(self._states))}")
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+        self._states[name] = StreamState(key, jnp.zeros((), jnp.uint32))
+        self._seeds |= {seed}
+        self._initialized = True
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array]:
+        """``with tracker.fork(name) as key``: the stream's next key, typed ``[]``; the stream is one further after it.
+
+        Forks may be nested. Who draws several times from one key splits it. Reference code draws from a global
+        generator inside of the block; here the key is passed on, for example as a layer's ``dropout_key``.
+
+        Raises:
+            KeyError: for an unknown stream.
+            RuntimeError: where the tracker comes from outside of the function that is being traced, whose later calls
+                would all draw the same.
+        """
+        if name not in self._states:
+            raise KeyError(f"there is no stream {name!r}; add it first. Streams are {sorted(self._states)}")
+        self._check_trace()
+        state = self._states[name]
+        self._states[name] = StreamState(state.key, state.count + jnp.uint32(1))
+        yield _fold_rank(name, jax.random.fold_in(state.key, state.count))
+
+    def _check_trace(self) -> None:
+        if self._trace != get_opaque_trace_state():
+            raise RuntimeError(
+                "this tracker was made outside of the transformed function (jit, grad, scan, checkpoint, …) that uses "
+                "it, or left inside of one that has ended: pass it as an argument and return it, or call set_states "
+                "with states that were passed"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_trace"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _trace=get_opaque_trace_state())
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Streams as the one child; all else is static."""
+        static = {name: value for name, value in self.__getstate__().items() if name != "_states"}
+        return ((GetAttrKey("states"), self._states),), tuple(sorted(static.items()))
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> RNGStatesTracker:
+        """The inverse of flattening; belongs to the trace it happens in."""
+        tracker = cls.__new__(cls)
+        tracker.__setstate__({"_states": children[0], **dict(static)})
+        return tracker
+
+
+def _mapping(states: Any) -> Mapping[str, Any]:
+    if not isinstance(states, Mapping):
+        raise TypeError(f"states must be a dict from stream names to (key, count), got {type(states).__name__}")
+    return states
+
+
+def _stream(name: str, state: Any) -> StreamState:
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise TypeError(f"the state of stream {name!r} must be (key, count), got {type(state).__name__}")
+    key, count = state
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(f"the key of stream {name!r} must be typed, from jax.random.key, got {key!r}")
+    return StreamState(key, jnp.asarray(count, jnp.uint32))
+
+
+def _fold_rank(name: str, key: Array) -> Array:
+    mesh = current_mesh()
+    manual = () if mesh is None else mesh.manual_axes
+    for axis in RANK_AXES.get(name, ()):
+        if axis in manual:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key
+
+
+def _check_seed(seed: Any, least: int) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"a seed must be a Python integer, got {seed!r}")
+    if not least <= seed < 2**32:
+        raise ValueError(f"a seed must be in [{least}, 2^32), got {seed}")
+
+
+def model_parallel_seeds(
+    seed: int,
+    *,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    etp_rank: int = 0,
+    pp_rank: int = 0,
+    dp_rank: int = 0,
+) -> dict[str, int]:
+    """The integers that Megatron seeds a rank's streams with.
+
+    With ``base = seed + 100 pp_rank + 10 dp_rank`` they are ``base`` (data-parallel and default), ``base + 2718 +
+    tp_rank`` (model-parallel) and ``base + 1024 + 100 ep_rank + etp_rank`` (expert-parallel).
+
+    Args:
+        seed: > 0.
+        tp_rank, ep_rank, etp_rank, pp_rank: tensor, expert, expert-tensor and pipeline rank.
+        dp_rank: data-parallel rank under Megatron's ``data_parallel_random_init``; else 0.
+
+    Raises:
+        ValueError, TypeError: for a seed that is not a Python integer > 0.
+
+    Source: ``megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed``.
+
+    >>> model_parallel_seeds(1234, tp_rank=1)
+    {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2258}
+    """
+    _check_seed(seed, 1)
+    base = seed + 100 * pp_rank + 10 * dp_rank
+    return {
+        DATA_PARALLEL_RNG: base,
+        MODEL_PARALLEL_RNG: base + 2718 + tp_rank,
+        EXPERT_PARALLEL_RNG: base + 1024 + 100 * ep_rank + etp_rank,
+    }
+
+
+def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> RNGStatesTracker:
+    """A tracker with Megatron's three streams, from rank 0's integers of `model_parallel_seeds`.
+
+    Ranks are told apart where they draw, see `RNGStatesTracker`, so that all devices are seeded alike.
+
+    Args:
+        seed: > 0, and such that no stream's integer exceeds 2^32 - 1.
+        tracker: to `reset` and fill, in place of a new one.
+
+    >>> sorted(model_parallel_seed(1234).get_states())
+    ['data-parallel-rng', 'expert-parallel-rng', 'model-parallel-rng']
+    """
+    tracker = RNGStatesTracker() if tracker is None else tracker
+    tracker.reset()
+    for name, value in model_parallel_seeds(seed).items():
+        tracker.add(name, value)
+    return tracker

@@ -1,0 +1,8 @@
+"""Names of `jax_te.recipe` for the other packages of jax_te. Not for users: they may change without notice."""
+
+from jax_te.recipe.format import E2M1_MAX, E4M3_MAX
+
+__all__ = [
+    "E2M1_MAX",
+    "E4M3_MAX",
+]

@@ -1,0 +1,219 @@
+"""``jax-te bench``, at sizes that say nothing about speed: its rows, and options that would have no effect."""
+
+import argparse
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from jax_te.bench import contestants as bench_contestants
+from jax_te.bench import model as bench_model
+from jax_te.cli.main import main
+from jax_te.cli.presets import PRESETS, Preset
+
+SMALL = ["--shape", "4", "32", "64", "4", "128", "--rounds", "2", "--calls", "1", "--backend", "xla"]
+
+
+def rows(capsys, *argv):
+    assert main(["bench", *SMALL, *argv]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_modules_and_recipes(capsys, tmp_path):
+    modules = ["layernorm_mlp", "layernorm_linear"]
+    found = rows(capsys, "--modules", *modules, "--recipes", "none", "delayed", "--output", str(tmp_path / "rows.json"))
+    assert [row["name"] for row in found] == [
+        f"jax_te {module} {recipe} (xla)" for module in modules for recipe in ("none", "delayed")
+    ]
+    assert all(row["ms"] > 0.0 and "collectives" not in row for row in found)
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == found
+
+
+def test_a_mesh(capsys):
+    (row,) = rows(capsys, "--mesh", "tensor=4", "--sequence-parallel", "--recipes", "none")
+    # Of the layer alone: the loss that is differentiated does not need the last scatter.
+    assert (row["collectives"]["all-gather"], row["collectives"]["reduce-scatter"]) == (4, 3)
+
+
+@pytest.mark.slow
+def test_microbatches(capsys):
+    """The counts say something on a GPU only: the compiler for CPUs takes the kernels out of the loop by itself."""
+    found = rows(capsys, "--microbatches", "2", "--recipes", "current")
+    assert [row["name"] for row in found] == [
+        "current, quantized in every microbatch",
+        "current, quantized once a step",
+    ]
+    assert all(row["quantizations_in_loop"] > 0 and row["quantizations_outside"] > 0 for row in found)
+
+
+MODEL = ["--model", "tiny", "--layers", "1", "--vocabulary", "64"]
+MODEL += ["--rounds", "2", "--calls", "2", "--backend", "xla"]
+BATCH, LENGTH = 4, 32
+
+
+@pytest.fixture(autouse=True)
+def tinier(monkeypatch):
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_len": LENGTH, "batch_size": BATCH}
+    values = PRESETS["tiny"].values | sizes
+    monkeypatch.setitem(PRESETS, "tiny", Preset(summary="for tests", values=values))
+
+
+@pytest.fixture
+def states(monkeypatch):
+    """The train states that are made."""
+    made, create = [], bench_model.create_train_state
+
+    def counted(*args, **options):
+        made.append(create(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(bench_model, "create_train_state", counted)
+    return made
+
+
+def model_rows(capsys, *argv):
+    """Status of the command, and its rows."""
+    status = main(["bench", *MODEL, *argv])
+    shown = capsys.readouterr()
+    return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
+
+
+def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
+    steps = []
+
+    def rows_of(contestants, tokens):
+        assert len({contestant.state for contestant in contestants}) == 1
+        steps.append(int(contestants[0].state.take().step))
+        return bench_contestants.rows_of(contestants, tokens)
+
+    monkeypatch.setattr(bench_model, "rows_of", rows_of)
+    ways = ["--stack", "scanned", "unrolled", "--recompute", "mlp,core_attn"]
+    status, found, _ = model_rows(capsys, *ways, "--recipes", "none")
+    assert status == 0
+    assert [row["name"] for row in found] == [f"none, {stack}, recompute core_attn,mlp" for stack in ways[1:3]]
+    for row in found:
+        assert row["tokens_s"] == pytest.approx(BATCH * LENGTH / row["ms"] * 1e3, rel=1e-3)
+        assert row["speed_ratio"] == pytest.approx(found[0]["ms"] / row["ms"], abs=1e-3)
+        assert row["memory_ratio"] == pytest.approx(row["peak_gib"] / found[0]["peak_gib"], abs=2e-2)
+        assert row["compile_s"] > 0.0
+        assert "error" not in row
+    assert len(states) == 1
+    assert steps == [2 * (1 + 2 * 2)]  # a step to warm up, and two rounds of two, of each
+    assert states[0].step.is_deleted()
+
+
+def test_what_a_row_stands_for():
+    args = argparse.Namespace(**(bench_model.DEFAULTS | {"model": "gpt-1.3b", "layers": 3}))
+
+    def config(kept):
+        return bench_model._config(args, "current", kept).transformer_config()
+
+    assert config("none").recompute_granularity is None
+    assert (config("none").num_layers, jnp.dtype(config("none").compute_dtype)) == (3, jnp.bfloat16)
+    assert config("layernorm,mlp").recompute_granularity == "selective"
+    assert list(config("layernorm,mlp").recompute_modules) == ["layernorm", "mlp"]
+    full = config("save_gemms")
+    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
+    block = config("block:3")
+    assert (block.recompute_granularity, block.recompute_method, block.recompute_num_layers) == ("full", "block", 3)
+
+
+def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, monkeypatch):
+    """One that cannot be compiled, and one that takes the state with it when it runs."""
+    compile_it, steps = bench_contestants.Contestant._compile, bench_contestants.Contestant._steps
+
+    def compile_not(contestant):
+        if contestant.name.endswith("layernorm"):
+            raise NotImplementedError("no such\nkernel")
+        compile_it(contestant)
+
+    def run_not(contestant, tokens, calls):
+        if contestant.name.endswith("core_attn"):
+            contestant.compiled(contestant.prepare(contestant.state.take()), tokens)
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        steps(contestant, tokens, calls)
+
+    monkeypatch.setattr(bench_contestants.Contestant, "_compile", compile_not)
+    monkeypatch.setattr(bench_contestants.Contestant, "_steps", run_not)
+    status, found, _ = model_rows(capsys, "--recompute", "layernorm", "core_attn", "none", "--recipes", "none")
+    assert status == 0
+    names = [row["name"].split()[-1] for row in found]
+    assert names == ["layernorm", "core_attn", "none"]
+    assert found[0] == {"name": "none, unrolled, recompute layernorm", "error": "NotImplementedError: no such kernel"}
+    assert found[1]["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert found[1]["peak_gib"] > 0.0
+    assert "ms" not in found[1]
+    assert found[2]["speed_ratio"] == found[2]["memory_ratio"] == 1.0
+    assert len(states) == 2  # the one that failed took the first with it
+
+
+def test_nothing_to_measure_is_an_error(capsys):
+    status, _, error = model_rows(capsys, "--loss-chunks", "3", "--recipes", "none")
+    assert status == 2
+    assert "nothing could be measured; none, unrolled, recompute none: ValueError" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--shape", "4", "32", "64", "4", "64"], "--model measures whole train steps at the preset's sizes"),
+        (["--microbatches", "2"], "leave out --modules, --shape, --mesh"),
+        (["--mesh", "tensor=2"], "leave out --modules, --shape, --mesh"),
+        (["--peer", "te"], "--peer te: not here"),
+    ],
+)
+def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
+    monkeypatch.setattr(bench_model.te, "available", lambda: (False, "not here"))
+    status, found, error = model_rows(capsys, *argv)
+    assert (status, found) == (2, [])
+    assert message in error
+
+
+def test_recomputations_that_are_none_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *MODEL, "--recompute", "mlp,full"])
+    assert "must be none, one of full, save_gemms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--stack", "scanned"], "--stack is for whole train steps of a preset; give --model"),
+        (["--loss-chunks", "2"], "--loss-chunks is for whole train steps of a preset; give --model"),
+        (["--microbatches", "2", "--mesh", "tensor=2"], "--microbatches measures whole train steps; leave out"),
+        (["--microbatches", "2", "--modules", "layernorm_mlp"], "--microbatches measures whole train steps"),
+        (["--sequence-parallel"], "--sequence-parallel splits activations over tensor ranks"),
+        (["--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
+    ],
+)
+def test_options_without_effect_are_refused(capsys, argv, message):
+    assert main(["bench", *SMALL, *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_context_parallelism(capsys):
+    ways = ["--context-parallel", "p2p", "all_gather", "a2a", "--groups", "4"]
+    found = rows(capsys, *ways, "--mesh", "context=4")
+    assert [row["name"] for row in found] == [f"jax_te {way}" for way in ("one device", "p2p", "all_gather", "a2a")]
+    alone, ring, gather, exchange = (row["collectives"] for row in found)
+    assert alone == {}
+    assert ring == {"collective-permute": ring["collective-permute"]}
+    assert set(gather) == {"all-gather", "reduce-scatter"}
+    assert set(exchange) == {"all-to-all"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--context-parallel", "p2p"], "--context-parallel splits sequences over context ranks"),
+        (["--context-parallel", "p2p", "--mesh", "tensor=2"], "give --mesh with context=N"),
+        (
+            ["--context-parallel", "p2p", "--mesh", "context=2", "--recipes", "delayed"],
+            "leave out --modules, --recipes",
+        ),
+        (["--groups", "2"], "--groups is of --context-parallel"),
+    ],
+)
+def test_attention_alone_goes_with_few_options(capsys, argv, message):
+    assert main(["bench", *SMALL, *argv]) == 2
+    assert message in capsys.readouterr().err

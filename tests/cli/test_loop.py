@@ -1,0 +1,183 @@
+"""The training loop, with a step that is a counter."""
+
+import itertools
+import math
+import os
+import signal
+
+import pytest
+
+from jax_te.cli.loop import PATIENCE, LoopPlan, StopRequest, run_loop
+from jax_te.metrics.log import MetricsLog, read_metrics
+from jax_te.metrics.progress import PlainProgress, RichProgress, Speed, clock, make_progress
+
+
+class Run:
+    """A run whose state is a number and whose loss at step n is 1 / n."""
+
+    def __init__(self, directory):
+        self.directory, self.saved, self.events = directory, {}, []
+
+    def step(self, state, batch):
+        assert batch == state  # batches come in order
+        return state + 1, {"loss": 1.0 / (state + 1), "skipped": 0.0}
+
+    def evaluate(self, state):
+        self.events.append(("eval", state))
+        return 10.0 / state
+
+    def save(self, step, state):
+        assert step == state
+        written = [record["step"] for record in read_metrics(self.directory) if "loss" in record]
+        assert written == list(range(1, step + 1))  # nothing on disk is behind the checkpoint
+        self.events.append(("save", step))
+        self.saved[step] = state
+
+    def __call__(self, *, first=0, steps=10, step=None, progress=None, **cadence):
+        cadence = {"save_every": 4, "eval_every": 3, "log_every": 5} | cadence
+        plan = LoopPlan(steps=steps, tokens_per_step=100, **cadence)
+        with MetricsLog(self.directory, resume_step=first) as log:
+            return run_loop(
+                first,
+                step_fn=step or self.step,
+                batches=itertools.count(first),
+                first=first,
+                plan=plan,
+                log=log,
+                evaluate=self.evaluate,
+                save=self.save,
+                progress=progress or PlainProgress(),
+            )
+
+
+def losses(directory):
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(directory)]
+
+
+def test_every_step_is_recorded_and_cadences_are_kept(tmp_path, capsys):
+    run = Run(tmp_path)
+    result = run()
+    assert (result.state, result.step, result.stopped_by) == (10, 10, None)
+    assert result.heldout_loss == 1.0
+    assert run.events == [
+        ("eval", 3), ("save", 4), ("eval", 6), ("save", 8), ("eval", 9), ("eval", 10), ("save", 10)
+    ]  # fmt: skip
+    records = read_metrics(tmp_path)
+    assert [r["loss"] for r in records if "loss" in r] == [1.0 / n for n in range(1, 11)]
+    assert [r["step"] for r in records if "heldout_loss" in r] == [3, 6, 9, 10]
+    assert [r["step"] for r in records] == sorted(r["step"] for r in records)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["5/10", "10/10"]
+    assert "loss 0.1000" in lines[1]
+    assert "tokens/s" in lines[1]
+
+
+def test_a_resumed_run_records_what_an_unbroken_one_does(tmp_path):
+    Run(tmp_path / "unbroken")()
+    Run(tmp_path / "resumed")(steps=7)
+    Run(tmp_path / "resumed")(first=4)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "unbroken")
+
+
+def test_a_finished_run_does_nothing_more(tmp_path):
+    result = Run(tmp_path)(first=10)
+    assert (result.step, result.heldout_loss, result.tokens_per_second) == (10, None, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number, capfd):
+    run = Run(tmp_path / "stopped")
+
+    def step(state, batch):
+        if state == 4:
+            os.kill(os.getpid(), number)
+        return run.step(state, batch)
+
+    before = signal.getsignal(number)
+    result = run(step=step)
+    assert signal.getsignal(number) is before
+    assert (result.step, result.stopped_by) == (5, number)
+    assert run.events[-1] == ("save", 5)
+    assert f"{number.name}: finishing this step and saving" in capfd.readouterr().err
+    run(first=5)
+    Run(tmp_path / "unbroken")()
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "unbroken")
+
+
+def test_a_signal_after_a_steps_checkpoint_ends_the_run_after_the_next_step(tmp_path):
+    run = Run(tmp_path)
+    save = run.save
+
+    def save_and_signal(step, state):
+        save(step, state)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.save = save_and_signal
+    result = run()
+    assert (result.step, result.stopped_by) == (5, signal.SIGTERM)
+    assert sorted(run.saved) == [4, 5]
+
+
+def test_a_second_signal_acts_as_usual():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts without it
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.signal == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_has_lost_its_loss_is_given_up(tmp_path):
+    def step(state, batch):
+        return state + 1, {"loss": math.nan if state >= 2 else 1.0}
+
+    with pytest.raises(ValueError, match="not been finite since step 3; start again"):
+        Run(tmp_path)(step=step, steps=1000, save_every=1000, eval_every=1000)
+    assert len(read_metrics(tmp_path)) == PATIENCE + 2
+
+
+def test_what_a_step_raises_ends_the_display(tmp_path):
+    progress = RichProgress()
+    with pytest.raises(OSError, match="disk"):
+        Run(tmp_path)(progress=progress, step=lambda state, batch: (_ for _ in ()).throw(OSError("disk")))
+    assert progress._bar is None
+
+
+def test_in_a_terminal_there_is_a_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    progress = RichProgress()
+    progress.facts({"model": "tiny [not markup]", "output": "runs/tiny"})
+    Run(tmp_path)(progress=progress)
+    progress.text("sample", "def f(x):\n    return x[0]")
+    shown = capsys.readouterr().out
+    for text in ("[not markup]", "10", "0.1000", "tokens/s", "ETA", "return x[0]"):
+        assert text in shown
+
+
+def test_without_a_terminal_there_are_plain_lines(capsys):
+    progress = make_progress()
+    assert isinstance(progress, PlainProgress)
+    progress.facts({"model": "tiny", "backend": "one\ntwo"})
+    progress.note("resumed")
+    progress.text("sample", "def f")
+    assert capsys.readouterr().out == "model    tiny\nbackend  one\n         two\nresumed\n--- sample ---\ndef f\n---\n"
+
+
+def test_speed_leaves_compilation_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    speed = Speed(5, 105, 1000)
+    assert (speed.rate, speed.eta) == ("…", "-:--")
+    now[0] = 60.0
+    speed.update(6)
+    assert speed.eta == "-:--"
+    now[0] = 62.0
+    speed.update(10)
+    assert speed.tokens_per_second == 2000.0
+    assert speed.eta == clock(95 * 0.5) == "0:48"

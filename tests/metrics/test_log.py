@@ -1,0 +1,74 @@
+"""metrics.jsonl, TensorBoard and the plot."""
+
+import json
+import math
+
+import pytest
+
+from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics, require_extra
+
+
+def write(directory, steps, resume_step=0):
+    with MetricsLog(directory, resume_step=resume_step) as log:
+        for step in steps:
+            log.write(step, {"loss": 1.0 / step})
+
+
+def test_a_record_is_a_line_and_keeps_every_bit(tmp_path):
+    loss = 1.9371509552001953
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"loss": loss, "learning_rate": 1e-3})
+        log.write(1, {"heldout_loss": math.nan})
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert json.loads(lines[0]) == {"step": 1, "loss": loss, "learning_rate": 1e-3}
+    assert json.loads(lines[1]) == {"step": 1, "heldout_loss": None}
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
+    write(tmp_path / "unbroken", range(1, 11))
+    write(tmp_path / "resumed", range(1, 8))
+    write(tmp_path / "resumed", range(5, 11), resume_step=4)
+    unbroken, resumed = ((tmp_path / name / METRICS_FILE).read_bytes() for name in ("unbroken", "resumed"))
+    assert unbroken == resumed
+
+
+@pytest.mark.parametrize("rest", ['{"step": 3, "lo', "not json\n", '{"loss": 1}\n', "[1]\n", '{"step": 3, "loss": 1}'])
+def test_what_a_killed_run_left_unfinished_is_cut(tmp_path, rest):
+    write(tmp_path, (1, 2))
+    whole = (tmp_path / METRICS_FILE).read_bytes()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write(rest)
+    write(tmp_path, (), resume_step=3)
+    assert (tmp_path / METRICS_FILE).read_bytes() == whole
+
+
+def test_an_unfinished_line_is_not_read(tmp_path):
+    write(tmp_path, (1,))
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path):
+    write(tmp_path, (1, 2, 3))
+    write(tmp_path, (1,))
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_the_plot_is_a_png(tmp_path):
+    assert plot_losses(tmp_path) is None
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 30):
+            log.write(step, {"loss": 5.0 / step})
+        log.write(29, {"heldout_loss": 0.2})
+    path = plot_losses(tmp_path, bigram_entropy=2.4)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    with pytest.raises(ModuleNotFoundError, match=r'tensorboardX.*pip install "jax-te\[train\]"'):
+        require_extra("tensorboardX")

@@ -1,0 +1,94 @@
+"""precision.jsonl, its TensorBoard tags and its heat maps."""
+
+import json
+import math
+
+import numpy as np
+
+from jax_te.metrics import precision_log
+from jax_te.metrics.log import MetricsLog
+from jax_te.metrics.precision_log import (
+    PRECISION_FILE,
+    PRECISION_PLOT,
+    PrecisionLog,
+    chart_values,
+    plot_precision,
+    read_precision,
+)
+from jax_te.quantize.observe import STATISTICS
+from jax_te.training.inspection import TensorStatistics
+
+
+def statistics(relative_mse=1e-3, **changes):
+    values = {"amax": 2.0, "scale": 224.0, "underflow": 0.25, "saturation": 0.0, "mse": 1e-4}
+    values |= {"relative_mse": relative_mse, **changes}
+    return [
+        TensorStatistics(module=module, role=role, format="e4m3", **values)
+        for module in ("layers.0.proj", "layers.1.proj")
+        for role in ("x", "kernel", "grad")
+    ]
+
+
+def write(directory, steps, resume_step=0):
+    log = PrecisionLog(directory, resume_step=resume_step)
+    for step in steps:
+        log.write(step, statistics(1.0 / step))
+
+
+def test_a_line_for_each_tensor(tmp_path):
+    write(tmp_path, (5,))
+    lines = (tmp_path / PRECISION_FILE).read_text().splitlines()
+    assert json.loads(lines[4]) == {
+        "step": 5, "module": "layers.1.proj", "role": "kernel", "format": "e4m3", "amax": 2.0, "scale": 224.0,
+        "underflow": 0.25, "saturation": 0.0, "mse": 1e-4, "relative_mse": 0.2,
+    }  # fmt: skip
+    assert len(lines) == 6
+
+
+def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
+    for name in ("unbroken", "resumed"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "unbroken", (2, 4, 6))
+    write(tmp_path / "resumed", (2, 4, 6, 8))
+    with (tmp_path / "resumed" / PRECISION_FILE).open("a") as file:
+        file.write('{"step": 9, "mod')
+    write(tmp_path / "resumed", (6,), resume_step=5)
+    assert len({(path / PRECISION_FILE).read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    PrecisionLog(tmp_path).write(1, statistics(math.nan, amax=math.inf))
+    assert {(r["relative_mse"], r["amax"]) for r in read_precision(tmp_path)} == {(None, None)}
+    assert plot_precision(tmp_path) == tmp_path / PRECISION_PLOT
+
+
+def test_every_statistic_is_a_chart(tmp_path, monkeypatch):
+    charted = {}
+    with MetricsLog(tmp_path) as log:
+        monkeypatch.setattr(log._events, "add_scalar", lambda name, value, step: charted.update({(name, step): value}))
+        log.chart(7, chart_values(statistics(amax=math.nan)))
+        log._events.flush()
+    finite = [name for name in STATISTICS if name != "amax"]
+    names = [f"precision/layers.{i}.proj/{role}/{name}" for i in range(2) for role in ("x", "kernel", "grad")
+             for name in finite]  # fmt: skip
+    assert sorted(charted) == sorted((name, 7) for name in names)
+    assert charted["precision/layers.0.proj/x/scale", 7] == 224.0
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_the_heat_maps_have_a_row_for_each_tensor_and_a_column_for_each_step(tmp_path, monkeypatch):
+    assert plot_precision(tmp_path) is None
+    write(tmp_path, (10, 20, 100))
+    log = PrecisionLog(tmp_path, resume_step=100)
+    log.write(200, [t for t in statistics(0.0, underflow=0.5) if t.role != "x"])  # no longer quantized
+    drawn = []
+    grid = precision_log._grid
+    monkeypatch.setattr(precision_log, "_grid", lambda *args: drawn.append(grid(*args)) or drawn[-1])
+    path = plot_precision(tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    error, underflow, saturation = drawn
+    assert error.shape == underflow.shape == saturation.shape == (6, 4)
+    np.testing.assert_allclose(error[1], [-10.0, 10 * np.log10(1 / 20), -20.0, -300.0])
+    np.testing.assert_allclose(error[0], [-10.0, 10 * np.log10(1 / 20), -20.0, np.nan])
+    np.testing.assert_allclose(underflow[4], [25.0, 25.0, 25.0, 50.0])
+    np.testing.assert_allclose(saturation[4], 0.0)

@@ -1,0 +1,50 @@
+"""A training run small enough for tests, in this process and in one of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from jax_te.metrics.log import read_metrics
+
+TEXT = os.__file__
+"""About 40 kB of Python."""
+
+MICRO = [
+    *("--num-layers", "1", "--hidden-size", "32", "--num-heads", "2", "--ffn-hidden-size", "64"),
+    *("--seq-len", "32", "--batch-size", "4", "--steps", "12", "--warmup-steps", "2", "--learning-rate", "0.01"),
+    *("--save-every", "4", "--eval-every", "6", "--eval-batches", "2", "--log-every", "4", "--data", TEXT),
+]
+"""Options of a run of 12 steps that takes no time beside compilation."""
+
+
+def command(*argv, **options):
+    """The command line and the keyword arguments that start ``jax-te`` in a process of its own."""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    options = {
+        "text": True,
+        "env": os.environ | environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    } | options
+    return [sys.executable, "-m", "jax_te", *map(str, argv)], options
+
+
+def jax_te(*argv, **options):
+    """Run ``jax-te`` in a process of its own to its end."""
+    argv, options = command(*argv, **options)
+    return subprocess.run(argv, check=False, timeout=300, **options)
+
+
+def records(output):
+    """The run's records without what depends on the clock."""
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(output)]
+
+
+def assert_refused(status, error, *texts):
+    """The command failed with status 2 and one line that holds ``texts``."""
+    assert status == 2, error
+    assert error.startswith("jax-te: error: ")
+    assert error.count("\n") == 1, error
+    for text in texts:
+        assert text in error
