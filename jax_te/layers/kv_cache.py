@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.config import check_positive, float_dtype
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import auto_region
+from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike
 
 _AXES = ("batch", "sequence", "heads", None)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.config import check_positive
 from jax_te.layers.initializers import normal_init
 from jax_te.layers.parameters import parameter
-from jax_te.sharding.internal import auto_region
+from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer
 
 

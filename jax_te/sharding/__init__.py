@@ -3,12 +3,21 @@
 from jax_te.sharding.mesh import make_mesh
 from jax_te.sharding.placement import shardings_of
 from jax_te.sharding.report import ArrayPlacement, ShardingReport, sharding_report
-from jax_te.sharding.rules import ShardingRules, constrain, current_mesh, logical_to_spec, named_sharding, use_rules
+from jax_te.sharding.rules import (
+    ShardingRules,
+    auto_region,
+    constrain,
+    current_mesh,
+    logical_to_spec,
+    named_sharding,
+    use_rules,
+)
 
 __all__ = [
     "ArrayPlacement",
     "ShardingReport",
     "ShardingRules",
+    "auto_region",
     "constrain",
     "current_mesh",
     "logical_to_spec",

@@ -3,7 +3,6 @@
 from jax_te.sharding.placement import create_sharded, leaves_with_axes
 from jax_te.sharding.rules import (
     activation_axis,
-    auto_region,
     axis_ranks,
     batch_ranks,
     ranks_of,
@@ -32,7 +31,6 @@ __all__ = [
     "MeshAxes",
     "RankTree",
     "activation_axis",
-    "auto_region",
     "axis_ranks",
     "batch_ranks",
     "create_sharded",

@@ -17,8 +17,8 @@ from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, prepare_quantization, split_model
 from jax_te.recipe import Recipe, autocast
-from jax_te.sharding import shardings_of
-from jax_te.sharding.internal import auto_region, leaves_with_axes
+from jax_te.sharding import auto_region, shardings_of
+from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of
 from jax_te.typing import Array, PyTree

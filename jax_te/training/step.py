@@ -14,8 +14,8 @@ from flax import nnx
 
 from jax_te.config import check_positive
 from jax_te.quantize import write_back
-from jax_te.sharding import constrain, current_mesh, logical_to_spec
-from jax_te.sharding.internal import auto_region, ranks_of
+from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
+from jax_te.sharding.internal import ranks_of
 from jax_te.training.gradients import LossFn, accumulated_gradients, as_created, check_loss, gradients
 from jax_te.training.masters import full_precision, parameters_of
 from jax_te.training.state import TrainState

@@ -28,8 +28,7 @@ from jax_te.ops.attention.spec import (
     describe,
 )
 from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.sharding import constrain, current_mesh
-from jax_te.sharding.internal import auto_region
+from jax_te.sharding import auto_region, constrain, current_mesh
 from jax_te.typing import Array, LogicalAxes
 
 

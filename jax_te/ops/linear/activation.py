@@ -12,7 +12,8 @@ from jax_te.config import ActivationParams
 from jax_te.ops.backend import BackendName, primitives, select
 from jax_te.ops.linear.row_ranks import RowRanks, row_ranks
 from jax_te.ops.linear.spec import activation_parts, check_activation_params
-from jax_te.sharding.internal import Layout, auto_region, on_ranks, place
+from jax_te.sharding import auto_region
+from jax_te.sharding.internal import Layout, on_ranks, place
 from jax_te.typing import Array, LogicalAxes
 
 

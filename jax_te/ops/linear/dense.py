@@ -15,7 +15,8 @@ from jax_te.ops.linear.quantize_kernel import ready_kernel
 from jax_te.ops.linear.split_gemms import linear_gemms
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import PER_RANK, WHOLE, auto_region, on_ranks, place
+from jax_te.sharding import auto_region
+from jax_te.sharding.internal import PER_RANK, WHOLE, on_ranks, place
 from jax_te.typing import Array, LogicalAxes
 
 

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_te.ops.backend import BackendName, primitives, select
 from jax_te.ops.linear.row_ranks import RowRanks, row_ranks
 from jax_te.ops.linear.spec import NormSpec
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import PER_RANK, WHOLE, auto_region, on_ranks, place, reduce_sum
+from jax_te.sharding import auto_region, constrain
+from jax_te.sharding.internal import PER_RANK, WHOLE, on_ranks, place, reduce_sum
 from jax_te.typing import Array, LogicalAxes
 
 

@@ -20,8 +20,8 @@ from jax_te.ops.linear.spec import NormSpec, activation_parts, check_activation_
 from jax_te.ops.linear.split_gemms import linear_gemms
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import PER_RANK, WHOLE, auto_region, on_ranks, place
+from jax_te.sharding import auto_region, constrain
+from jax_te.sharding.internal import PER_RANK, WHOLE, on_ranks, place
 from jax_te.typing import Array, LogicalAxes
 
 States = tuple[GemmState | None, GemmState | None]

@@ -22,8 +22,8 @@ from jax_te.quantize import (
 )
 from jax_te.quantize.internal import current_observer
 from jax_te.recipe import Recipe
-from jax_te.sharding import current_mesh
-from jax_te.sharding.internal import PER_RANK, WHOLE, Layout, auto_region, layout_of, on_ranks, rank_mesh, reduce_max
+from jax_te.sharding import auto_region, current_mesh
+from jax_te.sharding.internal import PER_RANK, WHOLE, Layout, layout_of, on_ranks, rank_mesh, reduce_max
 from jax_te.typing import Array, LogicalAxes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.sharding.internal import auto_region
+from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 
 
