@@ -1,6 +1,5 @@
-"""Training: state and step, loss scaling, optimizer, data."""
+"""Training: state and step, loss scaling, optimizer."""
 
-from jax_te.data import TextData, TrainBatches, byte_bigram_entropy, heldout_batches, load_text
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from jax_te.training.optimizer import adamw_with_schedule, is_matrix, learning_rate_schedule
 from jax_te.training.state import TrainState, abstract_train_state, change_recipe, create_train_state
@@ -11,18 +10,13 @@ __all__ = [
     "DynamicLossScale",
     "LossFn",
     "LossScale",
-    "TextData",
-    "TrainBatches",
     "TrainState",
     "abstract_train_state",
     "adamw_with_schedule",
-    "byte_bigram_entropy",
     "change_recipe",
     "create_train_state",
-    "heldout_batches",
     "is_matrix",
     "learning_rate_schedule",
-    "load_text",
     "make_eval_step",
     "make_train_step",
 ]
