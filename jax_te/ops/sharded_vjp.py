@@ -1,0 +1,188 @@
+"""The skeleton of every op: two rules over arrays, run on one device or on each device's shards of a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jax_te.sharding import auto_region
+from jax_te.sharding.internal import MeshAxes, OpaqueTree, reshard
+from jax_te.typing import LogicalAxes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How an op's arrays lie on a mesh whose devices run its rules by themselves. Hashable.
+
+    Args:
+        mesh: the mesh in use.
+        args: PartitionSpecs of the arguments, a tree prefix of them.
+        out: of the output.
+        cotangents: of the arguments' cotangents.
+        sinks: of the sinks' cotangents.
+        axis_names: mesh axes that are manual inside of the rules; None: all.
+    """
+
+    mesh: AbstractMesh
+    args: Any
+    out: Any
+    cotangents: Any
+    sinks: Any = None
+    axis_names: MeshAxes | None = None
+
+    def map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return ``fn`` run on each device's shards."""
+        names = self.mesh.axis_names if self.axis_names is None else self.axis_names
+        # check_vma off: residuals differ between devices by design, and TE's custom calls have no rule for it.
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(names), check_vma=False
+        )
+
+    @property
+    def per_device(self) -> PartitionSpec:
+        """PartitionSpec of an array with one entry for each device in front."""
+        return PartitionSpec(self.mesh.axis_names if self.axis_names is None else self.axis_names)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Residuals:
+    """What forward keeps for backward, and the dtypes of arguments that were cast on the way in."""
+
+    tree: Any
+    dtypes: Any = field(metadata={"static": True})
+
+
+def sharded_vjp(
+    fwd: Callable[..., Any],
+    bwd: Callable[..., Any],
+    *,
+    name: str | None = None,
+    check: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """Return ``op(spec, shards, args, sinks=None, out_axes=None)``, differentiable by ``bwd``.
+
+    The op owns the derivative rule, ``shard_map``, per-device residuals, regions of Explicit axes, the output's
+    checkpoint name and the jit of eager calls; ``fwd`` and ``bwd`` are mathematics on the arrays of one device, or on
+    global arrays that the compiler partitions, where ``shards`` is None.
+
+    Arguments in an extended dtype other than a random key's (states of delayed scaling, see
+    `jax_te.quantize.with_max_gradients`) reach the rules as fp32, and their cotangents leave in the dtype they had.
+
+    Args:
+        fwd: ``fwd(spec, args) -> (out, residuals)``; residuals are any tree of arrays, which stay on their device.
+        bwd: ``bwd(spec, residuals, g) -> (cotangents, sink_cotangents)``, trees like ``args`` and ``sinks``, with None
+            for zero.
+        name: checkpoint name of the output, for remat policies.
+        check: ``check(spec, args, perturbed, sinks)`` raises for what cannot be differentiated; ``perturbed`` is a tree
+            of bools like ``args``. It is called when a derivative is asked for.
+
+    The op's arguments:
+
+    - ``spec``: hashable; everything static that the rules need.
+    - ``shards``: how the arrays lie on the mesh, or None.
+    - ``args``: a NamedTuple of arrays and trees of arrays.
+    - ``sinks``: arrays whose values nothing reads, but whose cotangents ``bwd`` gives.
+    - ``out_axes``: logical axes of the output; needed without ``shards`` on a mesh with Explicit axes.
+
+    >>> import jax.numpy as jnp
+    >>> double = sharded_vjp(lambda spec, args: (2.0 * args, None), lambda spec, residuals, g: (2.0 * g, None))
+    >>> jax.grad(lambda x: double(None, None, x))(jnp.float32(3.0)).item()
+    2.0
+    """
+
+    def run(spec: Any, shards: Shards | None, args: Any) -> tuple[Any, Any]:
+        out, residuals = fwd(spec, args) if shards is None else _forward_on_devices(fwd, spec, shards, args)
+        return out if name is None else checkpoint_name(out, name), residuals
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def op(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> Any:
+        return run(spec, shards, _as_float32(args)[0])[0]
+
+    def forward(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
+        leaves, treedef = jax.tree.flatten(args)
+        args = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
+        if check is not None:
+            check(spec, args, jax.tree.unflatten(treedef, [leaf.perturbed for leaf in leaves]), sinks)
+        args, dtypes = _as_float32(args)
+        out, residuals = run(spec, shards, args)
+        return out, _Residuals(residuals, dtypes)
+
+    def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
+        g = _instantiated(g)
+        if shards is None:
+            cotangents, sinks = bwd(spec, residuals.tree, g)
+        else:
+            cotangents, sinks = _backward_on_devices(bwd, spec, shards, residuals.tree, g)
+        return _in_dtypes(cotangents, residuals.dtypes), sinks
+
+    # symbolic_zeros tells the rules which arguments are differentiated, under jit, scan, remat and vmap alike.
+    op.defvjp(forward, backward, symbolic_zeros=True)
+
+    def call(spec: Any, shards: Shards | None, args: Any, sinks: Any = None, out_axes: LogicalAxes | Any = None) -> Any:
+        if shards is None:
+            return auto_region(functools.partial(op, spec, None), out_axes)(args, sinks)
+        # Outside of the derivative rule, so that cotangents come back in the sharding that the caller's arrays have.
+        return op(spec, shards, reshard(args, shards.args, shards.mesh), sinks)
+
+    return call
+
+
+# Both under a jit of their own, for calls that no jit surrounds: an eager shard_map runs one operation at a time.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> Any:
+    def on_device(args: Any) -> Any:
+        out, residuals = fwd(spec, args)
+        return out, OpaqueTree.pack(residuals, per_device=True)
+
+    return shards.map(on_device, (shards.args,), (shards.out, shards.per_device))(args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: OpaqueTree, g: Any) -> Any:
+    def on_device(residuals: OpaqueTree, g: Any) -> Any:
+        return bwd(spec, residuals.unpack(), g)
+
+    return shards.map(on_device, (shards.per_device, shards.out), (shards.cotangents, shards.sinks))(residuals, g)
+
+
+def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
+    """Return ``args`` without extended dtypes, and the dtypes of all leaves; None where there were none to cast."""
+    leaves, treedef = jax.tree.flatten(args)
+    dtypes = tuple([leaf.dtype for leaf in leaves])
+    cast = [
+        jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        for dtype in dtypes
+    ]
+    if not any(cast):
+        return args, None
+    pairs = zip(leaves, cast, strict=True)
+    leaves = [jax.lax.convert_element_type(leaf, jnp.float32) if casts else leaf for leaf, casts in pairs]
+    return jax.tree.unflatten(treedef, leaves), (treedef, dtypes)
+
+
+def _in_dtypes(cotangents: Any, dtypes: tuple[Any, ...] | None) -> Any:
+    """Return cotangents in the dtypes that `_as_float32` found, where it cast any."""
+    if dtypes is None:
+        return cotangents
+
+    def cast(cotangent: Any, dtype: Any) -> Any:
+        extended = cotangent is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
+        return jax.lax.convert_element_type(cotangent, dtype) if extended else cotangent
+
+    return jax.tree.map(cast, cotangents, jax.tree.unflatten(*dtypes), is_leaf=lambda node: node is None)
+
+
+def _instantiated(g: Any) -> Any:
+    """Return the output's cotangent with arrays in place of symbolic zeros."""
+    leaves, treedef = jax.tree.flatten(g)
+    leaves = [jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, SymbolicZero) else leaf for leaf in leaves]
+    return jax.tree.unflatten(treedef, leaves)
