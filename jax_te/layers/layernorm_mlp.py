@@ -108,7 +108,7 @@ class LayerNormMLP(TensorParallelModule):
         wi_init = normal_init() if init_method is None else init_method
         wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
         ffn = "ffn" if set_parallel_mode else None
-        self.wi_axes: LogicalAxes = ("fsdp", "joined", ffn)
+        self.wi_axes: LogicalAxes = ("fsdp", "components", ffn)
         self.wo_axes: LogicalAxes = (row_axis(ffn), None)
         self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, self.wi_axes)
         self.wi_bias = constant(0.0, (n_act, f), params_dtype, self.wi_axes[1:]) if bias else None

@@ -30,13 +30,13 @@ def kernel_logical_axes(parallel_mode: str | None, ndim: int) -> LogicalAxes:
         ValueError: for a mode other than None, ``"column"`` and ``"row"`` (any case, as TE's documents write them).
 
     >>> kernel_logical_axes("column", 3)
-    ('fsdp', 'joined', 'ffn')
+    ('fsdp', 'components', 'ffn')
     """
     mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
     if mode not in _KERNEL_AXES:
         raise ValueError(f"parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}")
     inner, outer = _KERNEL_AXES[mode]
-    return (inner, *("joined",) * (ndim - 2), outer)
+    return (inner, *("components",) * (ndim - 2), outer)
 
 
 class Linear(TensorParallelModule):

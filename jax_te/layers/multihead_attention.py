@@ -166,7 +166,7 @@ class MultiheadAttention(nnx.Module):
         }
 
         def project(features: tuple[int, ...]) -> Linear:
-            axes = ("fsdp", *("joined",) * (len(features) - 1), heads)
+            axes = ("fsdp", *("components",) * (len(features) - 1), heads)
             return Linear(h, features, bias, kernel_axes=axes, **column)
 
         def normalize_and_project(features: tuple[int, ...]) -> Linear:
@@ -180,7 +180,7 @@ class MultiheadAttention(nnx.Module):
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
                 return_layernorm_output=return_layernorm_output,
-                kernel_axes=("fsdp", "joined", heads),
+                kernel_axes=("fsdp", "components", heads),
                 **column,
             )
 

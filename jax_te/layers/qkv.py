@@ -15,7 +15,7 @@ HEAD_AXES: LogicalAxes = ("batch", "sequence", "heads", None)
 def pack_qkv(qkv: Array, groups: int, d: int) -> Array:
     """The fused projection ``[b, s, 3, g·d]`` as ``[b, s, 3, g, d]``, which cuDNN reads as it is: no copy."""
     shape = (*qkv.shape[:3], groups, d)
-    return auto_region(lambda qkv: qkv.reshape(shape), ("batch", "sequence", "joined", "heads", None))(qkv)
+    return auto_region(lambda qkv: qkv.reshape(shape), ("batch", "sequence", "components", "heads", None))(qkv)
 
 
 def split_qkv(qkv: Array, groups: int, d: int) -> tuple[Array, Array, Array]:

@@ -50,7 +50,7 @@ class ShardingRules:
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth gathering.
-        joined: component axes of fused kernels (query/key/value, gate/up), over nothing: so each rank has its part
+        components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each rank has its part
             of every component, and another number of ranks splits in the same way.
 
     Raises:
@@ -69,7 +69,7 @@ class ShardingRules:
     vocab: MeshAxes = ("tensor",)
     fsdp: MeshAxes = ("fsdp",)
     norm: MeshAxes = ()
-    joined: MeshAxes = ()
+    components: MeshAxes = ()
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

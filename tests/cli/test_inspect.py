@@ -208,7 +208,7 @@ def test_how_a_preset_would_be_split(tmp_path, capsys):
         "path": "params.layers.3.layernorm_mlp.wi_kernel",
         "shape": [128, 2, 384],
         "dtype": kernel["dtype"],
-        "logical_axes": ["fsdp", "joined", "ffn"],
+        "logical_axes": ["fsdp", "components", "ffn"],
         "mesh_axes": "fsdp, -, tensor",
         "bytes": kernel["bytes"],
         "bytes_per_device": kernel["bytes"] // 64,

@@ -89,7 +89,7 @@ def check(mesh: Any, context_parallel: ContextParallel, arguments: dict[str, Any
     with jax.set_mesh(mesh):
 
         def place(x: Any) -> Any:
-            axes = AXES if x.ndim == 4 else (*AXES[:2], "joined", *AXES[2:])
+            axes = AXES if x.ndim == 4 else (*AXES[:2], "components", *AXES[2:])
             return jax.device_put(reorder_to_zigzag(x, ranks) if zigzag else x, named_sharding(axes, mesh))
 
         found = attend(

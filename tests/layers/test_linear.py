@@ -117,10 +117,10 @@ def test_layers_return_the_norm_output_last() -> None:
 @pytest.mark.parametrize(
     ("mode", "kernel", "bias"),
     [
-        (None, ("fsdp", "joined", None), ("joined", None)),
-        ("column", ("fsdp", "joined", "ffn"), ("joined", "ffn")),
-        ("Column", ("fsdp", "joined", "ffn"), ("joined", "ffn")),
-        ("row", ("ffn_fsdp", "joined", None), ("joined", None)),
+        (None, ("fsdp", "components", None), ("components", None)),
+        ("column", ("fsdp", "components", "ffn"), ("components", "ffn")),
+        ("Column", ("fsdp", "components", "ffn"), ("components", "ffn")),
+        ("row", ("ffn_fsdp", "components", None), ("components", None)),
     ],
 )
 def test_parallel_mode_is_a_choice_of_logical_axes(mode: str | None, kernel: Any, bias: Any) -> None:

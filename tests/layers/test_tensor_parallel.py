@@ -117,8 +117,8 @@ def test_without_parallel_mode_the_kernels_are_whole(mesh_mode: str) -> None:
     layer = randomize(LayerNormMLP(H, F, set_parallel_mode=False, rngs=nnx.Rngs(0)))
     axes = nnx.to_pure_dict(parameter_axes(layer))
     assert (axes["wi_kernel"], axes["wi_bias"], axes["wo_kernel"]) == (
-        ("fsdp", "joined", None),
-        ("joined", None),
+        ("fsdp", "components", None),
+        ("components", None),
         ("fsdp", None),
     )
     x = draw("x", (B, S, H))

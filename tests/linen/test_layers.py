@@ -175,7 +175,7 @@ def test_an_nnx_model_becomes_a_linen_module():
     assert GPT.__doc__.endswith("GPT for Linen.")
     with autocast(Float8CurrentScaling()):
         variables = jax.jit(model.init)(jax.random.key(0), IDS)
-        assert variables["params"]["layers"]["0"]["layernorm_mlp"]["wi_kernel"].names == ("fsdp", "joined", "ffn")
+        assert variables["params"]["layers"]["0"]["layernorm_mlp"]["wi_kernel"].names == ("fsdp", "components", "ffn")
         actual = jax.jit(model.apply)(variables, IDS)
         assert_bitwise(actual, jax.jit(lambda model, ids: model(ids))(te.to_nnx(model, variables), IDS))
 

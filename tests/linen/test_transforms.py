@@ -188,5 +188,5 @@ def test_rules_in_flax_form():
         assert dict(te.logical_axis_rules(mesh))["ffn"] is None
     # Flax takes no name twice: of a kernel's component axes, which nothing splits, only the first keeps its.
     boxed = jax.eval_shape(te.Linear(16, (2, 3, 8), parallel_mode="column").init, jax.random.key(0), X[..., :16])
-    assert boxed["params"]["kernel"].names == ("fsdp", "joined", None, "ffn")
+    assert boxed["params"]["kernel"].names == ("fsdp", "components", None, "ffn")
     assert nn.logical_to_mesh_axes(boxed["params"]["kernel"].names, te.logical_axis_rules(mesh))[-1] == "tensor"

@@ -49,7 +49,7 @@ def test_bytes_are_those_that_devices_hold(axis_type: Any) -> None:
     assert report.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert len(report.arrays) == len(jax.tree.leaves(state))
     kernel = of(report, "params.wi_kernel")
-    assert (kernel.shape, kernel.dtype, kernel.logical_axes) == ((16, 1, 64), "bfloat16", ("fsdp", "joined", "ffn"))
+    assert (kernel.shape, kernel.dtype, kernel.logical_axes) == ((16, 1, 64), "bfloat16", ("fsdp", "components", "ffn"))
     assert (kernel.spec, kernel.mesh_axes) == (P("fsdp", None, "tensor"), "fsdp, -, tensor")
     assert (kernel.bytes, kernel.bytes_per_device) == (2048, 512)
     assert of(report, "masters.wo_kernel").bytes_per_device == 1024

@@ -29,7 +29,7 @@ ALL = ParallelConfig(data=2, fsdp=2, tensor=2)
         (("batch", "sequence_parallel", "hidden"), P(("data", "fsdp"), "tensor", None)),
         (("batch", "sequence", "ffn"), P(("data", "fsdp"), None, "tensor")),
         (("batch", "sequence", "heads", None), P(("data", "fsdp"), None, "tensor", None)),
-        (("fsdp", "joined", "heads"), P("fsdp", None, "tensor")),
+        (("fsdp", "components", "heads"), P("fsdp", None, "tensor")),
         (("ffn", "fsdp"), P("tensor", "fsdp")),
         (("ffn_fsdp", None), P(("tensor", "fsdp"), None)),
         (("heads_fsdp", None), P(("tensor", "fsdp"), None)),

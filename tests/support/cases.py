@@ -109,8 +109,8 @@ def make_case(
         return Case("layernorm", call, args, norm_axes, (*lead, "hidden"), draw("g", (b, s, h)))
 
     if name == "layernorm_dense":
-        axes = {**norm_axes, "kernel": ("fsdp", "joined", "heads"), "bias": ("joined", "heads")}
-        out_axes = (*lead, "joined", "heads")
+        axes = {**norm_axes, "kernel": ("fsdp", "components", "heads"), "bias": ("components", "heads")}
+        out_axes = (*lead, "components", "heads")
 
         def call(a, state, o):
             values = (a[key] for key in ("x", "scale", "ln_bias", "kernel", "bias"))
@@ -127,11 +127,11 @@ def make_case(
     if name in ("layernorm_mlp gelu", "layernorm_mlp swiglu"):
         parts, rms = (2, True) if options == "swiglu" else (1, False)
         norm = ops.NormSpec(kind="rmsnorm" if rms else "layernorm")
-        wi_axes, wo_axes = ("fsdp", "joined", "ffn"), ("ffn_fsdp", None)
+        wi_axes, wo_axes = ("fsdp", "components", "ffn"), ("ffn_fsdp", None)
         axes = {
             **norm_axes,
             "wi_kernel": wi_axes,
-            "wi_bias": ("joined", "ffn"),
+            "wi_bias": ("components", "ffn"),
             "wo_kernel": wo_axes,
             "wo_bias": ("norm",),
         }
@@ -165,7 +165,7 @@ def make_case(
         def call(a, state, o):
             return ops.activation(a["x"], options, out_axes=(*lead, "ffn"), backend=o["backend"])
 
-        args, axes = {"x": draw("x", (b, s, parts, f), scale=2.0)}, {"x": (*lead, "joined", "ffn")}
+        args, axes = {"x": draw("x", (b, s, parts, f), scale=2.0)}, {"x": (*lead, "components", "ffn")}
         return Case("activation", call, args, axes, (*lead, "ffn"), draw("g", (b, s, f)))
 
     if name.startswith("attention"):
@@ -180,7 +180,7 @@ def make_case(
             )
 
         if packed:
-            args, axes = {"qkv": draw("qkv", (b, s, 3, n, d))}, {"qkv": (*lead, "joined", "heads", None)}
+            args, axes = {"qkv": draw("qkv", (b, s, 3, n, d))}, {"qkv": (*lead, "components", "heads", None)}
         else:
             args = {"q": draw("q", (b, s, n, d)), "k": draw("k", (b, s, groups, d)), "v": draw("v", (b, s, groups, d))}
             axes = dict.fromkeys(("q", "k", "v"), head_axes)

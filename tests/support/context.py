@@ -80,7 +80,7 @@ def compare(
     expected = attend(qkv, g, arguments)
     split = {name: there(x, 2, 3) if name in ("bias", "mask") and x.ndim == 4 else x for name, x in arguments.items()}
     with jax.set_mesh(mesh):
-        axes = AXES if len(qkv) == 3 else (*AXES[:2], "joined", *AXES[2:])
+        axes = AXES if len(qkv) == 3 else (*AXES[:2], "components", *AXES[2:])
         placed = tuple(jax.device_put(there(x, 1), named_sharding(axes, mesh)) for x in qkv)
         g = jax.device_put(there(g, 1), named_sharding(AXES, mesh))
         out, logits, d_qkv, learned = attend(

@@ -60,7 +60,7 @@ def activation(
     if x.ndim < 2 or x.shape[-2] != parts:
         raise ValueError(f"activation: x must be [..., {parts}, f] for {name!r}, got {x.shape}")
     check_activation_params(name, params)
-    axes = None if out_axes is None else (*out_axes[:-1], "joined", out_axes[-1])
+    axes = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
     ranks = row_ranks(x.shape, axes, whole=0)
     chosen = select("activation", backend=backend, ranks=ranks)
     spec = _Spec(backend=chosen, name=name, params=params, ranks=ranks if isinstance(ranks, RowRanks) else None)

@@ -91,7 +91,7 @@ def layernorm_mlp(
     states = (None, None) if states is None else states
     wi_kernel = ready_kernel(wi_kernel, gradients[0], recipe)
     wo_kernel = ready_kernel(wo_kernel, gradients[1], recipe)
-    wide_axes = None if ffn_axes is None else (*ffn_axes[:-1], "joined", ffn_axes[-1])
+    wide_axes = None if ffn_axes is None else (*ffn_axes[:-1], "components", ffn_axes[-1])
     ffn_shape = (*x.shape[:-1], wi_kernel.shape[2])
     wi_ranks, wo_ranks = _mlp_ranks(
         norm_ranks(
