@@ -14,6 +14,7 @@ from jax_te.layers.context_parallel import check_cp_group
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import constant, value_or_none
 from jax_te.layers.qkv import HEAD_AXES
+from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, Window, dot_product_attention
 from jax_te.ops.internal import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, normal_window
 from jax_te.remat.internal import recomputed
@@ -169,7 +170,8 @@ class DotProductAttention(nnx.Module):
             checkpoint_core_attention: recompute in backward what attention computed, in place of keeping it.
 
         Returns:
-            ``[b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` a tuple of it and fp32 ``[n]``.
+            ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,
+            the latter fp32 ``[n]``.
         """
         mask_type: Any = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         bias_type: Any = core_attention_bias_type
@@ -215,9 +217,9 @@ class DotProductAttention(nnx.Module):
             recompute = checkpoint_core_attention or recomputed("core_attn")
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
-            if not row:
-                return result
-            return (result[0][0], result[1]) if self.return_max_logit else result[0]
+        y, *max_logit = result if self.return_max_logit else (result,)
+        y = y[0] if row else y
+        return layer_output(y, max_logit=max_logit[0]) if max_logit else y
 
     def set_context_parallel_group(
         self,

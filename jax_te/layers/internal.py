@@ -12,6 +12,7 @@ from jax_te.layers.quantizable import (
     quantize_kernels,
     use_kept_kernels,
 )
+from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "check_context_size",
     "check_tp_group",
     "drop_kept_kernels",
+    "layer_output",
     "merge_heads",
     "natural_order",
     "norm_spec",

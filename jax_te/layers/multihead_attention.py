@@ -27,6 +27,7 @@ from jax_te.layers.qkv import (
     split_qkv,
     split_query,
 )
+from jax_te.layers.results import layer_output
 from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import Window, layernorm
@@ -268,8 +269,8 @@ class MultiheadAttention(nnx.Module):
             is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
-            ``y [b, s, h]``, or a tuple of it and what there is of, in this order: the output bias, the norm's output
-            ``[b, s, h]``, the largest logit of each head, the cache with ``x`` appended.
+            ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of
+            the output projection; ``layernorm_output [b, s, h]``; ``max_logit [n]``; ``cache``, with ``x`` appended.
         """
         core = self.core_attention
         mask_type = core.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -306,11 +307,19 @@ class MultiheadAttention(nnx.Module):
                 dropout_key=dropout_key,
                 checkpoint_core_attention=checkpoint_core_attention,
             )
-            context, *logits = attended if core.return_max_logit else (attended,)
+            context, *max_logit = attended if core.return_max_logit else (attended,)
             projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
             y, *bias = projected if isinstance(projected, tuple) else (projected,)
-            extra = (*bias, *normed, *logits, *(() if cache is None else (cache,)))
-            return (y, *extra) if extra else y
+            extra: dict[str, Any] = {}
+            if bias:
+                extra["bias"] = bias[0]
+            if normed:
+                extra["layernorm_output"] = normed[0]
+            if max_logit:
+                extra["max_logit"] = max_logit[0]
+            if cache is not None:
+                extra["cache"] = cache
+            return layer_output(y, **extra) if extra else y
 
     def _check_call(
         self,

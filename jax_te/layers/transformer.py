@@ -16,6 +16,7 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import make_norm
 from jax_te.layers.packed import PackedSeqParams
+from jax_te.layers.results import layer_output
 from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
@@ -255,7 +256,8 @@ class TransformerLayer(nnx.Module):
             is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
-            ``y [b, s, h]``, split like activations over batch; with a cache ``(y, cache with x appended)``.
+            ``y [b, s, h]``, split like activations over batch; with a cache the NamedTuple ``(y, cache)``,
+            the cache with ``x`` appended.
         """
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
@@ -300,7 +302,7 @@ class TransformerLayer(nnx.Module):
             x = self._add(x, self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), keys[2])
             if self.layernorm is not None:
                 x = self.layernorm(x)
-            return x if cache is None else (x, cache)
+            return x if cache is None else layer_output(x, cache=cache)
 
     def _add(self, x: Array, block: Any, key: Array | None) -> Array:
         """A block's output added to its input, or to the norm's output that it returned as well."""
