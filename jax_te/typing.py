@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-import jax
-from jax.typing import ArrayLike, DTypeLike
+import numpy as np
 
-Array: TypeAlias = jax.Array
-PyTree: TypeAlias = Any
+
+@runtime_checkable
+class _HasDType(Protocol):
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+DTypeLike: TypeAlias = str | type[Any] | np.dtype | _HasDType
+"""What ``jax.numpy.dtype`` takes, as in ``jax.typing``."""
+
 LogicalAxes: TypeAlias = tuple[str | None, ...]
 """One logical axis name (or None) for each dimension of an array."""
 
-Initializer: TypeAlias = Callable[..., Array]
-"""``init(key, shape, dtype) -> array``, as in ``jax.nn.initializers``."""
+PyTree: TypeAlias = Any
 
-__all__ = ["Array", "ArrayLike", "DTypeLike", "Initializer", "LogicalAxes", "PyTree"]
+BackendName: TypeAlias = Literal["auto", "te", "xla"]
+"""Names that choose what runs an op; ``"auto"`` leaves the choice to the library."""
+
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import ArrayLike
+
+    Array: TypeAlias = jax.Array
+    Initializer: TypeAlias = Callable[..., Array]
+    """``init(key, shape, dtype) -> array``, as in ``jax.nn.initializers``."""
+
+
+def __getattr__(name: str) -> Any:
+    # Configurations and the command line's --help read DTypeLike alone; importing jax for it would cost them a second.
+    if name not in ("Array", "ArrayLike", "Initializer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import jax
+
+    return {"Array": jax.Array, "ArrayLike": jax.typing.ArrayLike, "Initializer": Callable[..., jax.Array]}[name]
+
+
+__all__ = ["Array", "ArrayLike", "BackendName", "DTypeLike", "Initializer", "LogicalAxes", "PyTree"]

@@ -1,9 +1,13 @@
 import dataclasses
+import importlib.util
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
 
-from jax_te.config import ACTIVATIONS, ParallelConfig, TransformerConfig, check_positive, check_rate, float_dtype
+from jax_te.config import ACTIVATIONS, ParallelConfig, TransformerConfig
+from jax_te.config.internal import check_positive, check_rate, float_dtype
 from tests.support.numerics import without_type_checker
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
@@ -95,3 +99,14 @@ def test_helpers():
         with pytest.raises(ValueError, match=r"p must be in \[0, 1\)"):
             check_rate(p=rate)
     assert {len(parts) for parts in ACTIVATIONS.values()} == {1, 2}
+
+
+# On a machine with Transformer Engine the package loads it, and jax, first of all.
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
+def test_configurations_and_recipes_import_without_jax():
+    code = (
+        "import sys; from jax_te.config import TransformerConfig; from jax_te.recipe import DelayedScaling; "
+        "TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, params_dtype='bfloat16'); "
+        "DelayedScaling().fp8_format.fwd_dtype; sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.tree import Name, check_records, checksums, crc32, named_leaves, records, stored_parts
-from jax_te.config import check_positive
+from jax_te.config.internal import check_positive
 from jax_te.typing import PyTree
 
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
+import numpy as np
 
 from jax_te.typing import DTypeLike
 
-_FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the dtypes that parameters and activations may have."""
 
 
-def float_dtype(name: str, value: DTypeLike) -> jnp.dtype:
-    """``value`` as a dtype, or a ValueError that names the argument ``name`` unless it is fp32, bf16 or fp16."""
+def float_dtype(name: str, value: DTypeLike) -> np.dtype:
+    """Return ``value`` as a dtype.
+
+    Args:
+        name: of the argument, for the message.
+        value: anything that ``np.dtype`` takes.
+
+    Raises:
+        ValueError: unless it is fp32, bf16 or fp16.
+    """
     try:
-        dtype = jnp.dtype(value)
+        dtype = np.dtype(value)
     except TypeError:
-        raise ValueError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {value!r}") from None
-    if dtype.name not in _FLOAT_DTYPES:
-        raise ValueError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {dtype.name}")
+        raise ValueError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {value!r}") from None
+    if dtype.name not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {dtype.name}")
     return dtype
 
 
 def check_positive(**sizes: int) -> None:
     """Raise ValueError for a size that is not an integer >= 1."""
     for name, size in sizes.items():
+        # bool is a subclass of int: True would pass as 1.
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
 
@@ -30,6 +41,7 @@ def check_positive(**sizes: int) -> None:
 def check_rate(**rates: float) -> None:
     """Raise ValueError for a probability outside [0, 1)."""
     for name, rate in rates.items():
+        # Written so that nan, for which every comparison is False, is refused as well.
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"{name} must be in [0, 1), got {rate!r}")
 

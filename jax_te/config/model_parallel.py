@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from jax_te.config.checks import check_bool, check_choice, check_positive, float_dtype
 from jax_te.typing import DTypeLike
@@ -88,7 +88,7 @@ class ModelParallelConfig:
     init_model_with_meta_device: bool = False
     fp16: bool = False
     bf16: bool = False
-    params_dtype: DTypeLike = jnp.float32
+    params_dtype: DTypeLike = np.float32
     deterministic_mode: bool = False
     gradient_accumulation_fusion: bool = False
     delay_wgrad_compute: bool = False

@@ -10,6 +10,9 @@ from jax_te.config.checks import check_bool, check_choice, check_positive
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
 """Parts of a transformer layer that selective recomputation may name."""
 
+RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_gemms")
+"""Names of the policies in `jax_te.remat.POLICIES`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:

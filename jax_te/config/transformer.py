@@ -15,6 +15,9 @@ from jax_te.config.precision import PrecisionConfig
 from jax_te.config.recompute import RecomputeConfig
 from jax_te.typing import DTypeLike
 
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+"""Kinds of position embedding in `jax_te.models.GPTModel`, in Megatron-Core's words."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, RecomputeConfig):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config import check_positive
+from jax_te.config.internal import check_positive
 
 BLOCK = 2**20
 """The end of each block of so many bytes is held out."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import check_positive, check_rate
+from jax_te.config.internal import check_positive, check_rate
 from jax_te.layers.context_parallel import check_cp_group
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import constant, value_or_none

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import ACTIVATIONS, ActivationParams, check_positive
+from jax_te.config import ACTIVATIONS, ActivationParams
+from jax_te.config.internal import check_positive
 from jax_te.layers.initializers import normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import check_positive
+from jax_te.config.internal import check_positive
 from jax_te.layers.initializers import normal_init
 from jax_te.layers.parameters import constant, parameter, value_or_none
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flax import nnx
 
-from jax_te.config import check_positive
+from jax_te.config.internal import check_positive
 from jax_te.layers.parameters import leading_axes
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.sharding import constrain, current_mesh, logical_to_spec

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import check_positive, check_rate
+from jax_te.config.internal import check_positive, check_rate
 from jax_te.layers.context_parallel import set_context_parallel_group
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.kv_cache import KVCache, WindowKVCache

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_te.config import ModelParallelConfig, check_choice
+from jax_te.config import ModelParallelConfig
+from jax_te.config.internal import check_choice
 from jax_te.layers import Linear
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_te.config import SYMMETRIC_AR_TYPES
+from jax_te.config.internal import SYMMETRIC_AR_TYPES
 from jax_te.layers.internal import drop_kept_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_te.config import SYMMETRIC_AR_TYPES, ModelParallelConfig
+from jax_te.config import ModelParallelConfig
+from jax_te.config.internal import SYMMETRIC_AR_TYPES
 from jax_te.layers.internal import TensorParallel, check_context_size
 from jax_te.megatron.quant_config import QuantizationConfig, get_quant_config_or_none
 from jax_te.megatron.quant_layer import finish_init, will_execute_quantized

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import TransformerConfig, check_positive
+from jax_te.config import TransformerConfig
+from jax_te.config.internal import POSITION_EMBEDDINGS, check_positive
 from jax_te.layers import KVCache, Rotary, RotaryScaling, init_kv_cache, rotary_embedding
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config
@@ -16,9 +17,6 @@ from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, 
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
 from jax_te.remat import RecomputePolicy
 from jax_te.typing import Array
-
-POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
-"""Kinds of position embedding, in Megatron-Core's words."""
 
 Cache = tuple[KVCache, ...]
 """One `KVCache` for each layer."""

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import TransformerConfig, check_positive
+from jax_te.config import TransformerConfig
+from jax_te.config.internal import check_positive
 from jax_te.layers import RelativePositionBias, dropout
 from jax_te.models.blocks import transformer_layer
 from jax_te.models.config_check import check_config

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 
@@ -14,8 +14,8 @@ from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.recipe import Recipe
+from jax_te.typing import BackendName
 
-BackendName = Literal["auto", "te", "xla"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 
 _backend = jax.make_user_context("auto")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
-from jax_te.recipe import fp8_max
+from jax_te.recipe.internal import fp8_max
 from jax_te.typing import Array, DTypeLike
 
 

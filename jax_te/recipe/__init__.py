@@ -1,13 +1,17 @@
 """Precision recipes and where they apply: data only, no arrays."""
 
+from typing import TYPE_CHECKING, Any
+
 from jax_te.recipe.base import MMParams, Recipe, Support
 from jax_te.recipe.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from jax_te.recipe.context import autocast, current_recipe
 from jax_te.recipe.custom import CustomRecipe
-from jax_te.recipe.format import Format, fp8_max
+from jax_te.recipe.format import Format
 from jax_te.recipe.module_recipe import ModuleRecipe
 from jax_te.recipe.names import RECIPES, recipe_from_name
 from jax_te.recipe.tensor_scaling import DelayedScaling, Float8CurrentScaling
+
+if TYPE_CHECKING:
+    from jax_te.recipe.context import autocast, current_recipe
 
 __all__ = [
     "RECIPES",
@@ -24,6 +28,15 @@ __all__ = [
     "Support",
     "autocast",
     "current_recipe",
-    "fp8_max",
     "recipe_from_name",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The ambient recipe is a context of JAX's, which the fields of recipes do without. It must exist before anything is
+    # traced, since it is part of the jit cache key; whoever traces with it has imported one of these names by then.
+    if name not in ("autocast", "current_recipe"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jax_te.recipe import context
+
+    return getattr(context, name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
 from jax_te.recipe.format import Format
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+"""The three GEMMs of a linear layer, in the order of `Recipe.override_linear_precision`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Recipe:
                 f"override_linear_precision must be three bools, for the forward, input-gradient and weight-gradient "
                 f"GEMMs, e.g. (False, False, True); got {flags!r}"
             )
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        for name in (f"fp8_gemm_{gemm}" for gemm in GEMMS):
             value: Any = getattr(self, name)
             if not isinstance(value, MMParams):
                 raise TypeError(f"{name} must be an MMParams, got {value!r}")
@@ -104,7 +105,7 @@ class Recipe:
         raise TypeError(f"{type(self).__name__} has no name; use one of the concrete recipes")
 
     def supports(self, device: Any = None) -> Support:
-        """Whether ``device`` multiplies this recipe's quantized operands natively.
+        """Return whether ``device`` multiplies this recipe's quantized operands natively.
 
         Where it does not, the same numbers come out: operands are quantized as the recipe says and multiplied in high
         precision, which is for tests and debugging, not for speed.
@@ -112,11 +113,15 @@ class Recipe:
         Args:
             device: a JAX device. None: the default one.
 
+        >>> import jax
         >>> from jax_te.recipe import MXFP8BlockScaling
         >>> bool(MXFP8BlockScaling().supports(jax.devices("cpu")[0]))
         False
         """
-        device = jax.devices()[0] if device is None else device
+        if device is None:
+            import jax  # a recipe is data: reading its fields needs no jax
+
+            device = jax.devices()[0]
         if device.platform not in ("gpu", "cuda"):
             return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
         capability = str(getattr(device, "compute_capability", ""))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+import ml_dtypes
+import numpy as np
+
+from jax_te.typing import DTypeLike
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
@@ -40,25 +42,27 @@ class Format(enum.Enum):
     @property
     def bwd_dtype(self) -> DTypeLike:
         """dtype of quantized output gradients."""
-        return jnp.float8_e5m2 if self is Format.HYBRID else _FORWARD[self]
+        return ml_dtypes.float8_e5m2 if self is Format.HYBRID else _FORWARD[self]
 
 
 _FORWARD = {
-    Format.E4M3: jnp.float8_e4m3fn,
-    Format.E5M2: jnp.float8_e5m2,
-    Format.HYBRID: jnp.float8_e4m3fn,
-    Format.E2M1: jnp.float4_e2m1fn,
+    Format.E4M3: ml_dtypes.float8_e4m3fn,
+    Format.E5M2: ml_dtypes.float8_e5m2,
+    Format.HYBRID: ml_dtypes.float8_e4m3fn,
+    Format.E2M1: ml_dtypes.float4_e2m1fn,
 }
 
 
+_LARGEST = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": E5M2_MAX}
+
+
 def fp8_max(dtype: DTypeLike) -> float:
-    """Largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2.
+    """Return the largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2.
 
     >>> fp8_max(jnp.float8_e4m3fn)
     448.0
     """
-    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
-        return E4M3_MAX
-    if jnp.dtype(dtype) == jnp.float8_e5m2:
-        return E5M2_MAX
-    raise TypeError(f"fp8_max takes float8_e4m3fn or float8_e5m2, got {jnp.dtype(dtype).name}")
+    name = np.dtype(dtype).name
+    if name not in _LARGEST:
+        raise TypeError(f"fp8_max takes float8_e4m3fn or float8_e5m2, got {name}")
+    return _LARGEST[name]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_te.config.internal import RECOMPUTE_POLICIES
 from jax_te.remat.sharded_input import checkpoint_in_parts
 from jax_te.typing import Array
 
@@ -95,13 +96,15 @@ def _check_host_memory() -> None:
         )
 
 
-POLICIES: dict[str, RecomputePolicy | None] = {
-    "none": None,
-    "full": RecomputePolicy(),
-    "save_gemms": RecomputePolicy(save=_GEMMS),
-    "save_quantized": RecomputePolicy(save=(*_GEMMS, "quantized")),
-    "offload_gemms": RecomputePolicy(offload=_GEMMS),
-}
+_POLICIES = (
+    None,
+    RecomputePolicy(),
+    RecomputePolicy(save=_GEMMS),
+    RecomputePolicy(save=(*_GEMMS, "quantized")),
+    RecomputePolicy(offload=_GEMMS),
+)
+# The names stand in config, which imports without jax, for the command line's choices.
+POLICIES: dict[str, RecomputePolicy | None] = dict(zip(RECOMPUTE_POLICIES, _POLICIES, strict=True))
 """Policies by name. ``"none"`` keeps everything; ``"full"`` nothing; ``"save_gemms"`` what linear layers and attention
 cores gave, so that neither runs again; ``"save_quantized"`` quantized operands as well, so that nothing is quantized
 twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""

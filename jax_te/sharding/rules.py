@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config import MESH_AXES, check_mesh_axis
+from jax_te.config import MESH_AXES
+from jax_te.config.internal import check_mesh_axis
 from jax_te.typing import Array, LogicalAxes
 
 MeshAxes = tuple[str, ...]

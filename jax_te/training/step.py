@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te.config import check_positive
+from jax_te.config.internal import check_positive
 from jax_te.quantize import write_back
 from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import ranks_of

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_te.config import check_rate
+from jax_te.config.internal import check_rate
 from jax_te.ops.attention.checks import check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
 from jax_te.ops.attention.context_parallel.call import MeshCall, mesh_call

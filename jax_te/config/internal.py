@@ -1,0 +1,20 @@
+"""Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
+
+from jax_te.config.checks import FLOAT_DTYPES, check_bool, check_choice, check_positive, check_rate, float_dtype
+from jax_te.config.mesh import check_mesh_axis
+from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES
+from jax_te.config.recompute import RECOMPUTE_POLICIES
+from jax_te.config.transformer import POSITION_EMBEDDINGS
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "POSITION_EMBEDDINGS",
+    "RECOMPUTE_POLICIES",
+    "SYMMETRIC_AR_TYPES",
+    "check_bool",
+    "check_choice",
+    "check_mesh_axis",
+    "check_positive",
+    "check_rate",
+    "float_dtype",
+]
