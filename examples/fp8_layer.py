@@ -19,7 +19,8 @@ from flax import nnx
 
 from jax_te import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.layers import LayerNormMLP, TransformerLayer
-from jax_te.quantize import split_model, write_back
+from jax_te.quantize import write_back
+from jax_te.training import split_model
 
 HIDDEN, FFN, HEADS = 64, 256, 4
 SHAPE = (4, 32, HIDDEN)  # [b, s, h]

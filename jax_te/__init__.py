@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax_te.config import ParallelConfig, TransformerConfig
+    from jax_te.layers import prepare_quantization
     from jax_te.ops import explain_backend, use_backend
-    from jax_te.quantize import observe_quantization, prepare_quantization
+    from jax_te.quantize import observe_quantization
     from jax_te.recipe import (
         CustomRecipe,
         DelayedScaling,
@@ -55,7 +56,7 @@ _HOMES = {
     "explain_backend": "ops",
     "make_mesh": "sharding",
     "observe_quantization": "quantize",
-    "prepare_quantization": "quantize",
+    "prepare_quantization": "layers",
     "split_vjp": "remat",
     "use_backend": "ops",
 }

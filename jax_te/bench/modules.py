@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
-from jax_te.quantize import split_model
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
+from jax_te.training import split_model
 from jax_te.typing import Array, LogicalAxes
 
 GIB = 2**30

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from flax import nnx
 
-from jax_te.layers import quantizable_modules
+from jax_te.layers import prepare_quantization, quantizable_modules
 from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config
 from jax_te.megatron.internal import parse_yaml
-from jax_te.quantize import prepare_quantization
 from jax_te.recipe import current_recipe
 
 

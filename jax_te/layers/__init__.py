@@ -13,6 +13,7 @@ from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import parameter_axes
+from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.qk_clip import clip_qk
 from jax_te.layers.quantizable import (
     QuantizableModule,
@@ -60,6 +61,7 @@ __all__ = [
     "name_modules",
     "normal_init",
     "parameter_axes",
+    "prepare_quantization",
     "quantizable_modules",
     "quantize_parameters",
     "rotary_embedding",

@@ -6,11 +6,11 @@ from jax_te.layers.qkv import merge_heads
 from jax_te.layers.quantizable import (
     CachedKernel,
     cache_name,
-    drop_kept_kernels,
+    drop_cached_kernels,
     natural_order,
     quantizable_kernels,
     quantize_kernels,
-    use_kept_kernels,
+    use_cached_kernels,
 )
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group
@@ -21,7 +21,7 @@ __all__ = [
     "cache_name",
     "check_context_size",
     "check_tp_group",
-    "drop_kept_kernels",
+    "drop_cached_kernels",
     "layer_output",
     "merge_heads",
     "natural_order",
@@ -29,5 +29,5 @@ __all__ = [
     "parameter",
     "quantizable_kernels",
     "quantize_kernels",
-    "use_kept_kernels",
+    "use_cached_kernels",
 ]

@@ -13,7 +13,7 @@ from jax_te.config.internal import check_positive
 from jax_te.layers.initializers import normal_init
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import leading_axes, parameter
-from jax_te.layers.quantizable import drop_kept_kernels
+from jax_te.layers.quantizable import drop_cached_kernels
 from jax_te.ops import dense
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
@@ -120,7 +120,7 @@ class LoRA(nnx.Module):
         merged = exact.astype(jnp.float32) + self.scale * jnp.tensordot(a, b, 1, precision="highest")
         kernel.set_value(merged.astype(exact.dtype))
         self.lora_b.set_value(jnp.zeros_like(self.lora_b.get_value()))
-        drop_kept_kernels(self.base)
+        drop_cached_kernels(self.base)
         self.base.frozen = False
         return self.base
 

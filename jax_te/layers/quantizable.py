@@ -243,7 +243,7 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
     return model
 
 
-def use_kept_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
+def use_cached_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
     """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them."""
     for (_, module, kernel), quantized, gradient in zip(quantizable_kernels(model), kept, gradients, strict=True):
         if quantized is not None or gradient is not None:
@@ -252,7 +252,7 @@ def use_kept_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], grad
             module.is_first_microbatch = False
 
 
-def drop_kept_kernels(model: nnx.Module) -> None:
+def drop_cached_kernels(model: nnx.Module) -> None:
     """Take away the quantized forms that layers keep between microbatches, e.g. because the parameters have changed.
 
     >>> from jax_te.layers import Linear
@@ -260,7 +260,7 @@ def drop_kept_kernels(model: nnx.Module) -> None:
     >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
     >>> with autocast(Float8CurrentScaling()):
     ...     _ = layer(jnp.ones((16, 16)), is_first_microbatch=True)
-    >>> drop_kept_kernels(layer)
+    >>> drop_cached_kernels(layer)
     >>> layer.kernel_cache is None
     True
     """

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core import unfreeze
 
 from jax_te.linen.variables import KEPT, STATE
-from jax_te.quantize import ROLES, max_merging, plain_states, write_back
+from jax_te.quantize import ROLES, as_float32, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 
 
@@ -85,14 +85,14 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     """
 
     def differentiate(params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # allow_int: the dtype of max_merging is no ordinary float.
+        # allow_int: the dtype of with_max_gradients is no ordinary float.
         plain = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
 
         @jax.jit  # a concrete array cannot have that dtype
         def merged(params: Mapping[str, Any]) -> Any:
             states = params[STATE]
-            value, grads = plain({**params, STATE: _map_states(max_merging, states)}, *args, **kwargs)
-            after = _map_states(lambda old, new: write_back(old, plain_states(new)), states, grads[STATE])
+            value, grads = plain({**params, STATE: _map_states(with_max_gradients, states)}, *args, **kwargs)
+            after = _map_states(lambda old, new: write_back(old, as_float32(new)), states, grads[STATE])
             return value, {**grads, STATE: after}
 
         return merged(params) if STATE in params else plain(params, *args, **kwargs)

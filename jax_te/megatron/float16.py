@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te.config.internal import float_dtype
-from jax_te.layers.internal import drop_kept_kernels
+from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
@@ -126,7 +126,7 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
             variable.set_value(value.update(dtype=dtype))
         elif isinstance(value, jax.Array) and _has_dtype(value, *_WIDE_FLOATS):
             variable.set_value(value.astype(dtype))
-    drop_kept_kernels(module)
+    drop_cached_kernels(module)
 
 
 class Float16Module(MegatronModule):

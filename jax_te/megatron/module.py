@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jax_te.config.internal import SYMMETRIC_AR_TYPES
-from jax_te.layers.internal import drop_kept_kernels
+from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 
@@ -129,7 +129,7 @@ class MegatronModule(nnx.Module):
         Here that is the quantized kernels that layers keep between microbatches; a subclass may add its own. Megatron's
         does nothing.
         """
-        drop_kept_kernels(self)
+        drop_cached_kernels(self)
 
     def _set_everywhere(self, name: str, value: Any, *, unless: str = "") -> None:
         for _, module in nnx.iter_modules(self):

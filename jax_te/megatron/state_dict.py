@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jax_te.layers.internal import CachedKernel, drop_kept_kernels
+from jax_te.layers.internal import CachedKernel, drop_cached_kernels
 from jax_te.typing import Array
 
 
@@ -84,7 +84,7 @@ def load_state_dict(
         raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(lines))
     for path, variable in variables_of(module):
         _fill(prefix + ".".join(map(str, path)), variable, arrays)
-    drop_kept_kernels(module)
+    drop_cached_kernels(module)
     return IncompatibleKeys(missing, unexpected)
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_te.config import RecomputeConfig
 from jax_te.layers import TransformerLayer
 from jax_te.quantize import QuantizerState
-from jax_te.quantize.internal import plain_inside
+from jax_te.quantize.internal import as_float32_inside
 from jax_te.remat import RecomputePolicy, checkpoint, recompute_policy, selective_recompute
 from jax_te.typing import Array
 
@@ -212,7 +212,7 @@ def _stackable(state: nnx.State) -> nnx.State:
 
     def plain(variable: Any) -> Any:
         is_state = isinstance(variable, QuantizerState)
-        return variable.replace(plain_inside(variable.get_value())) if is_state else variable
+        return variable.replace(as_float32_inside(variable.get_value())) if is_state else variable
 
     return jax.tree.map(plain, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 

@@ -93,7 +93,7 @@ class GemmQuantizers:
     def __init__(self, recipe: Recipe | None, state: GemmState | None):
         self.recipe = recipe
         self.dtype = None if state is None else state["x"]["scale"].dtype
-        # A state in the dtype of `max_merging` is an fp32 one to everybody but JAX's differentiation.
+        # A state in the dtype of `with_max_gradients` is an fp32 one to everybody but JAX's differentiation.
         self.state = None if state is None else _converted(state, jnp.float32)
         if recipe is not None and recipe.has_state and state is None:
             raise QuantizerStateError(

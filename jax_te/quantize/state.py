@@ -56,63 +56,51 @@ def quantizer_variable(recipe: Recipe | None) -> QuantizerState | None:
     return None if state is None else QuantizerState(state)
 
 
-def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
-    """``(graphdef, parameters, quantizer states, everything else)`` of a model; undo with ``nnx.merge``.
-
-    >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    >>> graphdef, params, quantizers, rest = split_model(model)
-    >>> len(jax.tree.leaves(params)), len(jax.tree.leaves(quantizers))
-    (2, 0)
-    """
-    graphdef, params, quantizers, rest = nnx.split(model, nnx.Param, QuantizerState, ...)
-    return graphdef, params, quantizers, rest
-
-
-def max_merging(quantizers: PyTree) -> PyTree:
+def with_max_gradients(quantizers: PyTree) -> PyTree:
     """States whose gradients JAX merges by maximum where a state is used more than once, instead of adding them up.
 
     The arrays get a dtype of their own for that, ``flax``'s ``fp32_max_grad``; differentiate with ``allow_int=True``,
-    and give the gradients to `plain_states`. Under plain fp32 states, a layer that is called twice in one forward pass
+    and give the gradients to `as_float32`. Under plain fp32 states, a layer that is called twice in one forward pass
     gets the sum of two next values as its next value.
 
     >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
-    >>> max_merging(state)["x"]["scale"].dtype
+    >>> with_max_gradients(state)["x"]["scale"].dtype
     fp8_meta32
     """
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
 
 
-def plain_states(quantizers: PyTree) -> PyTree:
-    """The inverse of `max_merging`; fp32 arrays stay as they are.
+def as_float32(quantizers: PyTree) -> PyTree:
+    """The inverse of `with_max_gradients`; fp32 arrays stay as they are.
 
     >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
-    >>> plain_states(max_merging(state))["x"]["scale"].dtype
+    >>> as_float32(with_max_gradients(state))["x"]["scale"].dtype
     dtype('float32')
     """
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.float32), quantizers)
 
 
-def plain_inside(quantizers: PyTree) -> PyTree:
-    """`plain_states` inside of a function that is differentiated, where the gradients go back to what the states were.
+def as_float32_inside(quantizers: PyTree) -> PyTree:
+    """Return states in fp32 inside a function that is differentiated; gradients come back in the states' own dtype.
 
-    For what JAX cannot do with arrays of `max_merging`'s dtype, like stacking them. What is used more than once behind
-    it is added up, so give each use its own.
+    Use it for operations that JAX lacks for the dtype of `with_max_gradients`, such as stacking. Gradients of several
+    uses of one result are added, not merged by maximum, so convert once for each use.
 
-    >>> state = max_merging(init_gemm_state(DelayedScaling(amax_history_len=2)))
-    >>> jax.grad(lambda state: plain_inside(state)["x"]["scale"], allow_int=True)(state)["x"]["scale"].dtype
+    >>> state = with_max_gradients(init_gemm_state(DelayedScaling(amax_history_len=2)))
+    >>> jax.grad(lambda state: as_float32_inside(state)["x"]["scale"], allow_int=True)(state)["x"]["scale"].dtype
     fp8_meta32
     """
-    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.float32 else _plain_inside(leaf), quantizers)
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.float32 else _as_float32_inside(leaf), quantizers)
 
 
 @jax.custom_vjp
-def _plain_inside(leaf: jax.Array) -> jax.Array:
+def _as_float32_inside(leaf: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type(leaf, jnp.float32)
 
 
 # JAX's own transpose of the conversion fails on arrays of this dtype.
-_plain_inside.defvjp(
-    lambda leaf: (_plain_inside(leaf), None),
+_as_float32_inside.defvjp(
+    lambda leaf: (_as_float32_inside(leaf), None),
     lambda _, gradient: (jax.lax.convert_element_type(gradient, fp32_max_grad),),
 )
 
@@ -156,40 +144,3 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
 
 def _is_amax_state(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}
-
-
-def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module:
-    """Give every quantizable layer of ``model`` fresh state for ``recipe``, or take its state away.
-
-    Use it to quantize a model that was built or loaded without a recipe, and to change the recipe of a running one.
-    Parameters are untouched.
-    State of the same recipe fields is replaced too: the histories start empty.
-
-    Args:
-        model: changed in place, and returned.
-        recipe: None and recipes without state remove the state.
-
-    Raises:
-        ValueError: if nothing in ``model`` can be quantized.
-
-    >>> from jax_te.layers import Linear
-    >>> from jax_te.recipe import DelayedScaling
-    >>> layer = prepare_quantization(Linear(16, 16, rngs=nnx.Rngs(0)), DelayedScaling())
-    >>> layer.quantizers["x"]["scale"].shape
-    ()
-    """
-    found = False
-    for _, module in nnx.iter_modules(model):
-        own = getattr(module, "module_recipe", None)
-        ambient = None if getattr(module, "high_precision", False) else recipe
-        effective = ambient if own is None else own.resolve(ambient, training=True)
-        for kernel, name in getattr(module, "kernels", {}).items():
-            found = True
-            setattr(module, name, nnx.data(quantizer_variable(effective)))
-            setattr(module, f"{kernel}_cache", nnx.data(None))
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
-            "LayerNormLinear, LayerNormMLP and what is built from them"
-        )
-    return model

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers.internal import drop_kept_kernels, quantizable_kernels, quantize_kernels, use_kept_kernels
-from jax_te.quantize import QuantizedKernel, max_merging, merge_quantizers, plain_states, split_model
+from jax_te.layers.internal import drop_cached_kernels, quantizable_kernels, quantize_kernels, use_cached_kernels
+from jax_te.quantize import QuantizedKernel, as_float32, merge_quantizers, with_max_gradients
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.masters import full_precision
-from jax_te.training.state import TrainState
+from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
 
 LossFn = Callable[[Any, PyTree, Array | None], Array]
@@ -72,20 +72,20 @@ def _differentiate(
     def scaled_loss(plain: PyTree, places: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
         params = nnx.merge_state(plain, quantized)
         model = nnx.merge(state.graphdef, params, quantizers, rest, copy=True)
-        use_kept_kernels(model, [None] * len(kernels) if kept is None else kept, list(places.values()))
+        use_cached_kernels(model, [None] * len(kernels) if kept is None else kept, list(places.values()))
         loss = check_loss(loss_fn(model, batch, key)).astype(jnp.float32)
-        drop_kept_kernels(model)
+        drop_cached_kernels(model)
         return state.scaler.scale_loss(loss), (loss, split_model(model)[3])
 
-    # allow_int: the dtype of max_merging is no ordinary float.
+    # allow_int: the dtype of with_max_gradients is no ordinary float.
     differentiate = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
-    (grads, kernel_grads, quantizers), (loss, rest) = differentiate(plain, places, max_merging(state.quantizers))
+    (grads, kernel_grads, quantizers), (loss, rest) = differentiate(plain, places, with_max_gradients(state.quantizers))
     total = dict(nnx.to_flat_state(_wide(grads)))
     full = dict(nnx.to_flat_state(full_precision(state.params, state.masters)))
     for path, grad in kernel_grads.items():
         if grad is not None:
             total[path] = total[path].replace(total[path] + grad) if path in total else full[path].replace(grad)
-    return loss, as_created(nnx.from_flat_state(total.items())), plain_states(quantizers), as_created(rest)
+    return loss, as_created(nnx.from_flat_state(total.items())), as_float32(quantizers), as_created(rest)
 
 
 def _gradient_place(kernel: Array | QuantizedKernel) -> Array | None:

@@ -12,23 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers import name_modules, quantizable_modules
+from jax_te.layers import name_modules, prepare_quantization, quantizable_modules
 from jax_te.layers.internal import natural_order
-from jax_te.quantize import (
-    ROLES,
-    STATISTICS,
-    Observer,
-    QuantizedKernel,
-    max_merging,
-    observe_quantization,
-    prepare_quantization,
-    split_model,
-)
+from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
 from jax_te.training.gradients import LossFn, check_loss
 from jax_te.training.masters import full_precision
-from jax_te.training.state import TrainState
+from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
 
 
@@ -218,9 +209,9 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
             name_modules(model)
             return check_loss(loss_fn(model, batch, key)).astype(jnp.float32) * loss_scale
 
-        # allow_int: the dtype of max_merging is no ordinary float.
+        # allow_int: the dtype of with_max_gradients is no ordinary float.
         differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), allow_int=True)
-        return differentiate(params, max_merging(quantizers))[0]
+        return differentiate(params, with_max_gradients(quantizers))[0]
 
     return probe
 

@@ -47,7 +47,7 @@ def learning_rate_schedule(
     )
 
 
-def is_matrix(params: PyTree) -> PyTree:
+def weight_decay_mask(params: PyTree) -> PyTree:
     """Which parameters weight decay applies to: True for those of two or more axes whose name does not end in "bias".
 
     A fused layer's bias may have two axes, hence the name.
@@ -55,7 +55,7 @@ def is_matrix(params: PyTree) -> PyTree:
     Source: Megatron's rule, ``not name.endswith(".bias") and len(shape) > 1``.
 
     >>> import jax.numpy as jnp
-    >>> is_matrix({"kernel": jnp.ones((2, 2)), "wi_bias": jnp.ones((2, 2)), "scale": jnp.ones(2)})
+    >>> weight_decay_mask({"kernel": jnp.ones((2, 2)), "wi_bias": jnp.ones((2, 2)), "scale": jnp.ones(2)})
     {'kernel': True, 'scale': False, 'wi_bias': False}
     """
 
@@ -83,7 +83,7 @@ def adamw_with_schedule(
     Args:
         learning_rate, total_steps, warmup_steps, final_fraction: see `learning_rate_schedule`.
         b1, b2, eps: of Adam.
-        weight_decay: decoupled, of the parameters that `is_matrix` names.
+        weight_decay: decoupled, of the parameters that `weight_decay_mask` names.
         clip_norm: gradients are scaled down to this global norm. None: no clipping.
 
     Raises:
@@ -101,5 +101,5 @@ def adamw_with_schedule(
     schedule = learning_rate_schedule(
         learning_rate, total_steps=total_steps, warmup_steps=warmup_steps, final_fraction=final_fraction
     )
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=is_matrix)
+    adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=weight_decay_mask)
     return adamw if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), adamw)

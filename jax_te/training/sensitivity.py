@@ -13,13 +13,14 @@ import yaml
 from flax import nnx
 
 from jax_te.layers import quantizable_modules
-from jax_te.layers.internal import quantizable_kernels, use_kept_kernels
+from jax_te.layers.internal import quantizable_kernels, use_cached_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
-from jax_te.quantize import QuantizedKernel, split_model
+from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import constrain
 from jax_te.training.gradients import LossFn, check_loss
 from jax_te.training.inspection import calibrate_delayed_scaling
+from jax_te.training.state import split_model
 from jax_te.typing import Array, PyTree
 
 Measure = Callable[[PyTree, PyTree], tuple[Array, PyTree]]
@@ -187,7 +188,7 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
 
         def loss(params: PyTree, places: list[Array | None]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
-            use_kept_kernels(model, [None] * len(places), places)
+            use_cached_kernels(model, [None] * len(places), places)
             return check_loss(loss_fn(model, batch, None)).astype(jnp.float32)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, places)

@@ -13,9 +13,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_te.layers import quantizable_modules, quantize_parameters
+from jax_te.layers import prepare_quantization, quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
-from jax_te.quantize import QuantizedKernel, prepare_quantization, split_model
+from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, shardings_of
 from jax_te.sharding.internal import leaves_with_axes
@@ -60,6 +60,18 @@ class TrainState:
     def model(self) -> Any:
         """The model with the current values. It shares their buffers: the next train step deletes them."""
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
+
+
+def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
+    """``(graphdef, parameters, quantizer states, everything else)`` of a model; undo with ``nnx.merge``.
+
+    >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> graphdef, params, quantizers, rest = split_model(model)
+    >>> len(jax.tree.leaves(params)), len(jax.tree.leaves(quantizers))
+    (2, 0)
+    """
+    graphdef, params, quantizers, rest = nnx.split(model, nnx.Param, QuantizerState, ...)
+    return graphdef, params, quantizers, rest
 
 
 def create_train_state(

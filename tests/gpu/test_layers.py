@@ -22,8 +22,8 @@ from jax_te.layers import (
     rotary_embedding,
 )
 from jax_te.ops import use_backend
-from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
+from jax_te.training import split_model
 from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu

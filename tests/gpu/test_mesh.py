@@ -13,9 +13,9 @@ from flax import nnx
 from jax_te.config import ParallelConfig
 from jax_te.layers import TransformerLayer
 from jax_te.ops import use_backend
-from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh, named_sharding
+from jax_te.training import split_model
 from tests.support.numerics import draw, relative_l2
 
 pytestmark = pytest.mark.gpu

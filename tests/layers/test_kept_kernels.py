@@ -16,10 +16,11 @@ from jax_te.layers import (
     TransformerLayer,
     keep_in_high_precision,
     name_modules,
+    prepare_quantization,
     quantizable_modules,
 )
 from jax_te.models import GPTModel
-from jax_te.quantize import QuantizedKernel, observe_quantization, prepare_quantization
+from jax_te.quantize import QuantizedKernel, observe_quantization
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,

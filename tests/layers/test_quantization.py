@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jax_te.errors import QuantizerStateError
-from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
-from jax_te.quantize import QuantizerState, prepare_quantization
+from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, prepare_quantization
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
 from tests.support import reference

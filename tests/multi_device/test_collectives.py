@@ -20,9 +20,9 @@ from flax import nnx
 from jax_te.config import ParallelConfig
 from jax_te.layers import TransformerLayer
 from jax_te.models.stack import run_layers
-from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import make_mesh, named_sharding
+from jax_te.training import split_model
 from tests.support.meshes import shardings
 from tests.support.numerics import _quick_options, draw, quick_jit
 

@@ -7,9 +7,9 @@ import optax
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.layers import Linear
+from jax_te.layers import Linear, prepare_quantization
 from jax_te.ops import dense
-from jax_te.quantize import init_gemm_state, prepare_quantization
+from jax_te.quantize import init_gemm_state
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step

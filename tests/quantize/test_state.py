@@ -7,33 +7,34 @@ import pytest
 from flax import nnx
 
 from jax_te.errors import QuantizerStateError
+from jax_te.layers import QuantizableModule, prepare_quantization
 from jax_te.ops import dense
 from jax_te.quantize import (
     ROLES,
     GemmQuantizers,
     QuantizerState,
+    as_float32,
     init_gemm_state,
-    max_merging,
     merge_quantizers,
-    plain_states,
-    prepare_quantization,
     quantizer_variable,
-    split_model,
+    with_max_gradients,
     write_back,
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from jax_te.training import split_model
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-class Quantizable(nnx.Module):
+class Quantizable(QuantizableModule):
     """A layer as `prepare_quantization` finds one: it names the attributes that hold state."""
 
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
 
     def __init__(self, recipe=None):
+        self._init_quantization()
         self.kernel = nnx.Param(draw("kernel", (16, 16)))
         self.quantizers = nnx.data(quantizer_variable(recipe))
 
@@ -201,7 +202,7 @@ def test_the_state_of_a_layer_that_did_not_run_is_kept():
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
-@pytest.mark.parametrize("form", [lambda state: state, max_merging], ids=["fp32", "merging"])
+@pytest.mark.parametrize("form", [lambda state: state, with_max_gradients], ids=["fp32", "merging"])
 def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe):
     """A model that was built under delayed scaling, run for once under something else: its history waits."""
     state = form(jax.tree.map(lambda leaf: leaf + 3.0, init_gemm_state(RECIPE)))
@@ -213,4 +214,4 @@ def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe)
     next_state, _ = jax.grad(loss, argnums=(0, 1), allow_int=True)(state, kernel)
     for actual, expected in zip(jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True):
         assert actual.dtype == expected.dtype
-        assert_bitwise(plain_states(actual), plain_states(expected))
+        assert_bitwise(as_float32(actual), as_float32(expected))

@@ -16,10 +16,10 @@ from jax.experimental import io_callback
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNormMLP, Linear, TransformerLayer
-from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.remat import split_vjp
 from jax_te.sharding import make_mesh
+from jax_te.training import split_model
 from tests.support.meshes import shard, use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit, without_type_checker
 

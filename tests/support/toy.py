@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.quantize import QuantizerState, plain_states
+from jax_te.quantize import QuantizerState, as_float32
 from jax_te.sharding import auto_region
 
 HISTORY = 4
@@ -17,7 +17,7 @@ WIDTH = 16
 @jax.custom_vjp
 def watch(x, state):
     """``x`` over the state's scale. The state's gradient is its next value: amaxes of x and its cotangent in front."""
-    return x / plain_states(state)["x"]["scale"]
+    return x / as_float32(state)["x"]["scale"]
 
 
 def _watch_fwd(x, state):
@@ -26,7 +26,7 @@ def _watch_fwd(x, state):
 
 def _watch_bwd(residuals, grad):
     x, given = residuals
-    state = plain_states(given)
+    state = as_float32(given)
     after = {"x": _push(state["x"], x), "grad": _push(state["grad"], grad)}
     after = jax.tree.map(lambda leaf, old: jax.lax.convert_element_type(leaf, old.dtype), after, given)
     return grad / state["x"]["scale"], after

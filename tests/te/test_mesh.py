@@ -19,9 +19,9 @@ from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear
 from jax_te.ops import dense, explain_backend, use_backend
-from jax_te.quantize import split_model
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import make_mesh
+from jax_te.training import split_model
 from tests.support.numerics import draw, relative_l2
 
 pytestmark = pytest.mark.te

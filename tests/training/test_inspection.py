@@ -10,9 +10,8 @@ from flax import nnx
 
 from jax_te.cli.module_recipes import layer_recipes
 from jax_te.config import TransformerConfig
-from jax_te.layers import Linear, keep_in_high_precision, quantize_parameters
+from jax_te.layers import Linear, keep_in_high_precision, prepare_quantization, quantize_parameters
 from jax_te.models import GPTModel
-from jax_te.quantize import prepare_quantization
 from jax_te.quantize.observe import STATISTICS
 from jax_te.recipe import (
     DelayedScaling,

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.training import adamw_with_schedule, is_matrix, learning_rate_schedule
+from jax_te.training import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
 
 
 def test_schedule_warms_up_and_decays_to_a_fraction():
@@ -34,7 +34,7 @@ def test_only_matrices_decay():
             "embedding": nnx.Param(jnp.ones((8, 4))),
         }
     )
-    decayed = nnx.to_pure_dict(is_matrix(params))
+    decayed = nnx.to_pure_dict(weight_decay_mask(params))
     assert decayed["layers"][0] == {"bias": False, "kernel": True}
     assert decayed["norm"] == {"ln_bias": False, "scale": False}
     assert decayed["embedding"] is True

@@ -1,0 +1,49 @@
+"""Quantizer state for the layers of a model that was built under another recipe or none."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from jax_te.layers.quantizable import cache_name, quantizable_modules
+from jax_te.quantize import quantizer_variable
+from jax_te.recipe import Recipe
+
+
+def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module:
+    """Give every quantizable layer of ``model`` fresh state for ``recipe``, or remove the state; return ``model``.
+
+    Use it to quantize a model that was built or loaded without a recipe, and to change the recipe of a running one.
+    Parameters are not changed. State of the same recipe is replaced, too: the amax histories start empty.
+
+    Args:
+        model: changed in place.
+        recipe: None and recipes without state remove the state.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: if ``model`` has no layer that a recipe could quantize.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import DelayedScaling
+    >>> layer = prepare_quantization(Linear(16, 16, rngs=nnx.Rngs(0)), DelayedScaling())
+    >>> layer.quantizers["x"]["scale"].shape
+    ()
+    """
+    modules = [module for _, module in quantizable_modules(model)]
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
+            "LayerNormLinear, LayerNormMLP and what is built from them"
+        )
+    for module in modules:
+        own = module.module_recipe
+        ambient = None if module.high_precision else recipe
+        # State belongs to training, whichever mode the module is in now: its training recipe decides.
+        effective = ambient if own is None else own.resolve(ambient, training=True)
+        for kernel, name in module.kernels.items():
+            setattr(module, name, nnx.data(quantizer_variable(effective)))
+            # A cached kernel was quantized under the recipe before.
+            setattr(module, cache_name(kernel), nnx.data(None))
+    return model
