@@ -16,7 +16,7 @@ from flax import nnx
 from jax.extend.core import Var
 
 from jax_te.config import TransformerConfig
-from jax_te.models import GPTModel
+from jax_te.models import Execution, GPTModel
 from jax_te.recipe import autocast, recipe_from_name
 
 LAYERS, HIDDEN, HEADS, BATCH, LENGTH, VOCAB = 4, 256, 4, 4, 512, 256
@@ -36,8 +36,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "full, block of 2": ({**FULL, "recompute_method": "block", "recompute_num_layers": 2}, {}),
-    "full, save_quantized": (FULL, {"recompute_policy": "save_quantized"}),
-    "full, save_gemms": (FULL, {"recompute_policy": "save_gemms"}),
+    "full, save_quantized": (FULL, {"execution": Execution("save_quantized")}),
+    "full, save_gemms": (FULL, {"execution": Execution("save_gemms")}),
     "full, uniform, 1 layer": (FULL, {}),
     "full, uniform, 2 layers": ({**FULL, "recompute_num_layers": 2}, {}),
 }

@@ -16,7 +16,7 @@ from flax import nnx
 from jax_te.bench.contestants import Contestant, SharedState, rows_of
 from jax_te.bench.modules import TE_RECIPES
 from jax_te.cli.internal import METHODS, MODULES, POLICIES, PRESETS, SIZE, VOCAB_SIZE, RunConfig, new_config, some_of
-from jax_te.models import GPTModel
+from jax_te.models import Execution, GPTModel
 from jax_te.ops import use_backend
 from jax_te.ops.internal import te
 from jax_te.recipe import autocast, recipe_from_name
@@ -157,9 +157,7 @@ class _Way:
             max_sequence_length=config.seq_len,
             position_embedding_type=config.position_embedding,
             share_embeddings_and_output_weights=config.tie_embeddings,
-            recompute_policy=config.recompute_policy,
-            scan_layers=self.scan,
-            loss_chunks=self.args.loss_chunks,
+            execution=Execution(config.recompute_policy, self.scan, self.args.loss_chunks),
             rngs=rngs,
         )
 

@@ -19,7 +19,7 @@ from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
 from jax_te.data import TextData, TrainBatches, heldout_batches
-from jax_te.models import GPTModel
+from jax_te.models import Execution, GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh
@@ -58,8 +58,7 @@ def _model(config: RunConfig, rngs: nnx.Rngs) -> GPTModel:
         max_sequence_length=config.seq_len,
         position_embedding_type=config.position_embedding,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        recompute_policy=config.recompute_policy,
-        scan_layers=config.scan_layers,
+        execution=Execution(config.recompute_policy, config.scan_layers),
         rngs=rngs,
     )
 

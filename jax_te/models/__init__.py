@@ -1,8 +1,9 @@
 """Language models built from the layers."""
 
-from jax_te.models.blocks import transformer_layer
+from jax_te.models.from_config import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
+from jax_te.models.options import Execution, RelativePositions, RotaryPositions
 from jax_te.models.stack import UNROLL_LIMIT, run_layers, runs_scanned
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
 
@@ -10,7 +11,10 @@ __all__ = [
     "POSITION_EMBEDDINGS",
     "T5_POSITION_EMBEDDINGS",
     "UNROLL_LIMIT",
+    "Execution",
     "GPTModel",
+    "RelativePositions",
+    "RotaryPositions",
     "T5Model",
     "generate",
     "run_layers",

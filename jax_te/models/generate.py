@@ -27,20 +27,20 @@ def generate(
 ) -> Array:
     """Continue a prompt, one token at a time.
 
-    Runs under the ambient recipe; FP8 needs a batch that is a multiple of 16 and gains nothing on single tokens, so
-    generate outside `autocast` (or inside ``autocast(None)``) unless you want its numerics. On a mesh the batch and the
-    heads are split, and no sequence: context and sequence parallelism are for training.
+    Generation runs under the ambient recipe. FP8 needs a batch that is a multiple of 16 and gains nothing on single
+    tokens, so generate outside `autocast` (or inside ``autocast(None)``) unless you want FP8's numerics. On a mesh the
+    batch and the heads are sharded, but no sequence: context and sequence parallelism are for training.
 
     Args:
         model: run without dropout.
         prompt: integers ``[b, s]``, ``s >= 1``, no padding.
-        steps: tokens to add.
+        steps: number of tokens to generate.
         key: ``jax.random.key``. The same key gives the same tokens on every mesh, up to rounding of the logits.
-        temperature: logits are divided by it; 0 takes the most likely token.
+        temperature: divides the logits; 0 takes the most likely token.
         top_k: sample among the ``k`` most likely tokens only. None: all.
 
     Returns:
-        ``[b, s + steps]`` in the dtype of ``prompt``: the prompt and what follows.
+        ``[b, s + steps]`` in the dtype of ``prompt``: the prompt, then the generated tokens.
 
     Raises:
         ValueError: for an empty prompt, ``steps`` or ``top_k`` below 1, a negative temperature, or more tokens than
@@ -66,7 +66,7 @@ def generate(
             f"prompt ({prompt.shape[1]}) and steps ({steps}) make {total} tokens, more than the model's "
             f"max_sequence_length {model.max_sequence_length}; shorten one of them"
         )
-    greedy = temperature == 0.0
+    greedy = temperature == 0.0  # static: the temperature is traced, so that another one compiles nothing anew
     with whole_sequences():
         return _generate(model, prompt, key, jnp.float32(temperature), steps=steps, top_k=top_k, greedy=greedy)
 
@@ -75,10 +75,11 @@ def generate(
 def _generate(
     model: GPTModel, prompt: Array, key: Array, temperature: Array, *, steps: int, top_k: int | None, greedy: bool
 ) -> Array:
-    cached = cast(Callable[..., tuple[Array, Cache]], model)  # what it returns for a cache
+    cached = cast(Callable[..., tuple[Array, Cache]], model)  # with a cache, a call returns a pair
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 
     def next_token(logits: Array, index: Array) -> Array:
+        # Logits are sharded over the vocabulary; sampling needs whole rows, and bits that no sharding changes.
         sample = auto_region(pick, ("batch",))
         return sample(logits, temperature, jax.random.fold_in(key, index)).astype(prompt.dtype)
 
@@ -91,13 +92,14 @@ def _generate(
     logits, cache = cached(prompt, cache=model.init_cache(prompt.shape[0], prompt.shape[1] + steps))
     first = next_token(logits, jnp.int32(0))
     _, rest = jax.lax.scan(step, (first, cache), jnp.arange(1, steps, dtype=jnp.int32))
-    join = auto_region(lambda *parts: jnp.concatenate([*parts[:2], parts[2].T], axis=1), ("batch", None))
-    return join(prompt, first[:, None], rest)
+    # The scan stacks its tokens in front, [steps - 1, b].
+    concatenate = auto_region(lambda *tokens: jnp.concatenate([*tokens[:2], tokens[2].T], axis=1), ("batch", None))
+    return concatenate(prompt, first[:, None], rest)
 
 
 def _sample(logits: Array, temperature: Array, key: Array, *, top_k: int | None, greedy: bool) -> Array:
-    """The next token of each sequence, ``[b]``, from ``logits [b, s, v]`` at the last position."""
-    last = logits[:, -1].astype(jnp.float32)
+    """Return the next token of each sequence, ``[b]``, from ``logits [b, s, v]`` at the last position."""
+    last = logits[:, -1].astype(jnp.float32)  # bf16 would tie many tokens
     if greedy:
         return jnp.argmax(last, axis=-1)
     if top_k is not None:

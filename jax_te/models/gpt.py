@@ -7,57 +7,51 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import POSITION_EMBEDDINGS, check_positive
-from jax_te.layers import KVCache, Rotary, RotaryScaling, init_kv_cache, rotary_embedding
-from jax_te.models.blocks import transformer_layer
-from jax_te.models.config_check import check_config
+from jax_te.config.internal import POSITION_EMBEDDINGS
+from jax_te.layers import KVCache, Rotary, init_kv_cache, rotary_embedding
+from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.order import caller_order, model_order
-from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, runs_scanned
-from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
-from jax_te.remat import RecomputePolicy
+from jax_te.models.options import Execution, RotaryPositions
+from jax_te.models.stack import layer_keys, run_layers
+from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, masked_mean, model_order
 from jax_te.typing import Array
 
 Cache = tuple[KVCache, ...]
 """One `KVCache` for each layer."""
+
+_EXECUTION = Execution()
 
 
 class GPTModel(LanguageModel):
     """Embedding, transformer layers with causal attention, final norm, output head.
 
     GPT-2's form is ``TransformerConfig``'s defaults with learned positions and a tied head; Llama's is
-    ``normalization="RMSNorm"``, ``activation="swiglu"``, ``add_bias_linear=False``, ``num_query_groups``, and here
-    ``position_embedding_type="rope"``, ``share_embeddings_and_output_weights=False``; Qwen 3's is Llama's with
+    ``normalization="RMSNorm"``, ``activation="swiglu"``, ``add_bias_linear=False``, ``num_query_groups``, with the
+    model's ``position_embedding_type="rope"``, ``share_embeddings_and_output_weights=False``; Qwen 3's is Llama's with
     ``qk_layernorm=True``.
 
     The layers' linear operations follow the ambient recipe; embedding, attention core and head stay in the compute
     dtype.
 
-    Tokens and all that belongs to them come, and logits are given, in natural order. With ``config.cp_load_balanced``
-    and context ranks the layers run in zig-zag order: `loss` reorders its integers and weights alone; for logits, ranks
-    gather what the head reads, ``[b, s, h]``, once.
+    Tokens, labels, weights, positions and logits are in natural order. With ``config.cp_load_balanced`` on a mesh with
+    context shards the layers run in zig-zag order. `loss` reorders integers and weights only; a call that returns
+    logits all-gathers the head's input ``[b, s, h]`` once.
 
     Args:
         config: sizes and choices of the layers; ``compute_dtype`` is the dtype of activations and logits.
         vocab_size: ``v``.
         max_sequence_length: longest input, and rows of the learned positions.
-        position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
-        rotary_base, rotary_percent, rotary_scaling: see `rotary_embedding`; Llama 3.1's is ``500000.0`` with
-            `Llama3Scaling`.
+        position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
+            or ``"none"``.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        recompute_policy: what is kept inside of layers that ``config.recompute_granularity="full"`` computes again, a
-            `jax_te.remat.RecomputePolicy` or its name. ``"full"``: nothing.
-        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
-            stacks of many layers, see `runs_scanned`.
-        loss_chunks: parts of the sequence whose logits `loss` computes at a time, see `linear_cross_entropy`; must
-            divide the sequence length. 1: all at once.
+        execution: recomputation inside of layers, loop over layers, loss in chunks.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive and unknown names; for fields of ``config`` that it does not follow,
-            see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do not
-            fit them, and a sequence that cannot be cut into zig-zag order.
+        ValueError: for sizes that are not positive and unknown names; for fields of ``config`` that the model does not
+            follow, see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do
+            not fit the tokens, and a sequence that cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -75,39 +69,26 @@ class GPTModel(LanguageModel):
         *,
         vocab_size: int,
         max_sequence_length: int,
-        position_embedding_type: str = "learned_absolute",
-        rotary_base: float = 10000.0,
-        rotary_percent: float = 1.0,
-        rotary_scaling: RotaryScaling | None = None,
+        position_embedding_type: RotaryPositions | str = "learned_absolute",
         share_embeddings_and_output_weights: bool = True,
-        recompute_policy: RecomputePolicy | str = "full",
-        scan_layers: bool | str = "auto",
-        loss_chunks: int = 1,
+        execution: Execution = _EXECUTION,
         rngs: nnx.Rngs,
     ):
-        check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length, loss_chunks=loss_chunks)
-        if position_embedding_type not in POSITION_EMBEDDINGS:
+        self._configure(config, vocab_size, max_sequence_length, execution)
+        if position_embedding_type == "rope":
+            position_embedding_type = RotaryPositions()
+        self.rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
+        if self.rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
             raise ValueError(
                 f"unknown position_embedding_type {position_embedding_type!r}; "
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
-        check_recompute_policy(config, recompute_policy)
-        runs_scanned(scan_layers, config.num_layers)  # raises for what is no choice
-        check_config(config)
-        self.config = config
-        self.vocab_size = vocab_size
-        self.max_sequence_length = max_sequence_length
-        self.position_embedding_type = position_embedding_type
-        self.rotary_base, self.rotary_percent, self.rotary_scaling = rotary_base, rotary_percent, rotary_scaling
-        self.recompute_policy = recompute_policy
-        self.scan_layers = scan_layers
-        self.loss_chunks = loss_chunks
-        learned = position_embedding_type == "learned_absolute"
-        self._make_embeddings(vocab_size, learned_positions=learned, rngs=rngs)
+        # The order of the lines below is the order in which weights are drawn: another one changes initial values.
+        self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
-        self._rotary(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
+        self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
         self.final_norm = self._make_norm(rngs)
-        self._make_head(vocab_size, tied=share_embeddings_and_output_weights, rngs=rngs)
+        self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
 
     def __call__(
         self,
@@ -117,17 +98,17 @@ class GPTModel(LanguageModel):
         dropout_key: Array | None = None,
         cache: Cache | None = None,
     ) -> Array | tuple[Array, Cache]:
-        """Logits of the next token at every position.
+        """Return the logits of the next token at every position.
 
         Args:
-            tokens: integers ``[b, s]`` in ``[0, v)``; one outside turns its sequence's logits to nan.
-            positions: integers ``[s]`` or ``[b, s]``. None: 0, 1, 2, …, after what the cache holds.
+            tokens: integers ``[b, s]`` in ``[0, v)``; a token outside turns its sequence's logits to nan.
+            positions: integers ``[s]`` or ``[b, s]``. None: 0, 1, 2, …, counted on from the cached tokens.
             dropout_key: turns dropout on; None is evaluation.
-            cache: from `init_cache` or an earlier call: the tokens before these.
+            cache: keys and values of the preceding tokens, from `init_cache` or an earlier call.
 
         Returns:
-            ``[b, s, v]`` in the compute dtype, split over batch and vocabulary; with a cache ``(logits, cache with
-            these tokens)``.
+            ``[b, s, v]`` in the compute dtype, sharded over batch and vocabulary; with a cache ``(logits, cache)``,
+            which then holds these tokens, too.
         """
         if cache is None:
             with jax.named_scope("GPTModel"):
@@ -137,8 +118,9 @@ class GPTModel(LanguageModel):
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
         keys = layer_keys(dropout_key, 1 + len(self.layers))
+        # Not run_layers: each layer has its own cache, there is no backward, and sequences are in natural order.
         with jax.named_scope("GPTModel"):
-            x, rotary, caches = self._embed(tokens, positions, keys[-1]), self._rotary(positions), []
+            x, rotary, caches = self._embed(tokens, positions, keys[-1]), self._angles(positions), []
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
                     x, grown = layer(x, rotary_pos_emb=rotary, dropout_key=keys[i], cache=cache[i])
@@ -152,13 +134,13 @@ class GPTModel(LanguageModel):
         loss_mask: Array | None = None,
         dropout_key: Array | None = None,
     ) -> Array:
-        """Mean negative log-likelihood of the labels: fp32 ``[]``.
+        """Return the mean negative log-likelihood of the labels, fp32 ``[]``.
 
         Args:
             tokens: integers ``[b, s]``.
             labels: integers ``[b, s]``: the token after each.
-            loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1. With no weight at all
-                the loss is 0.
+            loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1. If all weights are 0, so
+                is the loss.
             dropout_key: turns dropout on.
 
         Raises:
@@ -172,7 +154,7 @@ class GPTModel(LanguageModel):
             return masked_mean(losses, None if loss_mask is None else model_order(self.config, loss_mask))
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
-        """Empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.
+        """Return empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.
 
         Raises:
             ValueError: if ``max_len`` exceeds ``max_sequence_length``.
@@ -190,32 +172,31 @@ class GPTModel(LanguageModel):
         if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"positions must be [b, s] or [s] for tokens {tokens.shape}, got shape {positions.shape}")
 
-    def _rotary(self, positions: Array) -> Rotary | None:
-        if self.position_embedding_type != "rope":
+    def _angles(self, positions: Array) -> Rotary | None:
+        if self.rotary is None:
             return None
         return rotary_embedding(
             positions,
             self.layers[0].self_attention.core_attention.kv_channels,
-            self.rotary_base,
-            rotary_percent=self.rotary_percent,
-            scaling=self.rotary_scaling,
+            self.rotary.base,
+            rotary_percent=self.rotary.percent,
+            scaling=self.rotary.scaling,
         )
 
     def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
-        """What the head reads, ``[b, s, h]``, in `model_order`."""
+        """Return the head's input ``[b, s, h]``, in `model_order`."""
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         x = self._embed(tokens, positions, embedding_key)
-        rotary = self._rotary(positions)
         x = run_layers(
             self.layers,
             x,
             keys,
             recompute=self.config,
-            policy=self.recompute_policy,
-            scan=self.scan_layers,
-            rotary_pos_emb=rotary,
+            policy=self.execution.recompute_policy,
+            scan=self.execution.scan_layers,
+            rotary_pos_emb=self._angles(positions),
         )
         return self.final_norm(x)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import check_positive
 from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
 from jax_te.layers.internal import check_context_size, parameter
+from jax_te.models.from_config import check_config
+from jax_te.models.options import Execution
 from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
 from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
@@ -21,23 +26,37 @@ class LanguageModel(nnx.Module):
         embedding: table ``[v, h]``.
         position_embedding: table of learned positions, or None.
         output_kernel: the head's kernel ``[h, v]``; None: the embedding table, transposed.
-        loss_chunks: parts of the sequence whose logits the loss takes at a time.
+        execution: see `Execution`.
     """
 
-    config: TransformerConfig
-    max_sequence_length: int
-    loss_chunks: int
+    def _configure(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        execution: Execution,
+        not_followed: Mapping[str, str] | None = None,
+    ) -> None:
+        """Check the arguments that all models have, and keep them."""
+        check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length)
+        execution.check(config)
+        check_config(config, also=not_followed)
+        self.config = config
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.execution = execution
+        self.compute_dtype = jnp.dtype(config.compute_dtype)  # type: ignore[arg-type]  # the config has filled it in
+        # Logical axes of the activations between the layers.
+        self._axes: LogicalAxes = (
+            "batch",
+            "sequence_parallel" if config.sequence_parallel else "sequence",
+            "hidden",
+        )
 
-    @property
-    def _axes(self) -> LogicalAxes:
-        """Logical axes of what flows between the layers."""
-        return ("batch", "sequence_parallel" if self.config.sequence_parallel else "sequence", "hidden")
-
-    def _make_embeddings(self, vocab_size: int, *, learned_positions: bool, rngs: nnx.Rngs) -> None:
+    def _make_embeddings(self, *, learned_positions: bool, rngs: nnx.Rngs) -> None:
         config, rows = self.config, self.max_sequence_length
         h, init, dtype = config.hidden_size, config.init_method, config.params_dtype
-        self.compute_dtype = jnp.dtype(config.compute_dtype)  # type: ignore[arg-type]  # the config has filled it in
-        self.embedding = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
+        self.embedding = Embedding(self.vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
         self.position_embedding = (
             Embedding(rows, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
             if learned_positions
@@ -56,19 +75,21 @@ class LanguageModel(nnx.Module):
             rngs=rngs,
         )
 
-    def _make_head(self, vocab_size: int, *, tied: bool, rngs: nnx.Rngs) -> None:
-        config, shape = self.config, (self.config.hidden_size, vocab_size)
+    def _make_head(self, *, tied: bool, rngs: nnx.Rngs) -> None:
+        config, shape = self.config, (self.config.hidden_size, self.vocab_size)
         self.output_kernel = (
             None if tied else parameter(config.init_method, rngs, shape, config.params_dtype, ("fsdp", "vocab"))
         )
 
     def _embed(self, tokens: Array, positions: Array, key: Array | None) -> Array:
-        """``[b, s, h]`` from tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``."""
+        """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``."""
+        # A model may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")
             at = self.position_embedding(positions, ids_axes=ids_axes)
+            # Added in params_dtype and cast once behind the sum: one rounding to the compute dtype, not two.
             x = x + (at[None] if positions.ndim == 1 else at)
         x = constrain(x.astype(self.compute_dtype), self._axes)
         zigzag = self.config.cp_load_balanced
@@ -78,8 +99,9 @@ class LanguageModel(nnx.Module):
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
 
     def _head(self, x: Array) -> Array:
-        """Logits ``[b, s, v]``."""
+        """Return the logits ``[b, s, v]`` of hidden states ``[b, s, h]``."""
         with jax.named_scope("head"):
+            # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
             return dense(
                 x,
                 self._head_kernel(),
@@ -89,9 +111,10 @@ class LanguageModel(nnx.Module):
             )
 
     def _losses(self, x: Array, labels: Array) -> Array:
-        """Loss of each token, fp32 ``[b, s]``, from what the head reads."""
-        axes = ("batch", "sequence")
-        if self.loss_chunks == 1:
+        """Return the loss of each token, fp32 ``[b, s]``, from hidden states ``[b, s, h]``."""
+        axes, chunks = ("batch", "sequence"), self.execution.loss_chunks
+        if chunks == 1:
             return softmax_cross_entropy(self._head(x), labels, out_axes=axes)
+        # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
         x = constrain(x, (*axes, "hidden"))
-        return linear_cross_entropy(x, self._head_kernel(), labels, chunks=self.loss_chunks, out_axes=axes)
+        return linear_cross_entropy(x, self._head_kernel(), labels, chunks=chunks, out_axes=axes)

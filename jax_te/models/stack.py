@@ -1,4 +1,4 @@
-"""Running a stack of layers: unrolled or scanned, keeping or recomputing what backward needs."""
+"""Running a stack of layers: unrolled or scanned, with the recomputation of a configuration."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ UNROLL_LIMIT = 96
 
 
 def runs_scanned(scan: bool | str, num_layers: int) -> bool:
-    """Whether a stack of ``num_layers`` layers runs in a loop.
+    """Return whether a stack of ``num_layers`` layers runs in a loop.
 
-    A loop gains compile time, which in an unrolled stack grows with the number of layers. It costs work: parameters are
-    stacked on the way in, what backward needs is written to stacked arrays and read from them, and the compiler fuses
-    nothing over its borders. At 1.3 billion parameters on an H200 that is a quarter of the speed, so ``"auto"`` is
-    unrolled up to `UNROLL_LIMIT` layers, from where compile time grows faster than the stack, and scanned above.
+    A loop saves compile time, which in an unrolled stack grows with the number of layers. In return the parameters are
+    stacked, residuals are written to stacked arrays and read from them, and the compiler fuses nothing across the
+    loop's boundary. At 1.3 billion parameters on an H200 a loop costs a quarter of the speed. So ``"auto"`` unrolls up
+    to `UNROLL_LIMIT` layers, above which compile time grows faster than the stack, and scans longer stacks.
     ``jax-te bench --model`` measures both; docs/recompute.md has the figures.
 
     Args:
         scan: True, False, or ``"auto"``.
-        num_layers: of the stack. The two stacks of a `T5Model` are asked for one by one.
+        num_layers: of the stack. The two stacks of a `T5Model` are decided separately.
 
     Raises:
         ValueError: for another ``scan``.
@@ -52,7 +52,7 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
 
 
 def layer_keys(key: Array | None, count: int) -> list[Array | None]:
-    """A key for each of ``count`` layers, or None for each where there is none."""
+    """Return a key for each of ``count`` layers, or None for each if ``key`` is None."""
     return [None if key is None else jax.random.fold_in(key, i) for i in range(count)]
 
 
@@ -66,7 +66,7 @@ class Group:
 
 
 def recompute_groups(config: RecomputeConfig, num_layers: int) -> list[Group]:
-    """The layers of a stack in the groups that full recomputation makes of them; each by itself without it.
+    """Return the groups of layers that full recomputation recomputes together; without it one group for each layer.
 
     >>> config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     >>> [(group.first, group.count) for group in recompute_groups(config, 3)]
@@ -81,8 +81,9 @@ def recompute_groups(config: RecomputeConfig, num_layers: int) -> list[Group]:
 
 
 def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | str | None) -> None:
-    """Raise ValueError for a policy that is unknown, has no effect because layers are not checkpointed whole, or keeps
-    everything where something is to be recomputed.
+    """Raise ValueError for a policy that is unknown, contradicts ``config``, or has no effect under it.
+
+    A policy has an effect under full recomputation only; there it must not save everything.
 
     >>> check_recompute_policy(RecomputeConfig(), "full")
     """
@@ -114,29 +115,26 @@ def run_layers(
     mask_types: dict[str, str] | None = None,
     **arrays: Any,
 ) -> Array:
-    """``x`` through one layer after the other.
+    """Return the output ``[b, s, h]`` of a stack of layers.
 
     Args:
         layers: of one stack.
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
-        recompute: what backward computes again.
-        policy: what full recomputation keeps inside of the layers, see `jax_te.remat.checkpoint`. Without full
-            recomputation leave it.
-        scan: run consecutive layers of the same structure in a loop, ``jax.lax.scan``, whose body is compiled once; of
-            groups of layers that are recomputed together, the groups. ``"auto"``: as `runs_scanned` says.
-            The parameters stay those of the single layers: they are stacked on the way in, which takes memory for a
-            copy of them. A layer that differs from its neighbours, because it has a recipe or a name of its own, runs
-            by itself.
+        recompute: which layers, or which of their modules, backward recomputes.
+        policy: which residuals full recomputation saves inside of the layers, see `jax_te.remat.checkpoint`. Leave it
+            at its default without full recomputation.
+        scan: run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled once; if
+            groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see `runs_scanned`.
+            The parameters remain those of the single layers: they are stacked before the loop, which takes memory for a
+            copy of them. A layer that differs from its neighbours, because it has its own recipe or name, runs
+            outside of the loop.
         mask_types: arguments that are strings: ``self_attn_mask_type``, ``enc_dec_attn_mask_type``,
             ``core_attention_bias_type``.
         **arrays: the other arguments of `TransformerLayer`, the same for all layers.
 
-    Returns:
-        ``[b, s, h]``.
-
     Raises:
-        ValueError: for a ``policy`` that is unknown, or that ``recompute`` gives no effect; for another ``scan``.
+        ValueError: for a ``policy`` that is unknown or has no effect under ``recompute``; for another ``scan``.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
     >>> recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -144,6 +142,7 @@ def run_layers(
     (2, 8, 16)
     """
     check_recompute_policy(recompute, policy)
+    # Bound, not passed along: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
     plain = functools.partial(_run_group, mask_types or {})
     saved = functools.partial(
         checkpoint,
@@ -154,14 +153,13 @@ def run_layers(
     calls: dict[bool, Callable[..., Array]] = {False: plain, True: saved}
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     groups = recompute_groups(recompute, len(layers))
+    # Entered also without modules: the configuration decides, not a context around the model.
     with selective_recompute(*modules):
         if runs_scanned(scan, len(layers)):
             return _run_scanned(calls, groups, layers, x, keys, arrays)
         for group in groups:
-            members = range(group.first, group.first + group.count)
-            x = calls[group.recomputed](
-                x, [layers[i] for i in members], [keys[i] for i in members], arrays, first=group.first
-            )
+            members = slice(group.first, group.first + group.count)
+            x = calls[group.recomputed](x, list(layers[members]), list(keys[members]), arrays, first=group.first)
         return x
 
 
@@ -173,7 +171,7 @@ def _run_group(
     arrays: dict[str, Any],
     first: int | None = None,
 ) -> Array:
-    """Consecutive layers, the first of which has number ``first``, or any number inside a loop."""
+    """Run consecutive layers; ``first`` is the number of the first one, None inside a loop, where it varies."""
     for i, (layer, key) in enumerate(zip(layers, keys, strict=True)):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
             x = layer(x, dropout_key=key, **mask_types, **arrays)
@@ -188,7 +186,7 @@ def _run_scanned(
     keys: Sequence[Any],
     arrays: dict[str, Any],
 ) -> Array:
-    """Consecutive groups of the same structure in one loop."""
+    """Run consecutive groups of the same structure in one loop."""
     split = [nnx.split(layer) for layer in layers]
 
     def structure(group: Group) -> tuple[Any, ...]:
@@ -196,21 +194,21 @@ def _run_scanned(
         return group.recomputed, *(graphdef for graphdef, _ in members)
 
     for (recomputed, *graphdefs), alike in itertools.groupby(groups, key=structure):
-        parts = []
+        steps = []
         for group in alike:
             members = range(group.first, group.first + group.count)
-            parts.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
+            steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
         with jax.named_scope("layers"):
-            x = _scan(calls[recomputed], graphdefs, parts, x, arrays)
+            x = _scan(calls[recomputed], graphdefs, steps, x, arrays)
     return x
 
 
 def _stackable(state: nnx.State) -> nnx.State:
-    """With quantizer states as plain fp32: JAX stacks no arrays whose gradients merge by maximum. Here each is used
-    once, so that nothing is to be merged.
-    """
+    """Return ``state`` with its quantizer states in plain fp32."""
 
     def plain(variable: Any) -> Any:
+        # JAX cannot stack arrays of the dtype whose gradients merge by maximum. In a loop each state is used once, so
+        # there is nothing to merge.
         is_state = isinstance(variable, QuantizerState)
         return variable.replace(as_float32_inside(variable.get_value())) if is_state else variable
 
@@ -220,20 +218,21 @@ def _stackable(state: nnx.State) -> nnx.State:
 def _scan(
     call: Callable[..., Array],
     graphdefs: Sequence[Any],
-    parts: list[tuple[list[nnx.State], list[Any]]],
+    steps: list[tuple[list[nnx.State], list[Any]]],
     x: Array,
     arrays: dict[str, Any],
 ) -> Array:
-    def run(x: Array, part: tuple[list[nnx.State], list[Any]]) -> Array:
-        states, keys = part
+    def run(x: Array, step: tuple[list[nnx.State], list[Any]]) -> Array:
+        states, keys = step
         return call(x, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, arrays)
 
-    if len(parts) == 1:
-        return run(x, parts[0])
-    stacked = jax.tree.map(lambda *leaves: jnp.stack([_apart(leaf) for leaf in leaves]), *parts)
-    return jax.lax.scan(lambda x, part: (run(x, part), None), x, stacked)[0]
+    if len(steps) == 1:
+        return run(x, steps[0])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
+    return jax.lax.scan(lambda x, step: (run(x, step), None), x, stacked)[0]
 
 
-def _apart(leaf: Array) -> Array:
-    """``leaf``, whose gradient is fused with nothing: XLA takes long to decide that for each of many slices."""
+def _behind_barrier(leaf: Array) -> Array:
+    # The gradient of jnp.stack is a slice for each layer. XLA takes long to decide whether to fuse each of many slices
+    # with its consumer; the barrier's gradient is a barrier, which settles it. Integers have no gradient.
     return jax.lax.optimization_barrier(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf

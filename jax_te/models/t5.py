@@ -12,12 +12,11 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import check_positive
 from jax_te.layers import RelativePositionBias, dropout
-from jax_te.models.blocks import transformer_layer
-from jax_te.models.config_check import check_config
+from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.stack import check_recompute_policy, layer_keys, run_layers, runs_scanned
+from jax_te.models.options import Execution, RelativePositions
+from jax_te.models.stack import layer_keys, run_layers
 from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
-from jax_te.remat import RecomputePolicy
 from jax_te.typing import Array
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
@@ -27,6 +26,7 @@ _NOT_FOLLOWED = {
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and the encoder has none (T5's relative "
     "positions are of natural order, too)"
 }
+_EXECUTION = Execution()
 
 
 class T5Model(LanguageModel):
@@ -44,18 +44,17 @@ class T5Model(LanguageModel):
         max_sequence_length: longest input of encoder and decoder, and rows of the learned positions.
         encoder_num_layers: None: as many as the decoder's.
         position_embedding_type: ``"relative"``: a bias of the scores by distance, one table in the encoder and one
-            in the decoder, shared by their layers; ``"learned_absolute"``; or ``"none"``.
-        relative_attention_num_buckets, relative_attention_max_distance: see `RelativePositionBias`.
+            in the decoder, shared by their layers; a `RelativePositions` (``"relative"`` with its options);
+            ``"learned_absolute"``; or ``"none"``.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        scan_layers: see `run_layers`; ``"auto"`` looks at each of the two stacks by itself.
-        recompute_policy, loss_chunks: see `GPTModel`. Groups of layers that are recomputed together are counted in the
-            encoder and in the decoder apart.
+        execution: see `Execution`. The two stacks are separate: ``scan_layers="auto"`` decides on each, and groups of
+            layers that are recomputed together do not reach from the encoder into the decoder.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive, unknown names and fields of ``config`` that it does not follow;
-            when called, for tokens that are not ``[b, s]`` or too long.
+        ValueError: for sizes that are not positive, unknown names and fields of ``config`` that the model does not
+            follow; when called, for tokens that are not ``[b, s]`` or too long.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -74,66 +73,52 @@ class T5Model(LanguageModel):
         vocab_size: int,
         max_sequence_length: int,
         encoder_num_layers: int | None = None,
-        position_embedding_type: str = "relative",
-        relative_attention_num_buckets: int = 32,
-        relative_attention_max_distance: int = 128,
+        position_embedding_type: RelativePositions | str = "relative",
         share_embeddings_and_output_weights: bool = True,
-        recompute_policy: RecomputePolicy | str = "full",
-        scan_layers: bool | str = "auto",
-        loss_chunks: int = 1,
+        execution: Execution = _EXECUTION,
         rngs: nnx.Rngs,
     ):
+        self._configure(config, vocab_size, max_sequence_length, execution, _NOT_FOLLOWED)
         encoders = config.num_layers if encoder_num_layers is None else encoder_num_layers
-        check_positive(
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            encoder_num_layers=encoders,
-            loss_chunks=loss_chunks,
-        )
-        if position_embedding_type not in T5_POSITION_EMBEDDINGS:
+        check_positive(encoder_num_layers=encoders)
+        if position_embedding_type == "relative":
+            position_embedding_type = RelativePositions()
+        relative = position_embedding_type if isinstance(position_embedding_type, RelativePositions) else None
+        if relative is None and position_embedding_type not in T5_POSITION_EMBEDDINGS:
             raise ValueError(
                 f"unknown position_embedding_type {position_embedding_type!r}; "
                 f"allowed: {', '.join(T5_POSITION_EMBEDDINGS)}"
             )
-        check_recompute_policy(config, recompute_policy)
-        runs_scanned(scan_layers, config.num_layers)  # raises for what is no choice
-        check_config(config, also=_NOT_FOLLOWED)
-        self.config = config
-        self.max_sequence_length = max_sequence_length
-        self.position_embedding_type = position_embedding_type
-        self.recompute_policy = recompute_policy
-        self.scan_layers = scan_layers
-        self.loss_chunks = loss_chunks
-        n, dtype, init = config.num_attention_heads, config.params_dtype, config.init_method
-        learned, relative = (position_embedding_type == name for name in ("learned_absolute", "relative"))
-        self._make_embeddings(vocab_size, learned_positions=learned, rngs=rngs)
-
-        def bias(bidirectional: bool) -> RelativePositionBias | None:
-            if not relative:
-                return None
-            return RelativePositionBias(
-                n,
-                num_buckets=relative_attention_num_buckets,
-                max_distance=relative_attention_max_distance,
-                bidirectional=bidirectional,
-                init_method=init,
-                params_dtype=dtype,
-                rngs=rngs,
-            )
-
-        # What depends on the number of layers, like which are the last ones, depends on the encoder's here.
+        # The order of the lines below is the order in which weights are drawn: another one changes initial values.
+        self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
+        # Fields that depend on the number of layers, such as the last layers in high precision, count the encoder's.
         encoder_config = dataclasses.replace(config, num_layers=encoders)
-        self.encoder_bias = bias(bidirectional=True)
+        self.encoder_bias = self._make_bias(relative, bidirectional=True, rngs=rngs)
         self.encoder_layers = nnx.List(
             [transformer_layer(encoder_config, i, self_attn_mask_type="no_mask", rngs=rngs) for i in range(encoders)]
         )
         self.encoder_norm = self._make_norm(rngs)
-        self.decoder_bias = bias(bidirectional=False)
+        self.decoder_bias = self._make_bias(relative, bidirectional=False, rngs=rngs)
         self.decoder_layers = nnx.List(
             [transformer_layer(config, i, layer_type="decoder", rngs=rngs) for i in range(config.num_layers)]
         )
         self.decoder_norm = self._make_norm(rngs)
-        self._make_head(vocab_size, tied=share_embeddings_and_output_weights, rngs=rngs)
+        self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
+
+    def _make_bias(
+        self, relative: RelativePositions | None, *, bidirectional: bool, rngs: nnx.Rngs
+    ) -> RelativePositionBias | None:
+        if relative is None:
+            return None
+        return RelativePositionBias(
+            self.config.num_attention_heads,
+            num_buckets=relative.num_buckets,
+            max_distance=relative.max_distance,
+            bidirectional=bidirectional,
+            init_method=self.config.init_method,
+            params_dtype=self.config.params_dtype,
+            rngs=rngs,
+        )
 
     def __call__(
         self,
@@ -143,24 +128,24 @@ class T5Model(LanguageModel):
         encoder_lengths: Array | None = None,
         dropout_key: Array | None = None,
     ) -> Array:
-        """Logits of the next token of the decoder's sequence at every position.
+        """Return the logits of the next token of the decoder's sequence at every position.
 
         Args:
             encoder_tokens: integers ``[b, s]`` in ``[0, v)``.
             decoder_tokens: integers ``[b, t]`` in ``[0, v)``.
-            encoder_lengths: int32 ``[b]``, valid tokens at the start of each of ``encoder_tokens``; nobody attends to
+            encoder_lengths: int32 ``[b]``, valid tokens at the start of each of ``encoder_tokens``; no token attends to
                 the others. None: all.
             dropout_key: turns dropout on; None is evaluation.
 
         Returns:
-            ``[b, t, v]`` in the compute dtype, split over batch and vocabulary.
+            ``[b, t, v]`` in the compute dtype, sharded over batch and vocabulary.
         """
         keys = layer_keys(dropout_key, 2)
         encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
         return self.decode(decoder_tokens, encoded, encoder_lengths=encoder_lengths, dropout_key=keys[1])
 
     def encode(self, tokens: Array, *, encoder_lengths: Array | None = None, dropout_key: Array | None = None) -> Array:
-        """The encoder's output ``[b, s, h]``."""
+        """Return the encoder's output ``[b, s, h]``."""
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.encoder_layers) + 2)
         mask_types: dict[str, str] = {}
         arrays: dict[str, Any] = {}
@@ -180,11 +165,11 @@ class T5Model(LanguageModel):
         encoder_lengths: Array | None = None,
         dropout_key: Array | None = None,
     ) -> Array:
-        """Logits ``[b, t, v]`` from the decoder's tokens and the encoder's output."""
+        """Return the logits ``[b, t, v]`` of the decoder's tokens, given the encoder's output ``[b, s, h]``."""
         return self._head(self._hidden(tokens, encoded, encoder_lengths, dropout_key))
 
     def _hidden(self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Array | None) -> Array:
-        """What the head reads, ``[b, t, h]``."""
+        """Return the head's input ``[b, t, h]``."""
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.decoder_layers) + 2)
         mask_types: dict[str, str] = {}
         arrays: dict[str, Any] = {"encoder_output": encoded}
@@ -206,7 +191,7 @@ class T5Model(LanguageModel):
         encoder_lengths: Array | None = None,
         dropout_key: Array | None = None,
     ) -> Array:
-        """Mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``: fp32 ``[]``."""
+        """Return the mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``, fp32."""
         check_like_tokens(decoder_tokens, labels=labels, loss_mask=loss_mask)
         keys = layer_keys(dropout_key, 2)
         encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
@@ -228,6 +213,7 @@ class T5Model(LanguageModel):
         arrays: dict[str, Any],
     ) -> Array:
         if bias is not None:
+            # Computed once for all layers: T5 shares one table in each stack.
             mask_types = {**mask_types, "core_attention_bias_type": "post_scale_bias"}
             arrays = {**arrays, "core_attention_bias": bias(x.shape[1], x.shape[1])}
         return run_layers(
@@ -235,8 +221,8 @@ class T5Model(LanguageModel):
             x,
             keys,
             recompute=self.config,
-            policy=self.recompute_policy,
-            scan=self.scan_layers,
+            policy=self.execution.recompute_policy,
+            scan=self.execution.scan_layers,
             mask_types=mask_types,
             **arrays,
         )

@@ -1,15 +1,20 @@
-"""What language models have in common around their tokens."""
+"""Tokens and what belongs to them: checks, their order while a model runs, the mean of their losses."""
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
-from jax_te.sharding import constrain
-from jax_te.typing import Array
+from jax_te.config import TransformerConfig
+from jax_te.ops import reorder_to_zigzag, undo_zigzag
+from jax_te.sharding import auto_region, constrain
+from jax_te.sharding.internal import axis_ranks
+from jax_te.typing import Array, LogicalAxes
 
 
 def check_tokens(tokens: Array, max_sequence_length: int) -> None:
-    """Raise TypeError for tokens that are not integers, ValueError for those that are not ``[b, s]`` or too long."""
+    """Raise TypeError for tokens that are not integers, ValueError for tokens that are not ``[b, s]`` or too long."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     if tokens.ndim != 2:
@@ -22,14 +27,14 @@ def check_tokens(tokens: Array, max_sequence_length: int) -> None:
 
 
 def check_like_tokens(tokens: Array, **arrays: Array | None) -> None:
-    """Raise ValueError for an array that has not the shape of the tokens."""
+    """Raise ValueError for an array whose shape is not that of the tokens."""
     for name, array in arrays.items():
         if array is not None and array.shape != tokens.shape:
             raise ValueError(f"{name} must have the shape of tokens {tokens.shape}, got {array.shape}")
 
 
 def masked_mean(losses: Array, loss_mask: Array | None) -> Array:
-    """Mean of the losses of tokens ``[b, s]``, weighted by ``loss_mask``; 0 where there is no weight at all.
+    """Return the mean of the losses of tokens ``[b, s]``, weighted by ``loss_mask``; 0 if all weights are 0.
 
     >>> float(masked_mean(jnp.array([[1.0, 3.0]]), jnp.array([[0, 1]])))
     3.0
@@ -38,4 +43,49 @@ def masked_mean(losses: Array, loss_mask: Array | None) -> Array:
         return jnp.mean(losses)
     weights = constrain(loss_mask.astype(jnp.float32), ("batch", "sequence"))
     total = jnp.sum(weights)
+    # The divisor is replaced before the division, not the quotient after it: 0 / 0 would make the gradient nan.
     return jnp.sum(losses * weights) / jnp.where(total > 0.0, total, 1.0)
+
+
+def zigzag_shards(config: TransformerConfig) -> int:
+    """Return the number of context shards over which a model's tokens are in zig-zag order; 1 is natural order.
+
+    >>> zigzag_shards(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cp_load_balanced=True))
+    1
+    """
+    return axis_ranks("sequence") if config.cp_load_balanced else 1
+
+
+def model_order(config: TransformerConfig, x: Array) -> Array:
+    """Return an array with one entry for each token, in the order in which the model's layers see the tokens.
+
+    Args:
+        config: of the model.
+        x: ``[b, s]`` or ``[s]``: tokens, labels, weights, positions.
+
+    Raises:
+        ValueError: for zig-zag order if ``s`` is no multiple of twice the context shards.
+
+    >>> import jax.numpy as jnp
+    >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cp_load_balanced=True)
+    >>> model_order(config, jnp.arange(3)).tolist()  # without a mesh
+    [0, 1, 2]
+    """
+    shards = zigzag_shards(config)
+    if shards == 1:
+        return x
+    axes: LogicalAxes = ("batch", "sequence")[-x.ndim :]
+    move = functools.partial(reorder_to_zigzag, ranks=shards, axis=x.ndim - 1)
+    # auto_region, because explicit mesh axes cannot type a gather along a sharded axis; then constrain types it.
+    return constrain(auto_region(move, axes)(x), axes)
+
+
+def caller_order(config: TransformerConfig, x: Array, axes: LogicalAxes) -> Array:
+    """Return activations ``[b, s, h]`` with logical axes ``axes`` in natural order: `model_order`'s inverse.
+
+    Unlike `model_order`, which moves integers, this all-gathers hidden states over the context shards.
+    """
+    shards = zigzag_shards(config)
+    if shards == 1:
+        return x
+    return constrain(auto_region(lambda x: undo_zigzag(x, shards), axes)(x), axes)

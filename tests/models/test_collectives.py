@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.models import GPTModel
+from jax_te.models import Execution, GPTModel
 from jax_te.sharding import make_mesh
 from tests.support.meshes import shard, shardings
 
@@ -33,7 +33,8 @@ FORMS = {
 def build(form: str, loss_chunks: int = 1, fields: dict[str, Any] | None = None) -> GPTModel:
     """A one-layer model whose configuration has ``fields``."""
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": H, "num_attention_heads": HEADS, "ffn_hidden_size": F}
-    options: dict[str, Any] = {"vocab_size": V, "max_sequence_length": S, "loss_chunks": loss_chunks, **FORMS[form]}
+    options: dict[str, Any] = {"vocab_size": V, "max_sequence_length": S, **FORMS[form]}
+    options["execution"] = Execution(loss_chunks=loss_chunks)
     return GPTModel(TransformerConfig(**sizes, **fields or {}), rngs=nnx.Rngs(0), **options)
 
 

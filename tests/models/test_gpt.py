@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import Llama3Scaling, rotary_embedding
-from jax_te.models import GPTModel
+from jax_te.models import Execution, GPTModel, RotaryPositions
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
@@ -36,7 +36,7 @@ FORMS = {
     "gpt2": (GPT2, {}, Form()),
     "llama": (
         LLAMA,
-        {"position_embedding_type": "rope", "rotary_base": 100.0, "share_embeddings_and_output_weights": False},
+        {"position_embedding_type": RotaryPositions(100.0), "share_embeddings_and_output_weights": False},
         Form(g=2, rms=True, activation="swiglu", rotary_base=100.0),
     ),
 }
@@ -121,7 +121,7 @@ def test_a_scanned_stack_trains_like_an_unrolled_one() -> None:
         step = make_train_step(lambda model, batch, key: model.loss(*batch), tx, microbatches=2)
         for scan in (True, False):
             state = create_train_state(
-                lambda _, scan=scan: randomize(build(scan_layers=scan)), tx, key=jax.random.key(0)
+                lambda _, scan=scan: randomize(build(execution=Execution(scan_layers=scan))), tx, key=jax.random.key(0)
             )
             losses = []
             for _ in range(2):
@@ -139,16 +139,20 @@ def test_a_mesh_of_another_tensor_size_than_the_configs_is_refused() -> None:
     model = GPTModel(
         dataclasses.replace(GPT2, tensor_model_parallel_size=4), vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)
     )
-    with use_mesh("auto"), pytest.raises(ValueError, match="built with tp_size=4, and the mesh in use has 2"):
+    with use_mesh("auto"), pytest.raises(ValueError, match=r"tp_size=4.* 2"):
         jax.eval_shape(lambda model: model(batch()[0]), model)
 
 
 @pytest.mark.parametrize(
     ("mode", "options", "form"),
-    [("auto", {"loss_chunks": 2}, "gpt2"), ("explicit", {}, "gpt2"), ("explicit", {"loss_chunks": 2}, "llama")],
+    [
+        ("auto", {"execution": Execution(loss_chunks=2)}, "gpt2"),
+        ("explicit", {}, "gpt2"),
+        ("explicit", {"execution": Execution(loss_chunks=2)}, "llama"),
+    ],
 )
 def test_sequence_parallelism_changes_no_number(mode: str, options: dict[str, Any], form: str) -> None:
-    """With dropout; what the norms and dropout see between the layers is split over the tensor ranks."""
+    """With dropout; what the norms and dropout see between the layers is split over the tensor shards."""
     config, defaults, _ = FORMS[form]
     config = dataclasses.replace(config, hidden_dropout=0.2, attention_dropout=0.0)
     split = dataclasses.replace(config, tensor_model_parallel_size=2, sequence_parallel=True)
@@ -167,8 +171,7 @@ def test_sequence_parallelism_changes_no_number(mode: str, options: dict[str, An
 
 def test_rotary_options_reach_the_layers() -> None:
     scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=8)
-    options = {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_scaling": scaling}
-    model = randomize(build(**options))
+    model = randomize(build(position_embedding_type=RotaryPositions(percent=0.5, scaling=scaling)))
     expected = rotary_embedding(jnp.arange(S), H // N, 10000.0, rotary_percent=0.5, scaling=scaling)
     x = model.embedding(batch()[0])
     for layer in model.layers:
@@ -195,7 +198,7 @@ def test_a_scan_over_the_layers_and_a_loss_in_chunks_change_nothing(recompute: d
             **recompute,
         )
         results = []
-        for options in ({"scan_layers": True, "loss_chunks": 4}, {}):
+        for options in ({"execution": Execution(scan_layers=True, loss_chunks=4)}, {}):
             build = {"vocab_size": V, "max_sequence_length": S, **options}
             model = shard(randomize(GPTModel(config, **build, rngs=nnx.Rngs(0))))
             results.append(loss_and_gradient(model, *batch(), jax.random.key(5)))
@@ -318,12 +321,9 @@ def test_output_projections_start_smaller() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"position_embedding_type": "alibi"},
-            "unknown position_embedding_type 'alibi'; allowed: learned_absolute, rope",
-        ),
-        ({"recompute_policy": "some"}, "unknown recompute policy 'some'; allowed: none, full, save_gemms"),
-        ({"position_embedding_type": "rope", "rotary_base": -1.0}, "rotary base must be > 0"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'.* learned_absolute, rope"),
+        ({"execution": Execution("some")}, "recompute policy 'some'.* none, full, save_gemms"),
+        ({"position_embedding_type": RotaryPositions(-1.0)}, r"base.* -1\.0"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
@@ -333,19 +333,19 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
 
 def test_bad_input_says_what_is_allowed() -> None:
     model, (tokens, labels, mask) = build(), batch()
-    with pytest.raises(ValueError, match="vocab_size must be an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"vocab_size.* 0"):
         GPTModel(GPT2, vocab_size=0, max_sequence_length=S, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="tokens must be integers, got float32"):
+    with pytest.raises(TypeError, match=r"tokens.* float32"):
         model(tokens.astype(jnp.float32))
-    with pytest.raises(ValueError, match=r"tokens must be \[b, s\], got shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"tokens.* \(8,\)"):
         model(tokens[0])
-    with pytest.raises(ValueError, match="9 tokens exceeds the model's max_sequence_length 8"):
+    with pytest.raises(ValueError, match=r"9 .*max_sequence_length 8"):
         model(jnp.zeros((1, 9), jnp.int32))
-    with pytest.raises(ValueError, match=r"positions must be \[b, s\] or \[s\]"):
+    with pytest.raises(ValueError, match=r"positions.* \(3,\)"):
         model(tokens, positions=jnp.arange(3))
-    with pytest.raises(ValueError, match=r"labels must have the shape of tokens \(4, 8\), got \(4, 7\)"):
+    with pytest.raises(ValueError, match=r"labels.* \(4, 8\).* \(4, 7\)"):
         model.loss(tokens, labels[:, 1:])
-    with pytest.raises(ValueError, match="loss_mask must have the shape"):
+    with pytest.raises(ValueError, match=r"loss_mask.* \(4, 8\).* \(1, 8\)"):
         model.loss(tokens, labels, mask[:1])
-    with pytest.raises(ValueError, match="max_len 9 exceeds the model's max_sequence_length 8"):
+    with pytest.raises(ValueError, match=r"max_len 9 .*max_sequence_length 8"):
         model.init_cache(1, 9)

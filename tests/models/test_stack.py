@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RecomputeConfig, TransformerConfig
-from jax_te.models import UNROLL_LIMIT, GPTModel, T5Model, run_layers, runs_scanned, stack
+from jax_te.models import UNROLL_LIMIT, Execution, GPTModel, T5Model, run_layers, runs_scanned, stack
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
 TOKENS = jnp.zeros((2, 8), jnp.int32)
@@ -34,9 +34,10 @@ def test_the_number_of_layers_decides() -> None:
 def test_auto_is_the_explicit_choice(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)
     programs = {}
-    for scan in ({}, *({"scan_layers": choice} for choice in ("auto", True, False))):
-        model = nnx.eval_shape(lambda scan=scan: GPTModel(config(layers), **SIZES, **scan, rngs=nnx.Rngs(0)))
-        programs[scan.get("scan_layers")] = program(model, TOKENS)
+    for scan in (None, "auto", True, False):
+        options = {} if scan is None else {"execution": Execution(scan_layers=scan)}
+        model = nnx.eval_shape(lambda options=options: GPTModel(config(layers), **SIZES, **options, rngs=nnx.Rngs(0)))
+        programs[scan] = program(model, TOKENS)
     assert programs[None] == programs["auto"] == programs[layers > 2]
     assert programs["auto"] != programs[layers <= 2]
     assert (" scan[" in programs["auto"]) == (layers > 2)
@@ -55,12 +56,11 @@ def test_the_stacks_of_t5_decide_by_themselves(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("scan", ["yes", ""])
 def test_another_choice_is_refused(scan: str) -> None:
-    message = f"scan_layers must be True, False or 'auto', got {scan!r}"
+    message = f"scan_layers.*'auto'.* {scan!r}"
     with pytest.raises(ValueError, match=message):
         runs_scanned(scan, 4)
-    for model in (GPTModel, T5Model):
-        with pytest.raises(ValueError, match=message):
-            model(config(1), **SIZES, scan_layers=scan, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        Execution(scan_layers=scan)
     with pytest.raises(ValueError, match=message):
         run_layers([], jnp.zeros((1, 2, 16)), [], scan=scan)
 
@@ -69,10 +69,10 @@ def test_a_policy_without_effect_is_refused() -> None:
     full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     selective, x = RecomputeConfig(recompute_granularity="selective"), jnp.zeros((1, 2, 16))
     refused: list[tuple[RecomputeConfig, str | None, str]] = [
-        (RecomputeConfig(), "save_gemms", "recompute_policy='save_gemms' says what full recomputation keeps"),
-        (selective, "save_gemms", "recompute_granularity is 'selective'; set recompute_granularity='full'"),
-        (full, "none", "recompute_policy='none' keeps everything; leave recompute_granularity None"),
-        (full, None, "recompute_policy=None keeps everything; leave recompute_granularity None"),
+        (RecomputeConfig(), "save_gemms", "recompute_policy='save_gemms'.* recompute_granularity is None"),
+        (selective, "save_gemms", "recompute_policy='save_gemms'.* recompute_granularity is 'selective'"),
+        (full, "none", "recompute_policy='none'.* recompute_granularity"),
+        (full, None, "recompute_policy=None.* recompute_granularity"),
     ]
     for recompute, policy, message in refused:
         with pytest.raises(ValueError, match=message):

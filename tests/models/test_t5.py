@@ -16,7 +16,7 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.layers import quantizable_modules
 from jax_te.layers.relative_bias import relative_buckets
-from jax_te.models import T5Model
+from jax_te.models import Execution, RelativePositions, T5Model
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
 from tests.support import reference
@@ -40,7 +40,7 @@ CONFIG = TransformerConfig(
 )
 FORM = Form(rms=True, activation="relu", scale=1.0)
 SIZES = {"vocab_size": V, "max_sequence_length": S}
-RELATIVE = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}
+RELATIVE = {"position_embedding_type": RelativePositions(num_buckets=8, max_distance=6)}
 BUCKETS = {
     name: functools.partial(relative_buckets, num_buckets=8, max_distance=6, bidirectional=name == "encoder")
     for name in ("encoder", "decoder")
@@ -103,7 +103,7 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     [
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, {}),
         ({"recompute_granularity": "selective"}, {}),
-        ({}, {"scan_layers": True, "loss_chunks": 3}),
+        ({}, {"execution": Execution(scan_layers=True, loss_chunks=3)}),
     ],
 )
 def test_recomputation_and_scanning_change_nothing(fields: dict[str, Any], options: dict[str, Any]) -> None:
@@ -182,9 +182,9 @@ def test_dropout_needs_a_key() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"position_embedding_type": "rope"}, "unknown position_embedding_type 'rope'; allowed: relative, learned_abs"),
-        ({"recompute_policy": "all"}, "unknown recompute policy 'all'; allowed: none, full, save_gemms"),
-        ({"encoder_num_layers": 0}, "encoder_num_layers must be an integer >= 1, got 0"),
+        ({"position_embedding_type": "rope"}, "position_embedding_type 'rope'.* relative, learned_abs"),
+        ({"execution": Execution("all")}, "recompute policy 'all'.* none, full, save_gemms"),
+        ({"encoder_num_layers": 0}, "encoder_num_layers.* 0"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
@@ -194,11 +194,11 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
 
 def test_bad_tokens_say_what_is_allowed() -> None:
     model, (source, target, *_) = build(), batch()
-    with pytest.raises(ValueError, match="a sequence of 9 tokens exceeds the model's max_sequence_length 8"):
+    with pytest.raises(ValueError, match=r"9 .*max_sequence_length 8"):
         model(jnp.zeros((1, 9), jnp.int32), target)
-    with pytest.raises(ValueError, match=r"tokens must be \[b, s\], got shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"tokens.* \(6,\)"):
         model(source, target[0])
-    with pytest.raises(TypeError, match="tokens must be integers, got float32"):
+    with pytest.raises(TypeError, match=r"tokens.* float32"):
         model(source.astype(jnp.float32), target)
-    with pytest.raises(ValueError, match=r"labels must have the shape of tokens \(4, 6\), got \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"labels.* \(4, 6\).* \(4, 5\)"):
         model.loss(source, target, target[:, 1:])

@@ -13,8 +13,8 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers.dropout import dropout
-from jax_te.models import GPTModel, T5Model
-from jax_te.models.order import caller_order, model_order
+from jax_te.models import Execution, GPTModel, T5Model
+from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import undo_zigzag, zigzag_positions
 from jax_te.sharding import make_mesh
 from tests.support.meshes import shard
@@ -56,8 +56,8 @@ def one_device(position: str, dropped: bool) -> Any:
     ("mode", "kind", "position", "options", "dropped"),
     [
         ("auto", "p2p", "rope", {}, True),
-        ("explicit", "p2p", "learned_absolute", {"scan_layers": True}, False),
-        ("explicit", "all_gather", "rope", {"loss_chunks": 2}, True),
+        ("explicit", "p2p", "learned_absolute", {"execution": Execution(scan_layers=True)}, False),
+        ("explicit", "all_gather", "rope", {"execution": Execution(loss_chunks=2)}, True),
         ("auto", ("all_gather", "p2p"), "learned_absolute", {}, False),
     ],
 )
@@ -131,10 +131,10 @@ def test_what_cannot_be_reordered_is_refused() -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(context=4))):
         model = build({"cp_load_balanced": True})
         for call in (lambda: model(tokens[:, :4]), lambda: model.loss(tokens[:, :4], labels[:, :4])):
-            with pytest.raises(ValueError, match=r"a sequence of 4 cannot be cut .* 4 context ranks .* multiple of 8"):
+            with pytest.raises(ValueError, match=r"sequence of 4 .* 4 context .* 8"):
                 call()
-        with pytest.raises(ValueError, match=r"a KV cache holds tokens in natural order, .*whole_sequences"):
+        with pytest.raises(ValueError, match=r"KV cache.* whole_sequences"):
             model(tokens, cache=model.init_cache(B, S))
         jax.eval_shape(build({}), tokens[:, :4])  # one token a rank is enough in natural order
-    with pytest.raises(ValueError, match="this model does not follow cp_load_balanced=True: zig-zag order shares out"):
+    with pytest.raises(ValueError, match="cp_load_balanced=True"):
         T5Model(config(cp_load_balanced=True), vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0))

@@ -1,0 +1,122 @@
+"""How the models follow a configuration: layers that are built from it, and fields that the models refuse."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import TransformerLayer, keep_in_high_precision
+from jax_te.layers.internal import check_context_size
+from jax_te.megatron import is_layer_window_attention, recipe_from_config
+from jax_te.recipe import autocast, current_recipe
+
+_NOT_FOLLOWED = {
+    "perform_initialization": "; nnx.eval_shape gives a model without arrays",
+    "delay_wgrad_compute": "; jax_te.remat.split_vjp computes weight gradients apart",
+    "disable_parameter_transpose_cache": "; kernels are kept between microbatches only where a call asks for it",
+    "quant_recipe": "; jax_te.megatron.apply_quantization_config(model, config.quant_recipe) does",
+    "qk_clip": "",
+    "log_max_attention_logit": "",
+}
+
+
+def transformer_layer(
+    config: TransformerConfig,
+    number: int = 0,
+    *,
+    layer_type: str = "encoder",
+    self_attn_mask_type: str = "causal",
+    rngs: nnx.Rngs,
+) -> TransformerLayer:
+    """Return layer ``number`` of a stack that ``config`` describes.
+
+    Some fields of the configuration depend on the number: the first and last layers may stay in high precision
+    (``first_last_layers_bf16``), some layers may attend in a window (``window_attn_skip_freq``), and each may exchange
+    keys in a way of its own (``cp_comm_type``).
+
+    Args:
+        config: of the stack.
+        number: from 0.
+        layer_type, self_attn_mask_type: see `TransformerLayer`.
+        rngs: the ``params`` stream draws all weights.
+
+    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
+    32
+    """
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
+    ffn: Any = config.ffn_hidden_size  # never None: the configuration replaces None by its default
+    kinds = config.cp_comm_type
+    kind = kinds[number] if isinstance(kinds, tuple) else kinds
+    build = functools.partial(
+        TransformerLayer,
+        config.hidden_size,
+        ffn,
+        config.num_attention_heads,
+        layernorm_epsilon=config.layernorm_epsilon,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        init_method=config.init_method,
+        output_layer_init_method=config.output_layer_init_method,
+        layer_type=layer_type,
+        kv_channels=config.kv_channels,
+        self_attn_mask_type=self_attn_mask_type,
+        window_size=config.window_size if windowed else None,
+        softmax_scale=config.softmax_scale,
+        softmax_type=config.softmax_type,
+        cp_comm_type="p2p" if kind is None else kind,
+        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+        cp_load_balanced=config.cp_load_balanced,
+        qk_norm_type=config.normalization if config.qk_layernorm else None,
+        qk_norm_before_rope=True,  # Megatron's order; Transformer Engine's default is the other one
+        tp_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+        num_gqa_groups=config.num_query_groups,
+        normalization=config.normalization,
+        zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        activation=config.activation,
+        bias=config.add_bias_linear,
+        params_dtype=config.params_dtype,
+        rngs=rngs,
+    )
+    if not config.in_high_precision(number):
+        return build()
+    # Built without a recipe, so that the layer has no quantizer state that no call would ever update.
+    with autocast(None):
+        layer = build()
+        keep_in_high_precision(layer)
+        return layer
+
+
+def check_config(config: TransformerConfig, *, also: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError for a field that the models do not follow, unless the field has its default.
+
+    ``fp8`` and ``fp4`` are followed if the model is built inside of ``autocast(recipe_from_config(config))``, and
+    refused otherwise. ``context_parallel_size`` must be the size of the mesh in use, unless it is 1.
+
+    Args:
+        config: of the model.
+        also: extra unsupported fields: name → hint appended to the error message.
+
+    >>> check_config(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2))
+    """
+    check_context_size(config.context_parallel_size)
+    hints = {**_NOT_FOLLOWED, **(also or {})}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in hints and value != field.default:
+            who = "the models do" if field.name in _NOT_FOLLOWED else "this model does"
+            raise ValueError(f"{who} not follow {field.name}={value!r}{hints[field.name]}; leave it out of its config")
+    recipe = recipe_from_config(config)
+    # Quantizer states are made at construction, so the caller's context must be there before the model's layers are.
+    if recipe is not None and current_recipe() != recipe:
+        raise ValueError(
+            f"the config asks for the recipe {recipe.name!r}: build and call the model inside of "
+            "autocast(recipe_from_config(config)), see jax_te.megatron"
+        )

@@ -1,0 +1,77 @@
+"""Options of the models, in groups: how a model runs, and how its position embeddings are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_te.config import RecomputeConfig
+from jax_te.config.internal import check_positive
+from jax_te.layers import RotaryScaling
+from jax_te.models.stack import check_recompute_policy, runs_scanned
+from jax_te.remat import RecomputePolicy
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model runs: options that trade memory, speed and compile time, and change no result but by rounding.
+
+    Args:
+        recompute_policy: which residuals are saved inside of layers that ``config.recompute_granularity="full"``
+            recomputes, a `jax_te.remat.RecomputePolicy` or its name. ``"full"``: none.
+        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
+            stacks of many layers, see `runs_scanned`.
+        loss_chunks: number of pieces of the sequence whose logits the loss computes one after the other, see
+            `linear_cross_entropy`; must divide the sequence length. 1: all at once.
+
+    Raises:
+        ValueError: for another ``scan_layers``, or ``loss_chunks`` below 1.
+
+    >>> Execution(scan_layers=True).loss_chunks
+    1
+    """
+
+    recompute_policy: RecomputePolicy | str = "full"
+    scan_layers: bool | str = "auto"
+    loss_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(loss_chunks=self.loss_chunks)
+        runs_scanned(self.scan_layers, 1)
+
+    def check(self, config: RecomputeConfig) -> None:
+        """Raise ValueError for a recompute policy that is unknown or has no effect under ``config``."""
+        check_recompute_policy(config, self.recompute_policy)
+
+
+@dataclass(frozen=True)
+class RotaryPositions:
+    """Rotary position embeddings of a `GPTModel`, see `jax_te.layers.rotary_embedding`.
+
+    Args:
+        base: wavelengths grow from 2π to 2π times this number. Llama 3.1 has ``500000.0``.
+        percent: the part of each head that is rotated, in (0, 1].
+        scaling: of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
+
+    >>> RotaryPositions(base=500000.0).percent
+    1.0
+    """
+
+    base: float = 10000.0
+    percent: float = 1.0
+    scaling: RotaryScaling | None = None
+
+
+@dataclass(frozen=True)
+class RelativePositions:
+    """Relative position biases of a `T5Model`, see `jax_te.layers.RelativePositionBias`.
+
+    Args:
+        num_buckets: rows of the table of biases.
+        max_distance: all larger distances share one bucket.
+
+    >>> RelativePositions(num_buckets=8).max_distance
+    128
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
