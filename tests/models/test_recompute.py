@@ -62,10 +62,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layernorm": (selective("layernorm"), {}),
     "activation": (selective("activation"), {}),
     "all modules": (selective("core_attn", "layernorm", "activation"), {}),
-    "save_gemms": (full(), {"recompute_policy": "save_gemms"}),
-    "save_quantized": (full(), {"recompute_policy": "save_quantized"}),
-    "offload_gemms": (full(), {"recompute_policy": "offload_gemms"}),
-    "save all but": (full(count=2), {"recompute_policy": RecomputePolicy(save_all_but=("context",))}),
+    "save_gemms": (full(), {"execution": Execution("save_gemms")}),
+    "save_quantized": (full(), {"execution": Execution("save_quantized")}),
+    "offload_gemms": (full(), {"execution": Execution("offload_gemms")}),
+    "save all but": (full(count=2), {"execution": Execution(RecomputePolicy(save_all_but=("context",)))}),
 }
 """Fields of the configuration and arguments of the model."""
 
@@ -208,7 +208,7 @@ def test_how_much_each_way_keeps(recipe: str) -> None:
 def test_memory_of_the_compiled_gradient() -> None:
     def peak(way: str) -> int:
         config = dataclasses.replace(CONFIG, num_layers=3, **WAYS[way][0])
-        options = {"vocab_size": V, "max_sequence_length": 128, "scan_layers": True}
+        options = {"vocab_size": V, "max_sequence_length": 128, "execution": Execution(scan_layers=True)}
         model = nnx.eval_shape(lambda: GPTModel(config, **options, rngs=nnx.Rngs(0)))
 
         def loss(model: Any, tokens: Any, key: Any) -> Any:
