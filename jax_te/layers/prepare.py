@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 
 from jax_te.layers.quantizable import cache_name, quantizable_modules
-from jax_te.quantize import quantizer_variable
+from jax_te.quantize.internal import quantizer_variable
 from jax_te.recipe import Recipe
 
 

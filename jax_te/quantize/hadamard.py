@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_te.typing import Array
 
 HADAMARD_SIZE = 16
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-
-
-def hadamard_matrix() -> np.ndarray:
-    """``diag(signs) H / 4``, fp32 ``[16, 16]``: Sylvester's Hadamard matrix with Transformer Engine's fixed signs.
-
-    It is orthogonal, and every entry is 1/4 or -1/4.
-
-    >>> matrix = hadamard_matrix()
-    >>> bool(np.array_equal(matrix @ matrix.T, np.eye(16)))
-    True
-    """
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < HADAMARD_SIZE:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.asarray(_SIGNS, np.float32)[:, None] * matrix / 4.0
 
 
 def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:

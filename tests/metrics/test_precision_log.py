@@ -15,7 +15,7 @@ from jax_te.metrics.precision_log import (
     plot_precision,
     read_precision,
 )
-from jax_te.quantize.observe import STATISTICS
+from jax_te.quantize import STATISTICS
 from jax_te.training.inspection import TensorStatistics
 
 

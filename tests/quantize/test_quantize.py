@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantize, quantizer_for
-from jax_te.quantize.observe import quantization_statistics
+from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantization_statistics, quantize, quantizer_for
 from jax_te.recipe import NVFP4BlockScaling
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw

@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.errors import QuantizerStateError
-from jax_te.quantize import (
-    BlockQuantizer,
-    GemmQuantizers,
-    MXQuantizer,
-    NVFP4Quantizer,
-    TensorQuantizer,
-    init_gemm_state,
-    quantizer_for,
-)
+from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, init_gemm_state, quantizer_for
+from jax_te.quantize.internal import GemmQuantizers
 from jax_te.recipe import (
     RECIPES,
     CustomRecipe,

@@ -12,7 +12,7 @@ from jax_te.cli.module_recipes import layer_recipes
 from jax_te.config import TransformerConfig
 from jax_te.layers import Linear, keep_in_high_precision, prepare_quantization, quantize_parameters
 from jax_te.models import GPTModel
-from jax_te.quantize.observe import STATISTICS
+from jax_te.quantize import STATISTICS
 from jax_te.recipe import (
     DelayedScaling,
     Float8CurrentScaling,

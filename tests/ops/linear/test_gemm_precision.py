@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_te.ops import dense, layernorm, layernorm_dense, layernorm_mlp
-from jax_te.quantize import ROLES
+from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.support.cases import make_case
 from tests.support.numerics import (
