@@ -22,8 +22,14 @@ from jax_te import DelayedScaling, TransformerConfig, autocast
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.data.text import heldout_batches, load_text
 from jax_te.models import GPTModel
-from jax_te.training import abstract_train_state, create_train_state, make_eval_step, make_train_step
-from jax_te.training.optimizer import adamw_with_schedule
+from jax_te.training import (
+    abstract_train_state,
+    adamw_with_schedule,
+    create_train_state,
+    learning_rate_schedule,
+    make_eval_step,
+    make_train_step,
+)
 
 STEPS, SAVE_EVERY, EVAL_EVERY, MICROBATCHES = 60, 40, 20, 2
 BATCH, LENGTH, SEED = 16, 64, 0
@@ -39,7 +45,9 @@ CONFIG = TransformerConfig(
     add_bias_linear=False,
     params_dtype="bfloat16",
 )
-TX = adamw_with_schedule(learning_rate=1e-2, total_steps=STEPS, warmup_steps=6, weight_decay=0.1, clip_norm=1.0)
+TX = adamw_with_schedule(
+    learning_rate_schedule(1e-2, total_steps=STEPS, warmup_steps=6), weight_decay=0.1, clip_norm=1.0
+)
 
 
 def build(rngs):

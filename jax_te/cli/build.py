@@ -32,9 +32,9 @@ from jax_te.training import (
     create_train_state,
     learning_rate_schedule,
     make_eval_step,
+    make_inspection,
     make_train_step,
 )
-from jax_te.training.internal import make_inspection
 from jax_te.typing import Array, PyTree
 
 
@@ -68,19 +68,18 @@ def abstract_model(config: RunConfig) -> GPTModel:
     return nnx.eval_shape(lambda: _model(config, nnx.Rngs(0)))
 
 
-def _schedule_fields(config: RunConfig) -> dict[str, Any]:
-    return {
-        "learning_rate": config.learning_rate,
-        "total_steps": config.decay_steps,
-        "warmup_steps": config.warmup_steps,
-        "final_fraction": config.min_learning_rate / config.learning_rate,
-    }
+def _schedule(config: RunConfig) -> optax.Schedule:
+    return learning_rate_schedule(
+        config.learning_rate,
+        total_steps=config.decay_steps,
+        warmup_steps=config.warmup_steps,
+        final_fraction=config.min_learning_rate / config.learning_rate,
+    )
 
 
 def optimizer(config: RunConfig) -> optax.GradientTransformation:
     """AdamW with the run's schedule."""
-    fields = _schedule_fields(config)
-    return adamw_with_schedule(**fields, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    return adamw_with_schedule(_schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm)
 
 
 def loss_scaler(config: RunConfig) -> LossScale | None:
@@ -125,7 +124,7 @@ class Trainer:
 
     def learning_rates(self) -> list[float]:
         """The rate of each update of the run."""
-        schedule = learning_rate_schedule(**_schedule_fields(self.config))
+        schedule = _schedule(self.config)
         with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
             return np.asarray(jax.jit(schedule)(jnp.arange(self.config.steps))).tolist()
 

@@ -26,10 +26,10 @@ from jax_te.layers import quantizable_modules
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics.internal import plain_values
 from jax_te.recipe import Recipe, autocast, recipe_from_name
-from jax_te.training import TrainState
-from jax_te.training.internal import (
+from jax_te.training import (
     ModuleSensitivity,
     TensorStatistics,
+    TrainState,
     calibrate_delayed_scaling,
     exact_model,
     inspect_precision,

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_te.metrics.log import cut_after, read_records, require_extra
 from jax_te.quantize import STATISTICS
-from jax_te.training.internal import TensorStatistics
+from jax_te.training import TensorStatistics
 
 PRECISION_FILE = "precision.jsonl"
 PRECISION_PLOT = "precision.png"

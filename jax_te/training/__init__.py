@@ -1,23 +1,40 @@
-"""Training: state and step, loss scaling, optimizer."""
+"""Training: state and step, loss scaling, optimizer, and statistics of what quantization does to a model."""
 
+from jax_te.training.gradients import LossFn
+from jax_te.training.inspection import (
+    TensorStatistics,
+    calibrate_delayed_scaling,
+    exact_model,
+    inspect_precision,
+    make_inspection,
+)
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from jax_te.training.optimizer import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
+from jax_te.training.sensitivity import ModuleSensitivity, keep_in_bf16_rules, sensitivity
 from jax_te.training.state import TrainState, abstract_train_state, change_recipe, create_train_state, split_model
-from jax_te.training.step import LossFn, make_eval_step, make_train_step
+from jax_te.training.step import make_eval_step, make_train_step
 
 __all__ = [
     "ConstantLossScale",
     "DynamicLossScale",
     "LossFn",
     "LossScale",
+    "ModuleSensitivity",
+    "TensorStatistics",
     "TrainState",
     "abstract_train_state",
     "adamw_with_schedule",
+    "calibrate_delayed_scaling",
     "change_recipe",
     "create_train_state",
+    "exact_model",
+    "inspect_precision",
+    "keep_in_bf16_rules",
     "learning_rate_schedule",
     "make_eval_step",
+    "make_inspection",
     "make_train_step",
+    "sensitivity",
     "split_model",
     "weight_decay_mask",
 ]

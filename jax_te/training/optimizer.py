@@ -1,4 +1,4 @@
-"""The usual optimizer of language models, composed from optax."""
+"""AdamW as language models are usually trained with, composed from optax."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jax_te.typing import PyTree
 def learning_rate_schedule(
     learning_rate: float, *, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.1
 ) -> optax.Schedule:
-    """Linear warm-up from 0, then cosine decay: ``schedule(count) -> learning rate``, ``count`` from 0.
+    """Return ``schedule(count) -> learning rate``: linear warm-up from 0, then cosine decay; ``count`` starts at 0.
 
     Args:
         learning_rate: the largest value, reached after ``warmup_steps``.
-        total_steps: steps of warm-up and decay together; constant afterwards.
+        total_steps: steps of warm-up and decay together; the learning rate is constant afterwards.
         warmup_steps: in [0, total_steps).
-        final_fraction: of ``learning_rate``, where the decay ends; in [0, 1].
+        final_fraction: the decay ends at this fraction of ``learning_rate``; in [0, 1].
 
     Raises:
-        ValueError: for a value outside the above.
+        ValueError: for a value outside these ranges.
 
     Source: Megatron's ``OptimizerParamScheduler`` with ``lr_decay_style="cosine"``.
 
@@ -48,9 +48,7 @@ def learning_rate_schedule(
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:
-    """Which parameters weight decay applies to: True for those of two or more axes whose name does not end in "bias".
-
-    A fused layer's bias may have two axes, hence the name.
+    """Return a tree of bool: True for parameters with two or more axes whose name does not end in "bias".
 
     Source: Megatron's rule, ``not name.endswith(".bias") and len(shape) > 1``.
 
@@ -61,45 +59,37 @@ def weight_decay_mask(params: PyTree) -> PyTree:
 
     def decide(path, leaf) -> bool:
         names = [str(entry.key) for entry in path if isinstance(entry, DictKey)]
+        # A fused layer's bias may have two axes, so the name decides, too.
         return leaf.ndim > 1 and not (names and names[-1].endswith("bias"))
 
     return jax.tree_util.tree_map_with_path(decide, params)
 
 
 def adamw_with_schedule(
+    schedule: optax.ScalarOrSchedule,
     *,
-    learning_rate: float,
-    total_steps: int,
-    warmup_steps: int = 0,
-    final_fraction: float = 0.1,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float | None = 1.0,
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm, with linear warm-up and cosine decay.
+    """Return AdamW with decoupled weight decay, after clipping by the global norm.
 
     Args:
-        learning_rate, total_steps, warmup_steps, final_fraction: see `learning_rate_schedule`.
+        schedule: learning rate, or a function of the step's number such as `learning_rate_schedule` returns.
         b1, b2, eps: of Adam.
-        weight_decay: decoupled, of the parameters that `weight_decay_mask` names.
-        clip_norm: gradients are scaled down to this global norm. None: no clipping.
-
-    Raises:
-        ValueError: as `learning_rate_schedule`.
+        weight_decay: of the parameters that `weight_decay_mask` selects.
+        clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
     Source: Megatron's defaults for GPT; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 
     >>> import jax.numpy as jnp
-    >>> tx = adamw_with_schedule(learning_rate=0.1, total_steps=10)
+    >>> tx = adamw_with_schedule(learning_rate_schedule(0.1, total_steps=10))
     >>> params = {"bias": jnp.zeros(2)}
     >>> updates, _ = tx.update({"bias": jnp.ones(2)}, tx.init(params), params)
     >>> [round(float(update), 3) for update in updates["bias"]]
     [-0.1, -0.1]
     """
-    schedule = learning_rate_schedule(
-        learning_rate, total_steps=total_steps, warmup_steps=warmup_steps, final_fraction=final_fraction
-    )
     adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=weight_decay_mask)
     return adamw if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), adamw)

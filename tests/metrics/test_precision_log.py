@@ -16,7 +16,7 @@ from jax_te.metrics.precision_log import (
     read_precision,
 )
 from jax_te.quantize import STATISTICS
-from jax_te.training.inspection import TensorStatistics
+from jax_te.training import TensorStatistics
 
 
 def statistics(relative_mse=1e-3, **changes):

@@ -13,7 +13,7 @@ from jax_te.ops import dense, quantize_kernel, use_backend
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.sharding import make_mesh
-from jax_te.training.inspection import inspect_precision
+from jax_te.training import inspect_precision
 from tests.support.numerics import draw
 from tests.training.test_kernels import run
 

@@ -11,8 +11,7 @@ import pytest
 from jax_te.cli.build import contexts, loss_fn, model_builder, optimizer
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
-from jax_te.training.state import create_train_state
-from jax_te.training.step import make_train_step
+from jax_te.training import create_train_state, make_train_step
 
 LAYERS = 2
 # Operands of the layers' linears (input and kernel), and output gradients, by scope. Their sizes differ.

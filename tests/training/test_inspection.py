@@ -21,13 +21,15 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
     autocast,
 )
-from jax_te.training import DynamicLossScale, create_train_state, make_train_step
-from jax_te.training.inspection import (
+from jax_te.training import (
+    DynamicLossScale,
     TensorStatistics,
     calibrate_delayed_scaling,
+    create_train_state,
     exact_model,
     inspect_precision,
     make_inspection,
+    make_train_step,
 )
 from tests.support.meshes import use_mesh
 from tests.support.numerics import draw

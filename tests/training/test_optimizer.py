@@ -43,7 +43,7 @@ def test_only_matrices_decay():
 def test_weight_decay_and_clipping():
     params = {"kernel": jnp.full((2, 2), 2.0), "bias": jnp.full((2,), 2.0)}
     zeros = jax.tree.map(jnp.zeros_like, params)
-    tx = adamw_with_schedule(learning_rate=0.5, total_steps=10, weight_decay=0.1)
+    tx = adamw_with_schedule(learning_rate_schedule(0.5, total_steps=10), weight_decay=0.1)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = tx.update(zeros, tx.init(params), params)
     np.testing.assert_allclose(updates["kernel"], -0.5 * 0.1 * 2.0, rtol=1e-6)
@@ -67,4 +67,4 @@ def test_weight_decay_and_clipping():
 )
 def test_options_outside_their_range(options, match):
     with pytest.raises(ValueError, match=match):
-        adamw_with_schedule(**{"learning_rate": 0.1, "total_steps": 10, **options})
+        learning_rate_schedule(**{"learning_rate": 0.1, "total_steps": 10, **options})

@@ -15,6 +15,7 @@ from jax_te.training import (
     abstract_train_state,
     adamw_with_schedule,
     create_train_state,
+    learning_rate_schedule,
     make_train_step,
 )
 from tests.support.meshes import use_mesh
@@ -47,7 +48,7 @@ def loss_fn(model, batch, key):
 
 
 def parts():
-    tx = adamw_with_schedule(learning_rate=1e-2, total_steps=20, warmup_steps=2)
+    tx = adamw_with_schedule(learning_rate_schedule(1e-2, total_steps=20, warmup_steps=2))
     scaler = DynamicLossScale(initial_scale=64.0, growth_interval=2, hysteresis=1)
     batches = TrainBatches(TEXT, batch_size=4, seq_len=16, seed=2)
     return tx, scaler, batches, make_train_step(loss_fn, tx, microbatches=2)

@@ -15,7 +15,7 @@ from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel
 from jax_te.quantize import observe_quantization
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, ModuleRecipe, MXFP8BlockScaling, autocast
-from jax_te.training.sensitivity import keep_in_bf16_rules, sensitivity
+from jax_te.training import keep_in_bf16_rules, sensitivity
 from tests.support.numerics import draw, without_type_checker
 
 
