@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, check_rate
-from jax_te.layers.context_parallel import check_cp_group
+from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.packed import PackedSeqParams
-from jax_te.layers.parameters import constant, value_or_none
+from jax_te.layers.parameters import constant
 from jax_te.layers.qkv import HEAD_AXES
 from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, Window, dot_product_attention
@@ -46,7 +45,7 @@ def alibi_slopes(num_attention_heads: int) -> Array:
     return jnp.array(slopes, jnp.float32)
 
 
-class DotProductAttention(nnx.Module):
+class DotProductAttention(ContextParallelModule):
     """``softmax(scale · q kᵀ + bias + mask) v`` per head.
 
     Args:
@@ -182,12 +181,13 @@ class DotProductAttention(nnx.Module):
             bias = _slopes(self.num_attention_heads) if alibi_slopes is None else alibi_slopes
         elif alibi_slopes is not None:
             raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")
-        row = packed_seq_params is not None and query.ndim == 3
-        if row:
-            query, key, value = query[None], *(None if array is None else array[None] for array in (key, value))
+        one_row = packed_seq_params is not None and query.ndim == 3
+        if one_row:
+            query = query[None]
+            key, value = None if key is None else key[None], None if value is None else value[None]
         self._check_operands(query, key, value)
         rate = 0.0 if dropout_key is None else self.attention_dropout
-        offset = value_or_none(self.softmax_offset)
+        offset = None if self.softmax_offset is None else self.softmax_offset.get_value()
         arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
 
         def attend(qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None) -> Any:
@@ -197,6 +197,7 @@ class DotProductAttention(nnx.Module):
                 mask=arrays.mask,
                 q_lengths=arrays.q_lengths,
                 kv_lengths=arrays.kv_lengths,
+                # Made inside, so that a recomputed call saves the cumulative lengths, and not what is made of them.
                 segments=None if packed is None else packed.segments,
                 window=self.window_size if window_size is None else window_size,
                 bias_type=bias_type,
@@ -206,6 +207,7 @@ class DotProductAttention(nnx.Module):
                 logit_softcap=self.logit_softcap,
                 scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
                 dropout_rate=rate,
+                # Without dropout a key would be one more input of every kernel and shard_map.
                 dropout_key=arrays.dropout_key if rate > 0.0 else None,
                 return_max_logit=self.return_max_logit,
                 context_parallel=self.context_parallel,
@@ -218,47 +220,24 @@ class DotProductAttention(nnx.Module):
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
         y, *max_logit = result if self.return_max_logit else (result,)
-        y = y[0] if row else y
+        y = y[0] if one_row else y
         return layer_output(y, max_logit=max_logit[0]) if max_logit else y
-
-    def set_context_parallel_group(
-        self,
-        cp_group: str | None,
-        cp_global_ranks: None = None,
-        cp_stream: None = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Choose how the ranks of the mesh's context axis exchange keys and values.
-
-        Args:
-            cp_group: None or ``"context"``, which both leave the ranks to the mesh.
-            cp_global_ranks: None: the order of the mesh's devices is the ranks'.
-            cp_stream: None: XLA orders exchange and computation by itself.
-            cp_comm_type: as in the constructor.
-
-        Raises:
-            TypeError: for a process group, ranks or a CUDA stream.
-            ValueError: for an unknown type.
-
-        >>> core = DotProductAttention(4, 16)
-        >>> core.set_context_parallel_group("context", cp_comm_type="all_gather")
-        >>> core.context_parallel.cp_comm_type
-        'all_gather'
-        """
-        check_cp_group(cp_group, cp_global_ranks, cp_stream)
-        self.context_parallel = dataclasses.replace(self.context_parallel, cp_comm_type=cp_comm_type)
 
     def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
         n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
-        shapes = [array.shape for array in (query, key, value) if array is not None]
-        if len(shapes) == 1 and query.shape[2:] == (3, n, d) and g == n and d == dv:
+        q_shape = query.shape[2:]
+        if key is None or value is None:
+            fits = key is value and q_shape == (3, n, d) and (g, dv) == (n, d)
+        else:
+            fits = q_shape == (n, d) and key.shape[2:] == (g, d) and value.shape[2:] == (g, dv)
+        if fits:
             return
-        if [shape[2:] for shape in shapes] != [(n, d), (g, d), (g, dv)]:
-            packed = f", or one array [b, s, 3, {n}, {d}]" if (g, dv) == (n, d) else ""
-            raise ValueError(
-                f"attention needs query [b, s, {n}, {d}], key [b, s, {g}, {d}] and value [b, s, {g}, {dv}]{packed}; "
-                f"got shapes {shapes}"
-            )
+        shapes = [array.shape for array in (query, key, value) if array is not None]
+        packed = f", or one array [b, s, 3, {n}, {d}]" if (g, dv) == (n, d) else ""
+        raise ValueError(
+            f"attention needs query [b, s, {n}, {d}], key [b, s, {g}, {d}] and value [b, s, {g}, {dv}]{packed}; "
+            f"got shapes {shapes}"
+        )
 
 
 _slopes = alibi_slopes  # a call's argument has the same name

@@ -1,7 +1,8 @@
-"""Context parallelism as layers are asked for it."""
+"""Context parallelism in the arguments of layers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flax import nnx
@@ -11,7 +12,7 @@ CONTEXT_AXIS = "context"
 
 
 def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None) -> None:
-    """Raise TypeError unless ``cp_group`` is None or the mesh's axis ``"context"``, and the others are None.
+    """Raise TypeError unless ``cp_group`` is None or the mesh's axis ``"context"``, and the other arguments are None.
 
     >>> check_cp_group("context")
     """
@@ -32,12 +33,36 @@ def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = 
         )
 
 
-def set_context_parallel_group(
-    module: nnx.Module, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str
-) -> None:
-    """Call the method of that name of every attention core inside of ``module``."""
-    check_cp_group(cp_group, cp_global_ranks, cp_stream)
-    layer: Any
-    for _, layer in nnx.iter_modules(module):
-        if layer is not module and hasattr(layer, "context_parallel"):
-            layer.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+class ContextParallelModule(nnx.Module):
+    """Base of the layers that have attention inside."""
+
+    def set_context_parallel_group(
+        self,
+        cp_group: str | None,
+        cp_global_ranks: None = None,
+        cp_stream: None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Choose how the devices along the mesh's context axis exchange keys and values, in all attention of the layer.
+
+        Args:
+            cp_group: None or ``"context"``, which both leave the devices to the mesh.
+            cp_global_ranks: None: the order is that of the mesh's devices.
+            cp_stream: None: XLA orders exchange and computation by itself.
+            cp_comm_type: as in the constructor.
+
+        Raises:
+            TypeError: for a process group, ranks or a CUDA stream.
+            ValueError: for an unknown type.
+
+        >>> from jax_te.layers import DotProductAttention
+        >>> core = DotProductAttention(4, 16)
+        >>> core.set_context_parallel_group("context", cp_comm_type="all_gather")
+        >>> core.context_parallel.cp_comm_type
+        'all_gather'
+        """
+        check_cp_group(cp_group, cp_global_ranks, cp_stream)
+        layer: Any
+        for _, layer in nnx.iter_modules(self):
+            if hasattr(layer, "context_parallel"):
+                layer.context_parallel = replace(layer.context_parallel, cp_comm_type=cp_comm_type)

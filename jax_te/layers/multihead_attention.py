@@ -10,11 +10,12 @@ from flax import nnx
 
 from jax_te.config.internal import check_positive
 from jax_te.layers.attention import DotProductAttention, check_heads
-from jax_te.layers.context_parallel import set_context_parallel_group
+from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import make_norm
+from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.options import AttentionOptions, CoreCall, CoreOptions, LinearOptions, NormOptions
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import value_or_none
 from jax_te.layers.qkv import (
@@ -38,7 +39,7 @@ from jax_te.typing import Array, DTypeLike, Initializer
 ATTENTION_TYPES = ("self", "cross")
 
 
-class MultiheadAttention(nnx.Module):
+class MultiheadAttention(ContextParallelModule):
     """Normalization, query/key/value projections, attention, output projection.
 
     In self-attention one fused kernel ``[h, r + 2, g·d]`` with ``r = n / g`` gives queries, keys and values. In
@@ -118,7 +119,8 @@ class MultiheadAttention(nnx.Module):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        groups = check_heads(num_attention_heads, num_gqa_groups)
+        options = AttentionOptions.of(locals())
+        check_heads(num_attention_heads, num_gqa_groups)
         check_positive(hidden_size=hidden_size)
         if attention_type not in ATTENTION_TYPES:
             raise ValueError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
@@ -132,86 +134,70 @@ class MultiheadAttention(nnx.Module):
                 "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
             )
         d = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        r, h = num_attention_heads // groups, hidden_size
         self.attention_type = attention_type
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            d,
-            num_gqa_groups=groups,
-            attention_dropout=attention_dropout,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softmax_type=softmax_type,
-            logit_softcap=logit_softcap,
-            return_max_logit=return_max_logit,
-            num_splits=num_splits,
-            cp_comm_type=cp_comm_type,
-            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-            cp_load_balanced=cp_load_balanced,
-        )
-        norm: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "rngs": rngs}
-        linear: dict[str, Any] = {
-            "sequence_parallel": sequence_parallel,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "params_dtype": params_dtype,
-            "rngs": rngs,
-        }
-        heads = "heads" if set_parallel_mode else None
-        column: dict[str, Any] = {
-            "parallel_mode": "column" if set_parallel_mode else None,
-            "init_method": init_method,
-            **linear,
-        }
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.core_attention = DotProductAttention(num_attention_heads, d, **options.keywords(CoreOptions))
+        self._make_projections(hidden_size, options, rngs)
+
+    def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
+        """Create the norms and projections. Their order is that of the keys that they draw."""
+        core = self.core_attention
+        n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+        r, epsilon, split = n // g, options.layernorm_epsilon, options.set_parallel_mode
+        heads = "heads" if split else None
+        linear: dict[str, Any] = {"bias": options.bias, **options.keywords(LinearOptions), "rngs": rngs}
+        column = {"parallel_mode": "column" if split else None, "init_method": options.init_method, **linear}
 
         def project(features: tuple[int, ...]) -> Linear:
             axes = ("fsdp", *("components",) * (len(features) - 1), heads)
-            return Linear(h, features, bias, kernel_axes=axes, **column)
+            return Linear(h, features, kernel_axes=axes, **column)
 
         def normalize_and_project(features: tuple[int, ...]) -> Linear:
-            if not input_layernorm:
+            if not options.input_layernorm:
                 return project(features)
             return LayerNormLinear(
                 h,
                 features,
-                layernorm_epsilon,
-                bias,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
+                epsilon,
+                return_layernorm_output=options.return_layernorm_output,
                 kernel_axes=("fsdp", "components", heads),
+                **options.keywords(NormOptions),
                 **column,
             )
 
-        separate = attention_type == "self" and not fuse_qkv_params
+        def norm(normalization: str, size: int, **others: Any) -> LayerNorm | RMSNorm:
+            gamma, dtype = options.zero_centered_gamma, options.params_dtype
+            return make_norm(
+                normalization, size, epsilon, zero_centered_gamma=gamma, params_dtype=dtype, rngs=rngs, **others
+            )
+
+        separate = self.attention_type == "self" and not options.fuse_qkv_params
+        # One norm in front of the three projections, which fused layers would each compute anew.
         self.layernorm = (
-            make_norm(normalization, h, layernorm_epsilon, sequence_parallel=sequence_parallel, **norm)
-            if separate and input_layernorm
+            norm(options.normalization, h, sequence_parallel=options.sequence_parallel)
+            if separate and options.input_layernorm
             else None
         )
-        self.return_layernorm_output = return_layernorm_output
-        if attention_type == "cross":
-            self.query = normalize_and_project((r, groups * d))
-            self.key_value = project((2, groups * d))
+        if self.attention_type == "cross":
+            self.query = normalize_and_project((r, g * d))
+            self.key_value = project((2, g * d))
         elif not separate:
-            self.qkv = normalize_and_project((r + 2, groups * d))
+            self.qkv = normalize_and_project((r + 2, g * d))
         else:
-            self.query = project((r, groups * d))
-            self.key = project((groups * d,))
-            self.value = project((groups * d,))
-        self.fuse_qkv_params = fuse_qkv_params
-        self.q_norm = make_norm(qk_norm_type, d, layernorm_epsilon, **norm) if qk_norm_type is not None else None
-        self.k_norm = make_norm(qk_norm_type, d, layernorm_epsilon, **norm) if qk_norm_type is not None else None
-        self.qk_norm_before_rope = qk_norm_before_rope
+            self.query = project((r, g * d))
+            self.key = project((g * d,))
+            self.value = project((g * d,))
+        qk_norm = options.qk_norm_type
+        self.q_norm = None if qk_norm is None else norm(qk_norm, d)
+        self.k_norm = None if qk_norm is None else norm(qk_norm, d)
         self.proj = Linear(
-            num_attention_heads * d,
+            n * d,
             h,
-            bias,
-            parallel_mode="row" if set_parallel_mode else None,
-            init_method=output_layer_init_method,
-            return_bias=return_bias,
+            parallel_mode="row" if split else None,
+            init_method=options.output_layer_init_method,
+            return_bias=options.return_bias,
             kernel_axes=(row_axis(heads), None),
             **linear,
         )
@@ -219,16 +205,6 @@ class MultiheadAttention(nnx.Module):
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""
         set_tensor_parallel_group(self, tp_group)
-
-    def set_context_parallel_group(
-        self,
-        cp_group: str | None,
-        cp_global_ranks: None = None,
-        cp_stream: None = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """As `DotProductAttention.set_context_parallel_group`."""
-        set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def __call__(
         self,
@@ -273,53 +249,51 @@ class MultiheadAttention(nnx.Module):
             the output projection; ``layernorm_output [b, s, h]``; ``max_logit [n]``; ``cache``, with ``x`` appended.
         """
         core = self.core_attention
-        mask_type = core.attn_mask_type if attn_mask_type is None else attn_mask_type
-        masks: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
         if self.attention_type == "self":
-            masks["kv_lengths"] = sequence_lengths
+            q_lengths, kv_lengths = None, sequence_lengths
         else:
+            q_lengths, kv_lengths = sequence_lengths, encoder_lengths
             if encoder_lengths is not None and sequence_lengths is None:
-                sequence_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
-            masks |= {"q_lengths": sequence_lengths, "kv_lengths": encoder_lengths}
-        window = core.window_size if window_size is None else window_size
-        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, window)
+                # Lengths of keys alone would count for the queries, too.
+                q_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+        call = CoreCall(
+            attention_mask=attention_mask,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            packed_seq_params=packed_seq_params,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            dropout_key=dropout_key,
+            attn_mask_type=core.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=core.window_size if window_size is None else window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
+        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
         with jax.named_scope("MultiheadAttention"):
             operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
             if cache is not None:
-                given = [value for value in masks.values() if value is not None]
-                if mask_type != "causal" or given or core_attention_bias_type != "no_bias":
-                    raise ValueError(
-                        "a KV cache is for causal attention without masks, lengths or biases; "
-                        f"this call's mask type is {mask_type!r}, its bias type {core_attention_bias_type!r}"
-                    )
                 query, key, value = operands
                 cache = cache.append(key, value)
-                operands = (query, cache.k, cache.v)
+                operands = query, cache.k, cache.v
                 mask_type, masks = cache.masks(*x.shape[:2])
-            attended = core(
-                *operands,
-                **masks,
-                core_attention_bias_type=core_attention_bias_type,
-                core_attention_bias=core_attention_bias,
-                alibi_slopes=alibi_slopes,
-                attn_mask_type=mask_type,
-                window_size=(-1, -1) if isinstance(cache, WindowKVCache) else window,
-                dropout_key=dropout_key,
-                checkpoint_core_attention=checkpoint_core_attention,
-            )
+                # The mask of a ring says which keys are in the window: their order is not that of their positions.
+                window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
+                call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
+            attended = core(*operands, **call._asdict())
             context, *max_logit = attended if core.return_max_logit else (attended,)
             projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
             y, *bias = projected if isinstance(projected, tuple) else (projected,)
-            extra: dict[str, Any] = {}
-            if bias:
-                extra["bias"] = bias[0]
-            if normed:
-                extra["layernorm_output"] = normed[0]
-            if max_logit:
-                extra["max_logit"] = max_logit[0]
-            if cache is not None:
-                extra["cache"] = cache
-            return layer_output(y, **extra) if extra else y
+        extra: dict[str, Any] = {}
+        if bias:
+            extra["bias"] = bias[0]
+        if normed:
+            extra["layernorm_output"] = normed[0]
+        if max_logit:
+            extra["max_logit"] = max_logit[0]
+        if cache is not None:
+            extra["cache"] = cache
+        return layer_output(y, **extra) if extra else y
 
     def _check_call(
         self,
@@ -327,26 +301,36 @@ class MultiheadAttention(nnx.Module):
         encoder_lengths: Array | None,
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
-        window: Window | None,
+        call: CoreCall,
     ) -> None:
+        """Raise ValueError for arguments of a call that the layer does not take, or that exclude each other."""
         if (self.attention_type == "cross") != (encoder_output is not None):
             raise ValueError(
                 "cross-attention needs encoder_output"
                 if encoder_output is None
                 else "self-attention takes no encoder_output; build the layer with attention_type='cross'"
             )
-        if cache is not None and self.core_attention.context_parallel.cp_load_balanced and axis_ranks("sequence") > 1:
-            raise ValueError(
-                "a KV cache holds tokens in natural order, and cp_load_balanced=True has sequences in zig-zag order; "
-                "call the layer inside of jax_te.sharding.whole_sequences(), where context ranks split none"
-            )
         if self.attention_type == "self":
             if encoder_lengths is not None:
                 raise ValueError("self-attention takes no encoder_lengths; give sequence_lengths")
         elif rotary is not None or cache is not None:
             raise ValueError("rotary_pos_emb and cache are for self-attention; cross-attention takes neither")
+        if cache is None:
+            return
+        if self.core_attention.context_parallel.cp_load_balanced and axis_ranks("sequence") > 1:
+            raise ValueError(
+                "a KV cache holds tokens in natural order, and cp_load_balanced=True has sequences in zig-zag order; "
+                "call the layer inside of jax_te.sharding.whole_sequences(), where context ranks split none"
+            )
+        window, arrays = call.window_size, (call.attention_mask, call.kv_lengths, call.packed_seq_params)
         if isinstance(cache, WindowKVCache) and normal_window(window, "causal") != (cache.left, 0):
             raise ValueError(f"the cache keeps a window of ({cache.left}, 0), the layer's is {window}; make them equal")
+        masked = call.attn_mask_type != "causal" or any(array is not None for array in arrays)
+        if masked or call.core_attention_bias_type != "no_bias":
+            raise ValueError(
+                "a KV cache is for causal attention without masks, lengths or biases; this call's mask type is "
+                f"{call.attn_mask_type!r}, its bias type {call.core_attention_bias_type!r}"
+            )
 
     def _operands(
         self,
@@ -356,40 +340,44 @@ class MultiheadAttention(nnx.Module):
         cache: KVCache | WindowKVCache | None,
         is_first_microbatch: bool | None,
     ) -> tuple[tuple[Array, ...], list[Array]]:
-        """Operands of the core, and the norm's output if it is to be returned."""
-        g, d = self.core_attention.num_gqa_groups, self.core_attention.kv_channels
-
-        def project(layer: Any, x: Array) -> tuple[Array, list[Array]]:
-            result: Any = layer(x, is_first_microbatch=is_first_microbatch)
-            return (result[0], list(result[1:])) if isinstance(result, tuple) else (result, [])
-
+        """Return the operands of the core, and the norm's output if it is to be returned."""
+        core = self.core_attention
+        n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+        first: Any = {"is_first_microbatch": is_first_microbatch}
+        result: Any
         if encoder_output is not None:
-            projected, normed = project(self.query, x)
+            result = self.query(x, **first)
+            projected, *normed = result if isinstance(result, tuple) else (result,)
             q = split_query(projected, g, d)
-            k, v = split_key_value(project(self.key_value, encoder_output)[0], g, d)
+            result = self.key_value(encoder_output, **first)
+            k, v = split_key_value(result, g, d)  # type: ignore[arg-type]
         elif self.fuse_qkv_params:
-            qkv, normed = project(self.qkv, x)
-            plain = rotary is None and cache is None and self.q_norm is None
-            if plain and g == self.core_attention.num_attention_heads:
-                return (pack_qkv(qkv, g, d),), normed
-            q, k, v = split_qkv(qkv, g, d)
+            result = self.qkv(x, **first)
+            projected, *normed = result if isinstance(result, tuple) else (result,)
+            if g == n and rotary is None and cache is None and self.q_norm is None:
+                # cuDNN reads the packed projection as it is. What follows changes or keeps queries or keys alone.
+                return (pack_qkv(projected, g, d),), normed
+            q, k, v = split_qkv(projected, g, d)
         else:
             inner = x if self.layernorm is None else self.layernorm(x)
             normed = [inner] if self.return_layernorm_output else []
-            q = split_query(project(self.query, inner)[0], g, d)
-            k, v = (split_key(project(layer, inner)[0], g, d) for layer in (self.key, self.value))
+            # Arrays: these layers are built without extra results.
+            q = split_query(self.query(inner, **first), g, d)  # type: ignore[arg-type]
+            k = split_key(self.key(inner, **first), g, d)  # type: ignore[arg-type]
+            v = split_key(self.value(inner, **first), g, d)  # type: ignore[arg-type]
         if self.qk_norm_before_rope:
             q, k = self._normalize(q, k)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if not self.qk_norm_before_rope:
             q, k = self._normalize(q, k)
         return (q, k, v), normed
 
     def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
-        if self.q_norm is None or self.k_norm is None:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
             return q, k
-
-        def apply(layer: Any, x: Array) -> Array:
-            return layernorm(x, layer.scale[...], value_or_none(layer.bias), norm=layer.norm, out_axes=HEAD_AXES)
-
-        return apply(self.q_norm, q), apply(self.k_norm, k)
+        # Not by calling the norm layers: the logical axes that they name would leave the heads unsharded.
+        q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
+        k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
+        return q, k

@@ -1,6 +1,8 @@
-"""From projections to the operands of attention, and back."""
+"""Projections as operands of attention, and its result as the operand of the output projection."""
 
 from __future__ import annotations
+
+import functools
 
 import jax.numpy as jnp
 
@@ -13,13 +15,13 @@ HEAD_AXES: LogicalAxes = ("batch", "sequence", "heads", None)
 
 
 def pack_qkv(qkv: Array, groups: int, d: int) -> Array:
-    """The fused projection ``[b, s, 3, g·d]`` as ``[b, s, 3, g, d]``, which cuDNN reads as it is: no copy."""
-    shape = (*qkv.shape[:3], groups, d)
-    return auto_region(lambda qkv: qkv.reshape(shape), ("batch", "sequence", "components", "heads", None))(qkv)
+    """Return the fused projection ``[b, s, 3, g·d]`` as ``[b, s, 3, g, d]``, which cuDNN reads without a copy."""
+    reshape = functools.partial(jnp.reshape, shape=(*qkv.shape[:3], groups, d))
+    return auto_region(reshape, ("batch", "sequence", "components", "heads", None))(qkv)
 
 
 def split_qkv(qkv: Array, groups: int, d: int) -> tuple[Array, Array, Array]:
-    """Queries ``[b, s, n, d]``, keys and values ``[b, s, g, d]`` of the fused projection ``[b, s, r + 2, g·d]``.
+    """Return queries ``[b, s, n, d]``, keys and values ``[b, s, g, d]`` of the fused projection ``[b, s, r + 2, g·d]``.
 
     Query head ``i`` is component ``i % r`` of group ``i // r``.
     """
@@ -34,12 +36,12 @@ def split_qkv(qkv: Array, groups: int, d: int) -> tuple[Array, Array, Array]:
 
 
 def split_query(q: Array, groups: int, d: int) -> Array:
-    """Queries ``[b, s, n, d]`` of a projection ``[b, s, r, g·d]``, heads as in `split_qkv`."""
+    """Return queries ``[b, s, n, d]`` of a projection ``[b, s, r, g·d]``, with the heads in `split_qkv`'s order."""
     return auto_region(lambda q: _interleave(q.reshape(*q.shape[:3], groups, d)), HEAD_AXES)(q)
 
 
 def split_key_value(kv: Array, groups: int, d: int) -> tuple[Array, Array]:
-    """Keys and values ``[b, s, g, d]`` of a projection ``[b, s, 2, g·d]``."""
+    """Return keys and values ``[b, s, g, d]`` of a projection ``[b, s, 2, g·d]``."""
 
     def split(kv: Array) -> tuple[Array, Array]:
         kv = kv.reshape(*kv.shape[:3], groups, d)
@@ -50,22 +52,22 @@ def split_key_value(kv: Array, groups: int, d: int) -> tuple[Array, Array]:
 
 
 def split_key(k: Array, groups: int, d: int) -> Array:
-    """Keys or values ``[b, s, g, d]`` of a projection ``[b, s, g·d]``."""
-    return auto_region(lambda k: k.reshape(*k.shape[:2], groups, d), HEAD_AXES)(k)
+    """Return keys or values ``[b, s, g, d]`` of a projection ``[b, s, g·d]``."""
+    return auto_region(functools.partial(jnp.reshape, shape=(*k.shape[:2], groups, d)), HEAD_AXES)(k)
 
 
 def _interleave(q: Array) -> Array:
-    """``[b, s, r, g, d]`` as ``[b, s, g·r, d]``."""
+    """Return ``[b, s, r, g, d]`` as ``[b, s, g·r, d]``."""
+    # Components are outermost in the kernel, and attention wants the heads of a group to be neighbours.
     return jnp.swapaxes(q, 2, 3).reshape(*q.shape[:2], -1, q.shape[-1])
 
 
-def rotate(x: Array, rotary: Rotary | None) -> Array:
-    """Heads ``[b, s, n, d]`` turned by their positions' angles; the identity without any."""
-    if rotary is None:
-        return x
+def rotate(x: Array, rotary: Rotary) -> Array:
+    """Return heads ``[b, s, n, d]`` rotated by the angles of their positions."""
     return auto_region(apply_rotary, HEAD_AXES)(x, rotary)
 
 
 def merge_heads(context: Array) -> Array:
-    """``[b, s, n, d]`` as ``[b, s, n·d]``, which the output projection reads."""
-    return auto_region(lambda c: c.reshape(*c.shape[:2], -1), ("batch", "sequence", "heads"))(context)
+    """Return ``[b, s, n, d]`` as ``[b, s, n·d]``, which the output projection reads."""
+    reshape = functools.partial(jnp.reshape, shape=(*context.shape[:2], -1))
+    return auto_region(reshape, ("batch", "sequence", "heads"))(context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, check_rate
-from jax_te.layers.context_parallel import set_context_parallel_group
+from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import make_norm
+from jax_te.layers.options import AttentionOptions, BlockOptions, NormOptions
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.results import layer_output
 from jax_te.layers.rotary import Rotary
@@ -24,9 +26,10 @@ from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 LAYER_TYPES = ("encoder", "decoder")
+_AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
 
-class TransformerLayer(nnx.Module):
+class TransformerLayer(ContextParallelModule):
     """Self-attention block, in a decoder a cross-attention block, and feed-forward block, with residual connections.
 
     Every block adds to its input: ``x = x + drop_path(dropout(block(norm(x))))``.
@@ -126,86 +129,45 @@ class TransformerLayer(nnx.Module):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        del apply_query_key_layer_scaling, attention_softmax_in_fp32  # nothing depends on them
+        del apply_query_key_layer_scaling, attention_softmax_in_fp32  # scores and softmax are fp32 in any case
         optional = {"layer_number": layer_number, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in optional.items() if size is not None})
         if layer_type not in LAYER_TYPES:
             raise ValueError(f"layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
-        norm: dict[str, Any] = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
-        initial: dict[str, Any] = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "params_dtype": params_dtype,
-            "rngs": rngs,
-            "set_parallel_mode": set_parallel_mode,
-            "sequence_parallel": sequence_parallel,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }
-        attention: dict[str, Any] = {
-            "num_gqa_groups": num_gqa_groups,
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "softmax_scale": softmax_scale,
-            "softmax_type": softmax_type,
-            "logit_softcap": logit_softcap,
-            "num_splits": num_splits,
-            "cp_comm_type": cp_comm_type,
-            "hierarchical_context_parallel_sizes": hierarchical_context_parallel_sizes,
-            "cp_load_balanced": cp_load_balanced,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "fuse_qkv_params": fuse_qkv_params,
-            "bias": bias,
-            **norm,
-            **initial,
-        }
         from_norm = apply_residual_connection_post_layernorm
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            input_layernorm=not output_layernorm,
-            return_layernorm_output=from_norm and not output_layernorm,
+        options = AttentionOptions.of(
+            locals(),
             attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            **attention,
+            input_layernorm=not output_layernorm,
+            # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
+            return_layernorm_output=from_norm and not output_layernorm,
+        )
+        heads = num_attention_heads
+        self.self_attention = MultiheadAttention(hidden_size, heads, **options.keywords(), rngs=rngs)
+        cross = replace(
+            options,
+            attention_type="cross",
+            input_layernorm=True,
+            return_layernorm_output=from_norm,
+            attn_mask_type=enc_dec_attn_mask_type,
+            window_size=enc_dec_window_size,
         )
         self.inter_attention = (
-            MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                attention_type="cross",
-                return_layernorm_output=from_norm,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                **attention,
-            )
-            if layer_type == "decoder"
-            else None
+            MultiheadAttention(hidden_size, heads, **cross.keywords(), rngs=rngs) if layer_type == "decoder" else None
         )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
-            bias,
             activation=activation,
             return_layernorm_output=from_norm,
-            **norm,
-            **initial,
+            **options.keywords(BlockOptions),
+            rngs=rngs,
         )
+        norm: dict[str, Any] = {"sequence_parallel": sequence_parallel, "params_dtype": params_dtype, "rngs": rngs}
         self.layernorm = (
-            make_norm(
-                normalization,
-                hidden_size,
-                layernorm_epsilon,
-                sequence_parallel=sequence_parallel,
-                zero_centered_gamma=zero_centered_gamma,
-                params_dtype=params_dtype,
-                rngs=rngs,
-            )
+            make_norm(hidden_size=hidden_size, eps=layernorm_epsilon, **options.keywords(NormOptions), **norm)
             if output_layernorm
             else None
         )
@@ -266,8 +228,9 @@ class TransformerLayer(nnx.Module):
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
             )
         keys = (None,) * 5 if dropout_key is None else _keys(dropout_key)
+        axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
-            x = constrain(x, self._axes(x))
+            x = constrain(x, axes)
             attended: Any = self.self_attention(
                 x,
                 attention_mask,
@@ -285,12 +248,13 @@ class TransformerLayer(nnx.Module):
             )
             if cache is not None:
                 *attended, cache = attended
-            x = self._add(x, attended, keys[1])
+            x = self._add(x, attended, keys[1], axes)
             if self.inter_attention is not None:
                 attended = self.inter_attention(
                     x,
                     enc_dec_attn_mask,
                     encoder_output,
+                    # Lengths of the queries count only beside those of the keys.
                     sequence_lengths=sequence_lengths if encoder_lengths is not None else None,
                     encoder_lengths=encoder_lengths,
                     attn_mask_type=enc_dec_attn_mask_type,
@@ -298,41 +262,27 @@ class TransformerLayer(nnx.Module):
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                x = self._add(x, attended, keys[4])
-            x = self._add(x, self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), keys[2])
+                x = self._add(x, attended, keys[4], axes)
+            x = self._add(x, self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), keys[2], axes)
             if self.layernorm is not None:
                 x = self.layernorm(x)
-            return x if cache is None else layer_output(x, cache=cache)
+        return x if cache is None else layer_output(x, cache=cache)
 
-    def _add(self, x: Array, block: Any, key: Array | None) -> Array:
-        """A block's output added to its input, or to the norm's output that it returned as well."""
+    def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes) -> Array:
+        """Add a block's output to its input, or to the norm's output if the block returned that, too."""
         y, *normed = block if isinstance(block, (tuple, list)) else (block,)
-        axes = self._axes(x)
-        zigzag = self.self_attention.core_attention.context_parallel.cp_load_balanced
-        y = dropout(y, self.hidden_dropout, key, axes=axes, zigzag=zigzag)
-        path_key = None if key is None else jax.random.fold_in(key, 1)
-        y = drop_path(y, self.drop_path_rate, path_key, axes=axes)
+        if key is not None:
+            zigzag = self.self_attention.core_attention.context_parallel.cp_load_balanced
+            y = dropout(y, self.hidden_dropout, key, axes=axes, zigzag=zigzag)
+            y = drop_path(y, self.drop_path_rate, jax.random.fold_in(key, 1), axes=axes)
         return constrain((normed[0] if normed else x) + y, axes)
-
-    def _axes(self, x: Array) -> LogicalAxes:
-        """Logical axes of what flows between the blocks."""
-        return (*sequence_axes(x, self.sequence_parallel), "hidden")
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""
         set_tensor_parallel_group(self, tp_group)
 
-    def set_context_parallel_group(
-        self,
-        cp_group: str | None,
-        cp_global_ranks: None = None,
-        cp_stream: None = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """As `DotProductAttention.set_context_parallel_group`, for all attention."""
-        set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-
 
 def _keys(key: Array) -> tuple[Array, ...]:
-    """Keys of attention, the two blocks after it that every layer has, cross-attention and its output."""
+    """Return the keys of self-attention, its output, the feed-forward block, cross-attention and its output."""
+    # Cross-attention folds its keys in, so that a decoder draws what an encoder of the same key draws.
     return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
