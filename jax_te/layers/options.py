@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.ops import Window
@@ -21,7 +21,7 @@ class Options:
     """
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], **others: Any) -> Self:
+    def of(cls, arguments: Mapping[str, Any], **others: Any) -> Any:
         """Return the group that has the values of ``arguments`` under the names of its fields.
 
         Args:
