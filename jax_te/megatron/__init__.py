@@ -1,7 +1,6 @@
 """Megatron-Core's vocabulary over the layers: linear layers and norms, quantization files, module base classes."""
 
 from jax_te.megatron.attention import TEDotProductAttention, is_layer_window_attention
-from jax_te.megatron.delayed import TEDelayedScaling
 from jax_te.megatron.enums import (
     TE_CONFIG_TYPE_KEY,
     AttnMaskType,
@@ -20,15 +19,11 @@ from jax_te.megatron.float16 import (
 )
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
-from jax_te.megatron.model_recipe import recipe_from_config
+from jax_te.megatron.model_recipe import TEDelayedScaling, recipe_from_config
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.quant_apply import ModuleQuantization, QuantizationReport, apply_quantization_config
 from jax_te.megatron.quant_autocast import (
-    _get_fp8_autocast_for_quant_params,
-    _get_fp8_autocast_for_quant_recipe,
-    _get_should_context_be_quantized_params,
-    _get_should_context_be_quantized_recipe,
     get_fp8_autocast_for_quant_params,
     get_fp8_autocast_for_quant_recipe,
     get_should_context_be_quantized_params,
@@ -60,7 +55,7 @@ from jax_te.megatron.rng import (
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
-from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
+from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
 
 __all__ = [
     "SYMMETRIC_AR_TYPES",
@@ -91,11 +86,6 @@ __all__ = [
     "TERowParallelLinear",
     "TransformerEngineConfigType",
     "TwoModeRecipe",
-    "_get_extra_te_kwargs",
-    "_get_fp8_autocast_for_quant_params",
-    "_get_fp8_autocast_for_quant_recipe",
-    "_get_should_context_be_quantized_params",
-    "_get_should_context_be_quantized_recipe",
     "apply_quantization_config",
     "condition_init_method",
     "conversion_helper",
@@ -107,6 +97,7 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name",
     "get_expert_parallel_rng_tracker_name",
+    "get_extra_te_kwargs",
     "get_fp8_autocast_for_quant_params",
     "get_fp8_autocast_for_quant_recipe",
     "get_quant_config_or_none",
@@ -129,3 +120,11 @@ __all__ = [
     "te_checkpoint",
     "will_execute_quantized",
 ]
+
+# Megatron spells these functions with an underscore. Code that was written for it finds them under that spelling here;
+# they are the functions of the same names without it, which `__all__` has.
+_get_extra_te_kwargs = get_extra_te_kwargs
+_get_fp8_autocast_for_quant_params = get_fp8_autocast_for_quant_params
+_get_fp8_autocast_for_quant_recipe = get_fp8_autocast_for_quant_recipe
+_get_should_context_be_quantized_params = get_should_context_be_quantized_params
+_get_should_context_be_quantized_recipe = get_should_context_be_quantized_recipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -22,15 +21,16 @@ ATTENTION_TYPES = ("self", "cross")
 def is_layer_window_attention(
     window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
 ) -> bool:
-    """Whether layer ``layer_number``, from 1, attends in a window.
+    """Return whether layer ``layer_number``, from 1, attends in a window.
 
     Args:
-        window_size: None: no layer does.
-        window_attn_skip_freq: None: all do; an integer ``N``: all but every ``N``-th; a sequence with an entry for each
-            layer: those whose entry is true.
+        window_size: None: no layer has a window.
+        window_attn_skip_freq: which layers have one. None: all; an integer ``N``: all but every ``N``-th; a sequence
+            with an entry for each layer: those whose entry is true.
+        layer_number: of the layer, from 1.
 
     Raises:
-        ValueError: for another type.
+        ValueError: for a ``window_attn_skip_freq`` of another type.
 
     Source: ``megatron.core.transformer.utils.is_layer_window_attention``.
 
@@ -57,24 +57,24 @@ class TEDotProductAttention(DotProductAttention):
     Arrays are ``[b, s, n, d]`` here (``[s, b, n, d]`` in Megatron), or ``[t, n, d]`` with ``packed_seq_params``.
 
     Args:
-        config: sizes, softmax type, window, dropout and whether largest logits are wanted.
-        layer_number: of the layer, from 1; which layers attend in a window may depend on it.
+        config: sizes, softmax type, window, dropout, and whether a call returns max logits.
+        layer_number: of the layer, from 1; whether it attends in a window may depend on it.
         attn_mask_type: an `AttnMaskType`, or its name.
         attention_type: ``"self"`` or ``"cross"``.
         attention_dropout: None: the configuration's.
         softmax_scale: None: the configuration's, or ``1 / sqrt(d)``.
         k_channels, v_channels: head sizes of keys and values, if both are given. Else ``config.kv_channels``.
-        num_splits: kept as an attribute; it tunes one CUDA kernel. None: 1 if ``config.batch_invariant_mode``.
-        cp_comm_type: how the ranks of the mesh's context axis exchange keys and values, see
-            `jax_te.ops.ContextParallel`. None: ``"p2p"``. Read in place of ``config.cp_comm_type``, as in Megatron,
-            where whoever builds the layer takes it from there.
+        num_splits: an attribute without effect; it tunes one CUDA kernel. None: 1 if ``config.batch_invariant_mode``.
+        cp_comm_type: how the devices of the mesh's context axis exchange keys and values, see
+            `jax_te.ops.ContextParallel`. None: ``"p2p"``. As in Megatron, this argument is read instead of
+            ``config.cp_comm_type``, which the caller may pass.
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
         cp_load_balanced: sequences come in zig-zag order, as Megatron's batches do under context parallelism; see
             `jax_te.ops.zigzag_positions`. None: the configuration's.
-        rngs: taken like in every layer; there is nothing to draw.
+        rngs: not needed, because nothing is drawn.
 
     Raises:
-        ValueError: for unknown names; when called, for masks that the call lacks or does not use.
+        ValueError: for unknown names; when called, for masks that are missing or have no effect.
         TypeError: for a ``pg_collection``.
 
     Source: ``megatron.core.extensions.transformer_engine.TEDotProductAttention``.
@@ -151,11 +151,11 @@ class TEDotProductAttention(DotProductAttention):
             query: ``[b, sq, n, d]``, or ``[t, n, d]`` with ``packed_seq_params``.
             key: ``[b, skv, g, d]`` or ``[t, g, d]``.
             value: ``[b, skv, g, dv]`` or ``[t, g, dv]``.
-            attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]``, padding at the end of each
-                sequence, of which only the lengths are read; a pair ``(of queries, of keys)`` where these differ. For
-                ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the others None, or it is not looked at, as in
+            attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]`` with the padding at the end
+                of each sequence: only the lengths are read; a pair ``(queries' mask, keys' mask)`` if the two differ.
+                For ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types it is ignored, as in
                 Transformer Engine.
-            attn_mask_type: in place of the layer's own. With ``packed_seq_params``, ``causal`` counts as
+            attn_mask_type: replaces the layer's own. With ``packed_seq_params``, ``causal`` counts as
                 ``padding_causal`` and ``no_mask`` as ``padding``.
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: several sequences in each row.
@@ -163,9 +163,9 @@ class TEDotProductAttention(DotProductAttention):
             dropout_key: turns dropout on.
 
         Returns:
-            ``[b, sq, n·dv]``, or ``[t, n·dv]``; where ``config.qk_clip`` or ``config.log_max_attention_logit`` asks for
-            it, a tuple of it and the largest logit of each head, fp32 ``[n]``, in place of Megatron's attribute
-            ``current_max_attn_logits``: merge those of several calls with ``jnp.maximum``.
+            ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``
+            a tuple of this array and the max logit of each head, fp32 ``[n]``, in place of Megatron's attribute
+            ``current_max_attn_logits``: merge the max logits of several calls with ``jnp.maximum``.
         """
         del num_splits
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
@@ -173,11 +173,13 @@ class TEDotProductAttention(DotProductAttention):
         if packed_seq_params is not None:
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
         elif mask_type == "no_mask" and self.has_window and query.shape[-3] == 1:
-            mask_type = "causal_bottom_right"  # one token of a decoder, whose keys end with its own
+            # One token of a decoder: its key is the last one, so the window must be aligned to the end.
+            mask_type = "causal_bottom_right"
         if mask_type == "arbitrary":
             masks["attention_mask"] = attention_mask
         elif mask_type.startswith("padding") and packed_seq_params is None:
             masks |= _lengths(attention_mask)
+        # Megatron packs into one row without a batch axis; the layer wants the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
             query, key, value = query[None], key[None], value[None]
@@ -199,7 +201,7 @@ class TEDotProductAttention(DotProductAttention):
         return (merged, *logits) if logits else merged
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
-        """Nothing: heads are split over the mesh's tensor axis, whichever mesh a call runs under.
+        """Check the argument. There is nothing to set: heads are sharded over the tensor axis of the mesh in use.
 
         Args:
             tp_group: None or ``"tensor"``.
@@ -209,11 +211,7 @@ class TEDotProductAttention(DotProductAttention):
         """
         check_tp_group(tp_group)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of the learnable softmax offset, split over heads; ``{}`` where there is none."""
-        return sharded_state_dict(self, prefix, sharded_offsets, metadata)
+    sharded_state_dict = sharded_state_dict  # of the learnable softmax offset, if there is one
 
 
 def _name(mask_type: AttnMaskType | str) -> str:

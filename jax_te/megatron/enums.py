@@ -6,7 +6,7 @@ import enum
 
 
 class Fp8Recipe(enum.StrEnum):
-    """FP8 recipe names. Each member equals its string, so raw text from a YAML file may be compared with it.
+    """FP8 recipe names. Each member equals its string, so it compares with raw text from a YAML file.
 
     Source: ``megatron.core.enums.Fp8Recipe``.
 
@@ -35,7 +35,7 @@ class Fp4Recipe(enum.StrEnum):
 
 
 class TransformerEngineConfigType(enum.Enum):
-    """Kinds of payload in the ``configs`` section of a quantization file; the one that this package reads.
+    """Kinds of payload in the ``configs`` section of a quantization file. This package reads one kind.
 
     Source: ``megatron.core.extensions.transformer_engine.TransformerEngineConfigType``.
 
@@ -47,9 +47,9 @@ class TransformerEngineConfigType(enum.Enum):
 
 
 TE_CONFIG_TYPE_KEY = "transformer_engine_config_type"
-"""The key that says which `TransformerEngineConfigType` a payload is."""
+"""Key of a payload's `TransformerEngineConfigType`."""
 
-_TE_CONFIG_TYPE_KEY = TE_CONFIG_TYPE_KEY  # Megatron's spelling
+_TE_CONFIG_TYPE_KEY = TE_CONFIG_TYPE_KEY  # Megatron's spelling, for code that was written for it
 
 
 class AttnMaskType(enum.Enum):

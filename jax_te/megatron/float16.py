@@ -19,15 +19,15 @@ from jax_te.typing import Array, DTypeLike
 
 _Marked = TypeVar("_Marked", nnx.Variable, nnx.Module)
 
-_FLOAT_TYPES, _HALF_TYPES, _BF16_TYPES = ("float32",), ("float16",), ("bfloat16",)  # Megatron's spellings
+_FLOAT_TYPES, _HALF_TYPES, _BF16_TYPES = ("float32",), ("float16",), ("bfloat16",)  # Megatron's names
 _WIDE_FLOATS = ("float64", *_FLOAT_TYPES, *_BF16_TYPES, *_HALF_TYPES)
 
 
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
-    """``conversion`` of every value in nested tuples and lists.
+    """Return ``val`` with ``conversion`` applied to every value in nested tuples and lists.
 
-    Anything else, a dict or another pytree, goes to ``conversion`` whole. Named tuples stay what they are (Megatron
-    turns them into tuples).
+    Dicts and other pytrees are passed to ``conversion`` whole. Named tuples keep their class (Megatron turns them into
+    tuples).
 
     Source: ``megatron.core.transformer.module.conversion_helper``.
 
@@ -43,7 +43,7 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> Any:
-    """``float16_convertor`` of every fp32 array in nested tuples and lists; everything else as it is.
+    """Return ``val`` with ``float16_convertor`` applied to every fp32 array in nested tuples and lists.
 
     Source: ``megatron.core.transformer.module.fp32_to_float16``.
 
@@ -55,7 +55,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> An
 
 
 def float16_to_fp32(val: Any) -> Any:
-    """Every fp16 and bf16 array in nested tuples and lists in fp32; everything else as it is.
+    """Return ``val`` with every fp16 and bf16 array in nested tuples and lists cast to fp32.
 
     Source: ``megatron.core.transformer.module.float16_to_fp32``.
 
@@ -67,14 +67,13 @@ def float16_to_fp32(val: Any) -> Any:
 
 
 def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
-    """Mark a Variable, or all Variables of a module, to be left alone by `Float16Module`. Returns what was given.
+    """Return the argument, marked: `Float16Module` does not cast a marked Variable, or any Variable of a marked module.
 
-    The mark is the entry ``keep_in_fp32`` of the Variable's metadata, so it stays through ``nnx.split`` and ``jit``.
-    It says nothing about the computation, which follows the layer: this package's layers cast kernels to the dtype of
-    their input.
+    The mark is the entry ``keep_in_fp32`` of the Variable's metadata, so ``nnx.split`` and ``jit`` preserve it. It does
+    not change the computation: this package's layers cast kernels to the dtype of their input.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: for an argument that is neither.
 
     Source: ``megatron.core.transformer.module.mark_keep_in_fp32``.
 
@@ -97,10 +96,10 @@ def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
 def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeLike) -> None:
     """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
 
-    Variables of every kind that hold an array are cast, abstract ones (``jax.ShapeDtypeStruct``) too. Left alone are
-    quantizer state, a tree of arrays whose scales are fp32 by definition (in Transformer Engine it is no buffer of the
-    module); quantized parameters; and arrays in 8 bits or fewer, which are quantized values. Quantized kernels that
-    layers kept are dropped.
+    Variables of every kind that hold an array are cast, including abstract ones (``jax.ShapeDtypeStruct``). Not cast
+    are quantizer state, a tree of arrays whose scales are fp32 by definition (in Transformer Engine it is no buffer of
+    the module); parameters stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels
+    are dropped.
 
     Args:
         module: changed in place.
@@ -121,6 +120,7 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     for variable in _variables(module):
         if variable.get_metadata("keep_in_fp32", False):
             continue
+        # Only arrays: values that are trees, such as quantizer state and quantized kernels, have dtypes of their own.
         value: Any = variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct) and value.dtype.name in _WIDE_FLOATS:
             variable.set_value(value.update(dtype=dtype))
@@ -130,23 +130,23 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
 
 
 class Float16Module(MegatronModule):
-    """A model in fp16 or bf16: parameters cast once, inputs on the way in, outputs back to fp32.
+    """A model in fp16 or bf16: parameters are cast once, inputs at the start of a call, outputs back to fp32.
 
     The wrapped module's parameters and other floating-point Variables are cast in place, except those marked by
-    `mark_keep_in_fp32` and quantizer state. A ``compute_dtype`` that it or a submodule has, as `jax_te.models.GPTModel`
-    does, is set as well: in PyTorch the parameters' dtype decides, here that attribute does. Masters in fp32 are kept
-    by `jax_te.training.TrainState`.
+    `mark_keep_in_fp32` and quantizer state. The attribute ``compute_dtype`` of the module or a submodule, such as
+    `jax_te.models.GPTModel`, is set, too: it determines the dtype of activations, as the parameters' dtype does in
+    PyTorch. `jax_te.training.TrainState` holds fp32 masters.
 
     Args:
-        config: has the attribute ``fp16`` or ``bf16``, True; hashable.
+        config: its attribute ``fp16`` or ``bf16`` is True; hashable.
         module: the model; cast in place.
-        pre_process: this is the first pipeline stage, so inputs are cast. JAX has no process groups to ask.
+        pre_process: this is the first pipeline stage, so inputs are cast. JAX has no process groups that could tell.
         post_process: this is the last pipeline stage, so outputs are cast back.
-        vp_size: virtual pipeline stages on each rank; None or 1 without a virtual pipeline.
-        vp_stage: which of them this is, from 0. Inputs are cast on the first, outputs on the last.
+        vp_size: virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
+        vp_stage: number of this virtual stage, from 0. Inputs are cast on the first, outputs on the last.
 
     Raises:
-        ValueError: if neither or both of ``fp16`` and ``bf16`` are set (where both are, Megatron takes fp16), or
+        ValueError: if neither or both of ``fp16`` and ``bf16`` are set (Megatron takes fp16 if both are), or
             ``vp_stage`` is not one of ``vp_size`` stages.
         AssertionError: for a ``vp_stage`` other than 0 without a virtual pipeline.
         TypeError: for a config that is not hashable.
@@ -190,13 +190,13 @@ class Float16Module(MegatronModule):
         self.module = module
 
     def __call__(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """The wrapped module's result.
+        """Call the wrapped module.
 
         Args:
-            inputs: fp32 arrays among them, also in nested tuples and lists, are cast on the first stage.
-            fp32_output: cast fp16 and bf16 results to fp32 on the last stage; elsewhere without effect.
-            kwargs: passed as they are. Megatron's document says that they are cast, but it does not do so, and rightly
-                not: sums over a loss mask, say, need fp32.
+            inputs: fp32 arrays, also in nested tuples and lists, are cast on the first stage.
+            fp32_output: cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
+            kwargs: passed on unchanged. Megatron's documentation says that they are cast; its code does not cast them,
+                and must not: sums over a loss mask, for example, need fp32.
 
         Raises:
             TypeError: if ``fp32_output`` is not a bool.
@@ -205,14 +205,14 @@ class Float16Module(MegatronModule):
             raise TypeError(f"fp32_output must be True or False, got {fp32_output!r}")
         if self.casts_inputs:
             inputs = fp32_to_float16(inputs, lambda x: x.astype(self.dtype))
-        outputs = self.module(*inputs, **kwargs)  # type: ignore[operator]  # a module without __call__ raises here
+        outputs = self.module(*inputs, **kwargs)  # type: ignore[operator]  # a module without __call__ raises
         return float16_to_fp32(outputs) if self.casts_outputs and fp32_output else outputs
 
     def set_input_tensor(self, input_tensor: Any) -> Any:
-        """Hand a pipeline stage's input to the wrapped module.
+        """Pass a pipeline stage's input to the wrapped module.
 
         Raises:
-            TypeError: if that has no ``set_input_tensor``; a stage's input is then an argument of its call.
+            TypeError: if the module has no ``set_input_tensor``; a stage's input is then an argument of its call.
         """
         if not hasattr(self.module, "set_input_tensor"):
             raise TypeError(
@@ -224,7 +224,7 @@ class Float16Module(MegatronModule):
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The wrapped module's, so names have no ``module.`` in front."""
+        """Return the wrapped module's `state_dict`, whose names have no prefix ``module.``."""
         if isinstance(self.module, MegatronModule):
             return self.module.state_dict(destination, prefix, keep_vars)
         destination = {} if destination is None else destination
@@ -232,19 +232,19 @@ class Float16Module(MegatronModule):
         return destination
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The wrapped module's."""
+        """Return the wrapped module's dict for a checkpoint."""
         if isinstance(self.module, MegatronModule):
             return self.module.state_dict_for_save_checkpoint(prefix, keep_vars)
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """The wrapped module's, so names have no ``module.`` in front; arguments as `MegatronModule`'s."""
+        """Return the wrapped module's `sharded_state_dict`, whose names have no prefix ``module.``."""
         if hasattr(self.module, "sharded_state_dict"):
             return self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
         return sharded_state_dict(self.module, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
-        """Into the wrapped module; names have no ``module.`` in front. Megatron's returns nothing.
+        """Load into the wrapped module; names have no prefix ``module.``. Megatron's method returns nothing.
 
         Raises:
             ValueError: listing every difference in names, shapes and dtypes.
@@ -255,7 +255,7 @@ class Float16Module(MegatronModule):
 
 
 def _virtual_ends(vp_size: int | None, vp_stage: int | None) -> tuple[bool, bool]:
-    """Whether this is the first and the last virtual stage of its rank."""
+    """Return whether this is the first, and whether it is the last virtual stage of its pipeline rank."""
     if vp_size is None or vp_size <= 1:
         if vp_stage not in (None, 0):
             raise AssertionError(f"vp_stage {vp_stage} is given, but vp_size {vp_size} means no virtual pipeline")

@@ -10,8 +10,7 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.layers import LayerNormLinear
 from jax_te.layers.internal import check_context_size
-from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
-from jax_te.megatron.te_layer import TELayer, refuse
+from jax_te.megatron.te_layer import TELayer, TELayerOptions, refuse
 from jax_te.typing import Array, Initializer
 
 
@@ -22,11 +21,11 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Parameters are ``scale [k]``, ``ln_bias [k]`` (LayerNorm only), ``kernel [k, n]`` and ``bias [n]``.
 
     Args:
-        is_expert: False: experts take `TENorm` and `TEColumnParallelLinear`.
+        is_expert: False; experts take `TENorm` and `TEColumnParallelLinear`.
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
             tp_comm_buffer_name, tp_group, name, rngs: as in `TEColumnParallelLinear`.
 
-    Attributes are those of `TELinear`, but for ``save_original_input``: the GEMM's input is the norm's output.
+    Attributes are those of `TELinear` except ``save_original_input``: the GEMM's input is the norm's output.
 
     Raises:
         ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; and as
@@ -67,43 +66,33 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             is_expert=is_expert,
             skip_weight_param_allocation=skip_weight_param_allocation,
         )
-        self._describe_layer(
-            config,
-            input_size,
-            output_size,
-            parallel_mode="column",
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            symmetric_ar_type=config.symmetric_ar_type,
+        options = TELayerOptions(
+            "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
         )
-        super().__init__(
-            input_size,
-            output_size,
-            config.layernorm_epsilon,
-            bias,
+        self._build(
+            (input_size, output_size),
+            config,
+            init_method,
+            rngs,
+            options,
+            eps=config.layernorm_epsilon,
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            init_method=condition_init_method(config, init_method),
-            return_bias=self.te_return_bias,
-            rngs=rngs,
-            **self._tensor_parallel_arguments(tp_group),
-            **_get_extra_te_kwargs(config),
         )
-        self._take_precision(name)
 
     def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:
         """Apply the layer.
 
         Args:
-            x: ``[..., k]``; its dtype is the dtype of computation and of the output. But fp32 on half-precision norm
-                parameters, such as a residual stream in fp32, is cast to their dtype; its gradient is in fp32.
+            x: ``[..., k]``; its dtype is the dtype of computation and of the output. If the norm's parameters are in
+                half precision and ``x`` is in fp32, such as an fp32 residual stream, ``x`` is cast to their dtype; its
+                gradient is in fp32.
             is_first_microbatch: as in `Linear`.
 
         Returns:
-            ``(y [..., n], bias [n] or None)``, as `TELinear`. The norm's output is never among them.
+            ``(y [..., n], bias [n] or None)``, as `TELinear`; the norm's output is not returned.
         """
+        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would else run in fp32.
         own = self.scale.get_value().dtype
         if x.dtype == jnp.float32 and jnp.dtype(own).itemsize < x.dtype.itemsize:
             x = x.astype(own)

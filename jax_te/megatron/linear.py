@@ -12,49 +12,48 @@ from jax_te.config import ModelParallelConfig
 from jax_te.config.internal import check_choice
 from jax_te.layers import Linear
 from jax_te.layers.internal import check_context_size
-from jax_te.megatron.te_kwargs import _get_extra_te_kwargs, condition_init_method
-from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, refuse
+from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, TELayerOptions, refuse
 from jax_te.typing import Array, Initializer
 
 
 class TELinear(TELayer, Linear):
     """`jax_te.layers.Linear` with Megatron's arguments; a call gives ``(y, bias or None)``.
 
-    Arguments are Megatron's in name and order, and one more: ``rngs``, as every NNX layer takes. Megatron draws weights
-    from a global tracker of CUDA states, a stream for each kind of layer and rank. JAX has no global random state, and
-    a global array has one value: initial weights depend on ``rngs`` alone, not on the mesh, whatever the mode is.
+    Arguments are Megatron's in name and order, followed by ``rngs``, as every NNX layer takes. Megatron draws weights
+    from a global tracker of CUDA states, with a stream for each kind of layer and rank. JAX has no global random state,
+    and a global array has one value: initial weights depend on ``rngs`` alone, not on the mesh or the mode.
 
     Args:
-        input_size: ``k``, of the whole input, not of a rank's part.
-        output_size: ``n``, likewise.
-        parallel_mode: ``"column"`` splits ``n`` over the mesh's tensor axis, ``"row"`` splits ``k``,
-            ``"duplicated"`` (or None) neither; such a layer takes and gives whole sequences.
-        config: its fields are read as `ModelParallelConfig` lists them.
+        input_size: ``k``, of the global input, not of a shard.
+        output_size: ``n``, of the global output.
+        parallel_mode: ``"column"`` shards ``n`` over the mesh's tensor axis, ``"row"`` shards ``k``, ``"duplicated"``
+            (or None) neither; a duplicated layer takes and gives whole sequences.
+        config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of the kernel ``[k, n]``: ``init(key, shape, dtype)``, e.g. ``config.init_method``.
-        bias: there is a bias ``[n]``, at first 0.
-        skip_bias_add: with ``bias``, do not add it but return it, for a fused operation to add.
+        bias: there is a bias ``[n]``, initially 0.
+        skip_bias_add: with ``bias``, return the bias instead of adding it, for a fused operation to add.
         skip_weight_param_allocation: False.
-        tp_comm_buffer_name: ``"qkv"``, ``"proj"``, ``"fc1"``, ``"fc2"`` or None: a name of user buffers, which there
-            are none of here; without effect.
-        is_expert: the layer belongs to one expert of a mixture. The arrays are the same; its collectives, too, follow
-            from how they are split, so nothing is left for a token dispatcher to gather or reduce over the tensor
-            ranks. Which tokens come in is decided outside. Kernels of all experts are on every rank of the other axes.
-        symmetric_ar_type: one of `jax_te.config.SYMMETRIC_AR_TYPES`, without effect.
-        tp_group: None or ``"tensor"``, the mesh's axis that stands for Megatron's process group.
-        name: under which the rules of ``config.quant_recipe`` know the layer. None: they are not asked, until
-            `apply_quantization_config` or `finish_init` gives it a precision.
+        tp_comm_buffer_name: ``"qkv"``, ``"proj"``, ``"fc1"``, ``"fc2"`` or None: a name of user buffers; JAX has none,
+            so the name has no effect.
+        is_expert: the layer belongs to one expert of a mixture. Arrays and collectives are those of any other layer:
+            collectives follow from shardings, so a token dispatcher has nothing to gather or reduce over the tensor
+            axis. The caller decides which tokens come in. Kernels of all experts are on every device of the other axes.
+        symmetric_ar_type: None, ``"two_shot"``, ``"one_shot"`` or ``"multimem_all_reduce"``, without effect.
+        tp_group: None or ``"tensor"``, the mesh axis that takes the role of Megatron's process group.
+        name: under which the rules of ``config.quant_recipe`` know the layer. None: the rules are not applied, until
+            `apply_quantization_config` or `finish_init` gives the layer a precision.
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
         is_first_microbatch: None; `MegatronModule.set_is_first_microbatch` sets it, see `QuantizableModule`.
-            Megatron's starts as True and each call makes it False, which a function under ``jit`` could not.
+            Megatron's starts as True, and each call sets it to False, which a function under ``jit`` cannot do.
         module_recipe, deterministic, save_original_input, module_name: see `Linear`.
 
     Raises:
-        ValueError: for ``skip_weight_param_allocation``; an unknown mode or name; a mesh in use with another number of
-            tensor ranks than ``config.tensor_model_parallel_size``, unless that is 1; as `Linear`.
+        ValueError: for ``skip_weight_param_allocation``; an unknown mode or name; a mesh in use whose tensor axis is
+            not of the size ``config.tensor_model_parallel_size``, unless that is 1; as `Linear`.
         AssertionError: for a duplicated layer with a ``tp_group``; an unknown ``symmetric_ar_type``; a size that the
-            tensor ranks do not divide.
+            tensor axis does not divide.
         TypeError: for another ``tp_group``; an ``init_method`` that cannot be called.
 
     Source: ``megatron.core.extensions.transformer_engine.TELinear``.
@@ -94,28 +93,10 @@ class TELinear(TELayer, Linear):
                 f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"
             )
         mode = None if parallel_mode == "duplicated" else parallel_mode
-        self._describe_layer(
-            config,
-            input_size,
-            output_size,
-            parallel_mode=mode,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            symmetric_ar_type=symmetric_ar_type,
+        options = TELayerOptions(
+            mode, bias, skip_bias_add, is_expert, tp_comm_buffer_name, symmetric_ar_type, tp_group, name
         )
-        super().__init__(
-            input_size,
-            output_size,
-            bias,
-            init_method=condition_init_method(config, init_method),
-            return_bias=self.te_return_bias,
-            rngs=rngs,
-            **self._tensor_parallel_arguments(tp_group),
-            **_get_extra_te_kwargs(config),
-        )
-        self._take_precision(name)
+        self._build((input_size, output_size), config, init_method, rngs, options)
 
     def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:
         """Apply the layer.
@@ -125,10 +106,11 @@ class TELinear(TELayer, Linear):
             is_first_microbatch: as in `Linear`.
 
         Returns:
-            ``(y [..., n], None)`` with the bias in ``y``, if there is one; with ``skip_bias_add`` and ``bias``
-            ``(y, bias [n])``, both in the dtype of ``x``. A row-parallel layer's bias is added once, to the sum over
-            the tensor ranks.
+            ``(y [..., n], None)`` with the bias, if any, added to ``y``; with ``skip_bias_add`` and ``bias``
+            ``(y, bias [n])``, both in the dtype of ``x``. A row-parallel layer's bias is added once, after the sum over
+            the tensor axis.
         """
+        # A layer may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         return result if self.te_return_bias else (result, None)
@@ -136,7 +118,7 @@ class TELinear(TELayer, Linear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of every array of a duplicated layer, see `jax_te.megatron.sharded_state_dict`.
+        """Return shape, dtype and sharding of a duplicated layer's arrays, see `jax_te.megatron.sharded_state_dict`.
 
         Raises:
             AssertionError: for a column- or row-parallel layer; `TEColumnParallelLinear` and `TERowParallelLinear`
@@ -152,10 +134,10 @@ class TELinear(TELayer, Linear):
 
 
 class TEColumnParallelLinear(TELinear):
-    """`TELinear` whose output features are split over the tensor ranks.
+    """`TELinear` whose output features are sharded over the tensor axis.
 
     Args:
-        gather_output: False: the output stays split.
+        gather_output: False: the output stays sharded.
         is_expert: as in `TELinear`.
         input_size, output_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation,
             tp_comm_buffer_name, tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is
@@ -190,35 +172,24 @@ class TEColumnParallelLinear(TELinear):
         name: str | None = None,
         rngs: nnx.Rngs,
     ):
-        refuse(gather_output=gather_output)
-        super().__init__(
-            input_size,
-            output_size,
-            parallel_mode="column",
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            is_expert=is_expert,
-            symmetric_ar_type=config.symmetric_ar_type,
-            tp_group=tp_group,
-            name=name,
-            rngs=rngs,
+        refuse(gather_output=gather_output, skip_weight_param_allocation=skip_weight_param_allocation)
+        options = TELayerOptions(
+            "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
         )
+        self._build((input_size, output_size), config, init_method, rngs, options)
 
-    sharded_state_dict = TELayer.sharded_state_dict
+    # TELinear's own is for duplicated layers, as in Megatron.
+    sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]
 
 
 class TERowParallelLinear(TELinear):
-    """`TELinear` whose input features are split over the tensor ranks, such as the output of a column-parallel layer.
+    """`TELinear` whose input features are sharded over the tensor axis, such as the output of a column-parallel layer.
 
     Args:
-        input_is_parallel: True: the input is split already.
+        input_is_parallel: True: the input is sharded already.
         is_expert: as in `TELinear`.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
-            as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is whole on every rank.
+            as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
 
     Raises:
         ValueError: for ``input_is_parallel=False``; and as `TELinear`.
@@ -253,21 +224,9 @@ class TERowParallelLinear(TELinear):
                 "input_is_parallel=False is not supported: the input of a row-parallel layer is split over the tensor "
                 "ranks; jax_te.sharding.constrain(x, axes) with 'ffn' as the last axis splits it"
             )
-        super().__init__(
-            input_size,
-            output_size,
-            parallel_mode="row",
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            skip_weight_param_allocation=False,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            is_expert=is_expert,
-            symmetric_ar_type=config.symmetric_ar_type,
-            tp_group=tp_group,
-            name=name,
-            rngs=rngs,
+        options = TELayerOptions(
+            "row", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
         )
+        self._build((input_size, output_size), config, init_method, rngs, options)
 
-    sharded_state_dict = TELayer.sharded_state_dict
+    sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 
 from jax_te.config.internal import SYMMETRIC_AR_TYPES
@@ -17,7 +15,7 @@ _QUANTIZED_BY = ("fp8", "fp4", "quant_recipe")
 
 
 def param_is_not_shared(param: nnx.Variable) -> bool:
-    """Whether a parameter counts where each is counted once: False if its metadata has a true ``shared``.
+    """Return False if the metadata of a parameter has a true ``shared``: a count of parameters then skips it.
 
     Raises:
         TypeError: if it is not an ``nnx.Variable``; an array carries no marks.
@@ -33,7 +31,7 @@ def param_is_not_shared(param: nnx.Variable) -> bool:
 
 
 class MegatronModule(nnx.Module):
-    """An NNX module with a configuration and what Megatron expects of every model.
+    """An NNX module with a configuration and the methods that Megatron expects of every model.
 
     Args:
         config: `jax_te.config.TransformerConfig` or any other hashable object; static.
@@ -65,35 +63,25 @@ class MegatronModule(nnx.Module):
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Arrays by dotted name, see `jax_te.megatron.state_dict`.
+        """Return arrays by dotted name, see `jax_te.megatron.state_dict`.
 
         Args:
-            destination: a dict to add them to, which is then returned.
-            prefix: in front of every name, with its dot.
-            keep_vars: give the Variables, not their arrays.
+            destination: a dict to which the arrays are added, and which is returned.
+            prefix: of every name, with its dot.
+            keep_vars: return the Variables, not their arrays.
         """
         destination = {} if destination is None else destination
         destination.update(state_dict(self, prefix, keep_vars))
         return destination
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """What a checkpoint holds of this module: its `state_dict`, unless a subclass says otherwise."""
+        """Return this module's part of a checkpoint: its `state_dict`, unless a subclass overrides this method."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of every array by name, see `jax_te.megatron.sharded_state_dict`.
-
-        Submodules that have this method are asked for their part.
-
-        Raises:
-            ValueError: for ``sharded_offsets`` that are not empty.
-        """
-        return sharded_state_dict(self, prefix, sharded_offsets, metadata)
+    sharded_state_dict = sharded_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
-        """Put arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
+        """Load the arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
 
         Raises:
             ValueError: listing every difference in names, shapes and dtypes.
@@ -101,20 +89,20 @@ class MegatronModule(nnx.Module):
         return load_state_dict(self, state_dict, strict)
 
     def set_is_first_microbatch(self) -> None:
-        """Set ``is_first_microbatch`` on every submodule that has it, if the configuration quantizes.
+        """Set ``is_first_microbatch`` on every submodule that has this attribute, if the configuration quantizes.
 
-        It does where ``config.fp8``, ``config.fp4`` or ``config.quant_recipe`` is there and not None, and leaves out
-        submodules whose ``disable_parameter_transpose_cache`` is true. The attribute is static: a jitted function is
-        traced again where it changes. Megatron remembers the submodules of the first call; here they are looked up each
-        time, since ``nnx.merge`` makes new ones.
+        A configuration quantizes if ``fp8``, ``fp4`` or ``quant_recipe`` exists and is not None. Submodules whose
+        ``disable_parameter_transpose_cache`` is true are skipped. The attribute is static: a jitted function is traced
+        again when it changes.
         """
+        # Looked up in each call: nnx.merge makes new modules, so the first call's, which Megatron caches, may be gone.
         if any(getattr(self.config, name, None) is not None for name in _QUANTIZED_BY):
             self._set_everywhere("is_first_microbatch", True, unless="disable_parameter_transpose_cache")
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
-        """Set ``symmetric_ar_type`` on every submodule that has it.
+        """Set ``symmetric_ar_type`` on every submodule that has this attribute.
 
-        Megatron writes another attribute, which nothing reads; this one sets the real one.
+        Megatron's method sets another attribute, which nothing reads.
 
         Raises:
             AssertionError: for a value that is not in `SYMMETRIC_AR_TYPES`.
@@ -124,10 +112,9 @@ class MegatronModule(nnx.Module):
         self._set_everywhere("symmetric_ar_type", set_to)
 
     def refresh_cache(self) -> None:
-        """Call this after parameters were changed from outside: what is derived from them is dropped.
+        """Drop values derived from parameters; call this after parameters were changed from outside.
 
-        Here that is the quantized kernels that layers keep between microbatches; a subclass may add its own. Megatron's
-        does nothing.
+        These are the cached kernels of layers; a subclass may add its own. Megatron's method does nothing.
         """
         drop_cached_kernels(self)
 

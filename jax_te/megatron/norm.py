@@ -7,22 +7,23 @@ from typing import Any
 from flax import nnx
 
 from jax_te.layers import LayerNorm, RMSNorm
-from jax_te.megatron.te_kwargs import _get_extra_te_kwargs
+from jax_te.megatron.te_kwargs import get_extra_te_kwargs
 
 
 class TENorm:
-    """`jax_te.layers.LayerNorm` or `jax_te.layers.RMSNorm`, as ``config.normalization`` says; never a TENorm.
+    """Constructor of the norm that ``config.normalization`` names: a `LayerNorm` or `RMSNorm`, never a TENorm.
 
     Args:
-        config: read are ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel``, ``params_dtype``.
+        config: its fields ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel`` and
+            ``params_dtype`` are read.
         hidden_size: ``h``.
-        eps: added to the variance or mean square. As in Megatron ``config.layernorm_epsilon`` is not read: pass it.
-        has_residual: a residual connection starts at the norm's input. Megatron fuses the two where a second option,
-            ``fused_residual_rmsnorm``, is on; XLA does so by itself, so the result is always the norm's output alone.
-        rngs: as every layer takes; not needed, because the initial values are constants.
+        eps: added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read: pass it.
+        has_residual: a residual connection starts at the norm's input. Megatron fuses the two if a second option,
+            ``fused_residual_rmsnorm``, is on; XLA fuses them by itself, so the result is always the norm's output.
+        rngs: not needed, because the initial values are constants.
 
     Raises:
-        Exception: for another normalization, of this very type, as in Megatron.
+        Exception: for another normalization; exactly this class, as in Megatron.
         ValueError: for a size or ``eps`` that is not positive.
 
     Source: ``megatron.core.extensions.transformer_engine.TENorm``.
@@ -42,7 +43,7 @@ class TENorm:
         *,
         rngs: nnx.Rngs | None = None,
     ) -> LayerNorm | RMSNorm:
-        del has_residual
+        del has_residual  # XLA fuses without being told
         layers = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if config.normalization not in layers:
             raise Exception(
@@ -54,5 +55,5 @@ class TENorm:
             sequence_parallel=config.sequence_parallel,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             rngs=nnx.Rngs(0) if rngs is None else rngs,
-            **_get_extra_te_kwargs(config),
+            **get_extra_te_kwargs(config),
         )

@@ -1,4 +1,4 @@
-"""Giving every quantizable layer of a model its precision by a quantization file, and reporting what came of it."""
+"""Applying a quantization file to all quantizable layers of a model, and a report of the result."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ACTS = {
 
 @dataclass(frozen=True)
 class ModuleQuantization:
-    """What one quantizable layer got.
+    """Precision of one quantizable layer.
 
     Args:
-        path: its dotted path.
+        path: dotted path of the layer.
         kind: name of its class.
         matcher: label of the rule that applied, or None.
-        config_key: name of the config, or None.
-        module_recipe: the layer's ``module_recipe``; None: it follows the ambient recipe.
+        config_key: name of the config that the rule gave, or None.
+        module_recipe: the layer's ``module_recipe``; None: the layer follows the ambient recipe.
     """
 
     path: str
@@ -43,17 +43,17 @@ class ModuleQuantization:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What `apply_quantization_config` did; as text, a table.
+    """Result of `apply_quantization_config`; as text, a table.
 
-    Its last column says in which ambient state a layer's recipe takes effect: "quantized", i.e. only under an ambient
-    recipe, is the default (``override_quantized_autocast``, ``override_nonquantized_autocast``).
+    The last column of the table is the ambient state in which a layer's recipe takes effect. The default is
+    "quantized": only under an ambient recipe (``override_quantized_autocast``, ``override_nonquantized_autocast``).
 
     Args:
         modules: every quantizable layer, in the order of the model's layers.
-        unused_matchers: rules that no quantizable layer's path fits.
-        shadowed_matchers: rules that fit some path, but an earlier rule applied to each of them.
+        unused_matchers: rules that match no quantizable layer's path.
+        shadowed_matchers: rules that match some paths, to each of which an earlier rule applied.
         disabled_matchers: rules that are not enabled.
-        unused_configs: configs that no layer got.
+        unused_configs: configs that were given to no layer.
     """
 
     modules: tuple[ModuleQuantization, ...]
@@ -64,7 +64,7 @@ class QuantizationReport:
 
     @property
     def ambient(self) -> tuple[str, ...]:
-        """Paths of the layers left to the ambient recipe."""
+        """Paths of the layers that follow the ambient recipe."""
         return tuple(module.path for module in self.modules if module.module_recipe is None)
 
     def __str__(self) -> str:
@@ -83,27 +83,27 @@ class QuantizationReport:
 
 
 def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | None) -> QuantizationReport:
-    """Give every quantizable layer the precision that the first rule for its path names.
+    """Give every quantizable layer the precision of the first rule that matches its path.
 
-    A path is made of the attribute names and list indices that lead to a layer: ``layers.0.self_attention.qkv``. A
-    `Float16Module` around the model adds nothing. Two things differ from Megatron's names: there is no ``decoder.`` in
-    front, and a LayerNormMLP is one layer with both of its GEMMs, so that ``layers.0.layernorm_mlp`` stands for
+    A path consists of the attribute names and list indices that lead to a layer: ``layers.0.self_attention.qkv``. A
+    `Float16Module` around the model adds nothing to it. Two things differ from Megatron's names: paths have no prefix
+    ``decoder.``, and a LayerNormMLP is one layer with both of its GEMMs, so ``layers.0.layernorm_mlp`` stands for
     Megatron's ``mlp.linear_fc1`` and ``mlp.linear_fc2``. `jax_te.layers.quantizable_modules` lists a model's paths.
 
-    Layers that no rule applies to lose what they had and follow the ambient recipe, as after Megatron's walk with
-    ``finish_init``. All payloads are checked before any layer is changed.
+    Layers to which no rule applies lose the recipe that they had and follow the ambient one, as after Megatron's walk
+    with ``finish_init``.
 
     Args:
-        model: changed in place. Its layers' recipes are static: do this before jitting, or jitted functions are traced
-            again.
-        recipe_config: from `load_quantization_recipe`. None takes all layers' own recipes away.
+        model: changed in place. Its layers' recipes are static: call this before jitting, or jitted functions are
+            traced again.
+        recipe_config: from `load_quantization_recipe`. None removes all layers' own recipes.
 
     Returns:
-        What each layer got, and what in the file had no effect; print it.
+        The precision of each layer, and the entries of the file that had no effect; print it.
 
     Raises:
         ValueError: if the model has no quantizable layer, or as `finish_init`.
-        KeyError: if a rule that applies names a config that there is not.
+        KeyError: if a rule that applies names a config that does not exist.
         AssertionError, TypeError: as `finish_init`.
 
     Source: the walk over ``named_modules()`` in Megatron's model builders; the report is not in Megatron.
@@ -127,6 +127,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
             "LayerNormMLP and what is built from them"
         )
     configs = {path: get_quant_config_or_none(path, recipe_config) for path in layers}
+    # All payloads are parsed before any layer is changed, so that an error leaves the model as it was.
     for config in configs.values():
         if config is not None:
             TEQuantizationParams.parse_from_config(config).to_module_recipe()
@@ -142,6 +143,7 @@ def _report(
 ) -> QuantizationReport:
     recipe_config = RecipeConfig([], {}) if recipe_config is None else recipe_config
     labels = [repr(matcher) if matcher.name is None else matcher.name for matcher in recipe_config.matchers]
+    # Matched again, because a QuantizationConfig does not say which rule gave it.
     first = {path: recipe_config.first_match(match_context(path)) for path in layers}
     modules = []
     for path, layer in layers.items():
@@ -179,7 +181,7 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def _acts(own: ModuleRecipe) -> tuple[str, str]:
-    """Where the recipe takes effect in training and in evaluation."""
+    """Return where the recipe takes effect in training and in evaluation."""
     evaluation = own.in_evaluation if isinstance(own, TwoModeRecipe) else own
     both = (own, evaluation)
     return tuple(_ACTS[r.override_quantized_autocast, r.override_nonquantized_autocast] for r in both)  # type: ignore

@@ -1,6 +1,6 @@
 """Autocast contexts of quantization recipes, and what runs quantized inside them.
 
-Only the flag that belongs to the ambient state is asked. It decides whether the layer's recipe takes effect:
+Only the flag of the ambient state is read. It decides whether the layer's recipe takes effect:
 
 =================  =========  ==================  =====================  =======================
 ambient quantized  recipe     override_quantized  override_nonquantized  runs
@@ -15,8 +15,8 @@ no                 ``{}``     any                 any                    in high
 any                None       –                   –                      like the ambient
 =================  =========  ==================  =====================  =======================
 
-Layers of this package need none of these functions: they resolve their ``module_recipe`` when called. The functions are
-for operations of one's own, and agree with `jax_te.recipe.ModuleRecipe.resolve` in every row.
+Layers of this package resolve their ``module_recipe`` when called and need none of these functions. The functions are
+for users' own operations, and agree with `jax_te.recipe.ModuleRecipe.resolve` in every row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax_te.recipe import autocast, current_recipe
 def get_fp8_autocast_for_quant_recipe(
     qrecipe: TEQuantizationRecipe,
 ) -> contextlib.AbstractContextManager[None]:
-    """The context to run under in the present ambient one: an `autocast`, or one that changes nothing.
+    """Return the context of an operation with its own recipe: an `autocast`, or a context that changes nothing.
 
     Raises:
         ValueError: as `TEQuantizationRecipe.to_recipe`, if the recipe takes effect.
@@ -51,7 +51,7 @@ def get_fp8_autocast_for_quant_recipe(
 def get_fp8_autocast_for_quant_params(
     qparams: TEQuantizationParams | None, training: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """As `get_fp8_autocast_for_quant_recipe` for a mode; None changes nothing.
+    """Return `get_fp8_autocast_for_quant_recipe` of a mode's recipe; None changes nothing.
 
     Source: ``_get_fp8_autocast_for_quant_params``.
 
@@ -65,7 +65,7 @@ def get_fp8_autocast_for_quant_params(
 
 
 def get_should_context_be_quantized_recipe(qrecipe: TEQuantizationRecipe, is_original_context_quantized: bool) -> bool:
-    """Whether `get_fp8_autocast_for_quant_recipe` gives a quantized context, without opening one.
+    """Return whether `get_fp8_autocast_for_quant_recipe` gives a quantized context, without opening the context.
 
     Source: ``_get_should_context_be_quantized_recipe``.
 
@@ -80,7 +80,7 @@ def get_should_context_be_quantized_recipe(qrecipe: TEQuantizationRecipe, is_ori
 def get_should_context_be_quantized_params(
     qparams: TEQuantizationParams | None, training: bool, is_context_quantized: bool
 ) -> bool:
-    """As `get_should_context_be_quantized_recipe` for a mode; None changes nothing.
+    """Return `get_should_context_be_quantized_recipe` of a mode's recipe; None changes nothing.
 
     Source: ``_get_should_context_be_quantized_params``.
 
@@ -94,10 +94,3 @@ def get_should_context_be_quantized_params(
 
 def _takes_effect(qrecipe: TEQuantizationRecipe, quantized: bool) -> bool:
     return qrecipe.override_quantized_autocast if quantized else qrecipe.override_nonquantized_autocast
-
-
-# Megatron's spellings
-_get_fp8_autocast_for_quant_recipe = get_fp8_autocast_for_quant_recipe
-_get_fp8_autocast_for_quant_params = get_fp8_autocast_for_quant_params
-_get_should_context_be_quantized_recipe = get_should_context_be_quantized_recipe
-_get_should_context_be_quantized_params = get_should_context_be_quantized_params

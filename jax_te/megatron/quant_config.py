@@ -1,4 +1,4 @@
-"""Quantization files: which layers, by the glob patterns of their paths, get which precision."""
+"""Quantization files: rules that give layers a precision by glob patterns of their paths."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MATCHER_KEYS = ("enabled", "type", "pattern", "config")
 
 @dataclass(frozen=True)
 class MatchContext:
-    """What a matcher sees of a module.
+    """Description of a module that a matcher decides on.
 
     Args:
         module_path: dotted path in the model.
-        layer_number: index of the layer it is in, from 0 and within its pipeline stage; None outside the layers.
+        layer_number: index of the module's layer, from 0 within the pipeline stage; None outside the layers.
 
     Source: ``megatron.core.quantization.quant_config.MatchContext``.
 
@@ -40,12 +40,12 @@ class MatchContext:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The payload that a module got.
+    """The payload that a rule gave to a module.
 
     Args:
         config: a copy of the entry of the ``configs`` section.
-        match_input: the module.
-        config_key: name of that entry.
+        match_input: description of the module.
+        config_key: name of the entry.
 
     Source: ``megatron.core.quantization.quant_config.QuantizationConfig``.
 
@@ -59,28 +59,28 @@ class QuantizationConfig:
 
 
 class Matcher(ABC):
-    """A rule: the key of the config that a module gets, or None.
+    """A rule: gives a module the key of a config, or None.
 
     Source: ``megatron.core.quantization.quant_config.Matcher``.
     """
 
     name: str | None = None
-    """Its label in a quantization file."""
+    """The rule's label in a quantization file."""
 
     @abstractmethod
     def match(self, context: MatchContext) -> str | None:
-        """The config key if the rule applies to the module."""
+        """Return the config key if the rule applies to the module, else None."""
 
 
 class GlobMatcher(Matcher):
-    """Applies where the whole module path fits a glob pattern.
+    """A rule that applies to modules whose whole path matches a glob pattern.
 
-    ``*`` crosses dots and upper and lower case differ. Beware that ``*layers.1*`` fits ``layers.10``, too; write
-    ``*layers.1.*``. The layer number is not used.
+    ``*`` also matches dots, and matching is case-sensitive. Beware that ``*layers.1*`` matches ``layers.10``, too;
+    write ``*layers.1.*``. The layer number is not used.
 
     Args:
         pattern: of `fnmatch`.
-        config_key: given to modules that fit.
+        config_key: given to modules that match.
         name: label for reports.
 
     Source: ``megatron.core.quantization.quant_config.GlobMatcher``.
@@ -93,6 +93,7 @@ class GlobMatcher(Matcher):
         self.pattern, self.config_key, self.name = pattern, config_key, name
 
     def match(self, context: MatchContext) -> str | None:
+        # Not fnmatch.fnmatch, which ignores case on some operating systems.
         return self.config_key if fnmatch.fnmatchcase(context.module_path, self.pattern) else None
 
     def __repr__(self) -> str:
@@ -101,12 +102,12 @@ class GlobMatcher(Matcher):
 
 
 class RecipeConfig:
-    """Named payloads and the ordered rules that give them to modules; the first rule that applies wins.
+    """Named payloads and ordered rules that give them to modules; the first rule that applies wins.
 
     Args:
         matchers: in order.
         config_dict: payload by config key.
-        disabled: labels of rules that a file holds but does not enable; for reports.
+        disabled: labels of the rules in a file that are not enabled, for reports.
 
     Source: ``megatron.core.quantization.quant_config.RecipeConfig``.
 
@@ -120,28 +121,28 @@ class RecipeConfig:
 
     @staticmethod
     def from_yaml_file(recipe_yaml_path: str | Path) -> RecipeConfig:
-        """From a YAML file, see `from_config_dict`; read with PyYAML's safe loader.
+        """Return the rules of a YAML file, see `from_config_dict`; PyYAML's safe loader reads the file.
 
         Raises:
-            ValueError: for a key that occurs twice in a mapping (plain PyYAML would drop the first one), for text that
-                is not YAML, and as `from_config_dict`.
+            ValueError: for a key that occurs twice in a mapping (plain PyYAML would drop the first entry), for text
+                that is not YAML, and as `from_config_dict`.
         """
         return RecipeConfig.from_config_dict(read_yaml(recipe_yaml_path))
 
     @staticmethod
     def from_config_dict(config: Mapping[str, Any]) -> RecipeConfig:
-        """From ``{"configs": {name: payload}, "matchers": {label: rule}}``; both may be missing.
+        """Return the rules of ``{"configs": {name: payload}, "matchers": {label: rule}}``; both keys may be missing.
 
         A rule has the keys ``enabled``, ``type`` (``"glob"``), ``pattern`` and ``config``. As in Megatron, ``enabled``
-        is False by default, and a rule that is not enabled is not looked at any further; here `RecipeConfig.disabled`
-        names it, and a rule without the key is logged as a warning. Payloads are not looked at.
+        is False by default, and a rule that is not enabled is not checked any further; here `RecipeConfig.disabled`
+        lists it, and a rule without the key is logged as a warning. Payloads are not checked.
 
         Raises:
             AssertionError: for an enabled rule without ``type``, ``pattern`` or ``config``.
             NotImplementedError: for a type other than ``"glob"``.
-            TypeError: for sections, rules or flags that are no mappings or bools.
-            ValueError: for unknown sections, and unknown keys of an enabled rule (Megatron ignores both, so that a
-                misspelt one has no effect).
+            TypeError: for sections and rules that are no mappings, and flags that are no bools.
+            ValueError: for unknown sections, and unknown keys of an enabled rule (Megatron ignores both, so a misspelt
+                key has no effect there).
 
         >>> rule = {"enabled": True, "type": "glob", "pattern": "*", "config": "bf16"}
         >>> RecipeConfig.from_config_dict({"configs": {"bf16": {}}, "matchers": {"all": rule}}).matchers
@@ -161,7 +162,7 @@ class RecipeConfig:
         return RecipeConfig(matchers, configs, [str(name) for name in rules if name not in enabled])
 
     def first_match(self, context: MatchContext) -> tuple[int, str] | None:
-        """Index of the first rule that applies, and the key it gives.
+        """Return the index of the first rule that applies and the key that the rule gives, or None.
 
         >>> RecipeConfig([GlobMatcher("a", "x"), GlobMatcher("*", "y")], {}).first_match(MatchContext("b"))
         (1, 'y')
@@ -173,7 +174,7 @@ class RecipeConfig:
         return None
 
     def match_to_config_key(self, operator_context: MatchContext) -> str | None:
-        """The config key a module gets, or None. Logged at INFO either way.
+        """Return the config key of a module, or None. Either result is logged at INFO.
 
         >>> RecipeConfig([], {}).match_to_config_key(MatchContext("proj")) is None
         True
@@ -187,11 +188,11 @@ class RecipeConfig:
         return key
 
     def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
-        """The module's config with a deep copy of the payload, or None.
+        """Return the module's config with a deep copy of the payload, or None.
 
         Raises:
-            KeyError: if the rule that applies names a config that there is not. As in Megatron, a file with such a rule
-                can be loaded, and used as long as the rule does not apply.
+            KeyError: if the rule that applies names a config that does not exist. As in Megatron, a file with such a
+                rule can be loaded, and used as long as the rule does not apply.
 
         >>> RecipeConfig([GlobMatcher("*", "x")], {"x": {"a": 1}}).match(MatchContext("proj")).config
         {'a': 1}
@@ -208,7 +209,7 @@ class RecipeConfig:
 
 
 def load_quantization_recipe(recipe_path: str | Path) -> RecipeConfig:
-    """The rules of a quantization file.
+    """Return the rules of a quantization file.
 
     Raises:
         ValueError, TypeError, AssertionError, NotImplementedError: as `RecipeConfig.from_yaml_file`.
@@ -226,7 +227,7 @@ def load_quantization_recipe(recipe_path: str | Path) -> RecipeConfig:
 
 
 def match_context(module_path: str) -> MatchContext:
-    """The context of a path; its layer number is the first ``layers.N`` in it.
+    """Return the `MatchContext` of a path; its layer number is that of the first ``layers.N`` in the path.
 
     >>> match_context("decoder.layers.12.mlp.linear_fc1").layer_number
     12
@@ -236,7 +237,7 @@ def match_context(module_path: str) -> MatchContext:
 
 
 def get_quant_config_or_none(module_path: str | None, recipe: RecipeConfig | None) -> QuantizationConfig | None:
-    """The config that ``recipe`` has for a module; None if there is none, or without a path or a recipe.
+    """Return the config that ``recipe`` gives to a module; None if no rule applies, or without a path or a recipe.
 
     Raises:
         KeyError: as `RecipeConfig.match`.
@@ -268,6 +269,7 @@ def _enabled(name: Any, rule: Any) -> bool:
 
 
 def _build_matcher(name: Any, rule: Mapping[Any, Any]) -> Matcher:
+    # An unknown type is reported before missing keys: another type of rule would have other keys.
     for key in ("type", "pattern", "config"):
         if key not in rule:
             raise AssertionError(f"matcher {name!r} lacks {key!r}")
@@ -278,6 +280,7 @@ def _build_matcher(name: Any, rule: Mapping[Any, Any]) -> Matcher:
         raise ValueError(
             f"matcher {name!r} has unknown keys {', '.join(map(repr, unknown))}; allowed: {', '.join(_MATCHER_KEYS)}"
         )
+    # YAML reads an unquoted 1 or yes as a number or a bool, which would match nothing.
     for key in ("pattern", "config"):
         if not isinstance(rule[key], str):
             raise TypeError(f"{key!r} of matcher {name!r} must be text, got {rule[key]!r}; put it in quotes")

@@ -1,4 +1,4 @@
-"""Giving one quantizable layer its own precision."""
+"""The own precision of one quantizable layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ _ANY_RECIPE = Float8CurrentScaling()  # stands for a quantized ambient context; 
 
 
 def finish_init(module: QuantizableModule, quantization_config: QuantizationConfig | None) -> None:
-    """Give a layer the precision of a quantization config, in place of any that it has; None takes it away.
+    """Give a layer the precision of a quantization config, which replaces the layer's own; None removes it.
 
     The layer's ``module_recipe`` is static, so jitted functions are traced again.
+
+    Args:
+        module: changed in place.
+        quantization_config: from `get_quant_config_or_none`.
 
     Raises:
         TypeError: if ``module`` is no quantizable layer.
@@ -42,7 +46,7 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
 
 
 def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool) -> bool:
-    """Whether a layer runs quantized in its present mode, where the ambient context is quantized or not.
+    """Return whether a layer runs quantized in its current mode, given whether the ambient context is quantized.
 
     Raises:
         TypeError: if ``module`` is no quantizable layer.
@@ -61,12 +65,12 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
 
 
 def set_save_original_input(module: nnx.Module) -> None:
-    """Make a layer keep its input for backward as it is, not its quantized copy.
+    """Make a layer save its input as the residual, instead of the quantized copy of the input.
 
-    It saves memory where another operation keeps the same input anyway.
+    This saves memory if another operation saves the same input anyway.
 
     Raises:
-        ValueError: for a module that cannot, like LayerNormLinear, whose input is the norm's.
+        ValueError: for a module without this option, such as LayerNormLinear, whose input is the norm's.
 
     Source: ``megatron.core.extensions.transformer_engine.set_save_original_input``.
 

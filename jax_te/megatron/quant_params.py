@@ -19,7 +19,7 @@ class TEQuantizationParams:
     """The precision of a layer in training and in evaluation.
 
     Args:
-        training_recipe: in training; and in evaluation, if there is no other.
+        training_recipe: in training, and in evaluation if ``evaluation_recipe`` is None.
         evaluation_recipe: in evaluation. None: ``training_recipe``.
 
     Source: ``megatron.core.extensions.transformer_engine.TEQuantizationParams``.
@@ -34,14 +34,14 @@ class TEQuantizationParams:
 
     @staticmethod
     def parse_from_config(quant_config: QuantizationConfig) -> TEQuantizationParams:
-        """From the payload that a quantization file holds for a layer.
+        """Return the parameters of a payload of a quantization file.
 
         Raises:
             ValueError: if the payload's type is missing or unknown, or ``training_recipe`` is missing, or as
                 `TEQuantizationRecipe.parse_from_config`.
             AssertionError: for any other key, as in Megatron.
-            TypeError: for a recipe left blank. ``evaluation_recipe:`` with nothing behind it could mean "as in
-                training" or "high precision": leave the key out for the former, write ``{}`` for the latter.
+            TypeError: for a blank recipe. A blank ``evaluation_recipe:`` could mean "as in training" or "high
+                precision": leave the key out for the former, write ``{}`` for the latter.
 
         >>> from jax_te.megatron import MatchContext
         >>> payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
@@ -66,7 +66,7 @@ class TEQuantizationParams:
         return TEQuantizationParams(training, _parse_recipe(config["evaluation_recipe"], "evaluation_recipe", where))
 
     def recipe_for(self, training: bool) -> TEQuantizationRecipe:
-        """The recipe of a mode.
+        """Return the recipe of a mode.
 
         >>> TEQuantizationParams(TEQuantizationRecipe()).recipe_for(training=False)
         TEQuantizationRecipe(...)
@@ -74,11 +74,11 @@ class TEQuantizationParams:
         return self.training_recipe if training or self.evaluation_recipe is None else self.evaluation_recipe
 
     def to_module_recipe(self) -> ModuleRecipe:
-        """What a quantizable layer holds as its ``module_recipe``.
+        """Return the ``module_recipe`` of a quantizable layer with this precision.
 
         Raises:
-            ValueError: as `TEQuantizationRecipe.to_recipe`; if ``evaluation_recipe`` alone asks for quantized kernels,
-                which are made in training.
+            ValueError: as `TEQuantizationRecipe.to_recipe`; if only ``evaluation_recipe`` stores kernels quantized,
+                which happens in training.
 
         >>> TEQuantizationParams(TEQuantizationRecipe()).to_module_recipe().training is None
         True
@@ -91,6 +91,7 @@ class TEQuantizationParams:
         common["training"] = training.to_recipe()
         if self.evaluation_recipe is None:
             return ModuleRecipe(**common)
+        # A plain ModuleRecipe if it says everything, so that equal precisions compare equal however they were written.
         common["evaluation"] = evaluation.to_recipe()
         flags = {name: getattr(evaluation, name) for name in _FLAGS}
         if all(common[name] == flag for name, flag in flags.items()):
@@ -100,12 +101,12 @@ class TEQuantizationParams:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoModeRecipe(ModuleRecipe):
-    """A `ModuleRecipe` whose override flags differ between the modes.
+    """A `ModuleRecipe` whose override flags differ between training and evaluation.
 
     Args:
         training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: as in
             `ModuleRecipe`; the flags are those of training.
-        in_evaluation: what holds in evaluation; its ``training`` is the recipe.
+        in_evaluation: recipe and flags of evaluation; its field ``training`` is the recipe.
 
     >>> never = ModuleRecipe(training=None, override_quantized_autocast=False)
     >>> from jax_te.recipe import Float8CurrentScaling
@@ -140,5 +141,6 @@ def _parse_recipe(value: Any, name: str, where: str) -> TEQuantizationRecipe:
         raise TypeError(f"{name} of {where} is blank: {omit}write {{}} for high precision")
     try:
         return TEQuantizationRecipe.parse_from_config(value)
+    # Raised again with the place in the file: a recipe does not know where it stands.
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name} of {where}: {error}") from error

@@ -1,4 +1,4 @@
-"""A layer's own recipe, as Megatron's quantization files describe it, and the one of this package it stands for."""
+"""A layer's own recipe in the form of Megatron's quantization files, and its translation to `jax_te.recipe`."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class TEQuantizationRecipe:
     Args:
         fp8_quantization_recipe: an `Fp8Recipe` or its string. With this and the next one None: high precision.
         fp4_quantization_recipe: an `Fp4Recipe` or its string.
-        custom_recipe_factory: ``"package.module.function"``, the ``qfactory`` of `jax_te.recipe.CustomRecipe`; needed
-            where a recipe is ``"custom"``.
+        custom_recipe_factory: ``"package.module.function"``, the ``qfactory`` of `jax_te.recipe.CustomRecipe`; required
+            if a recipe is ``"custom"``.
         fp8_format: ``"e4m3"`` or ``"hybrid"`` (E4M3 forward, E5M2 for gradients).
-        override_quantized_autocast: take effect where the ambient recipe quantizes.
-        override_nonquantized_autocast: take effect where nothing is quantized.
+        override_quantized_autocast: take effect if the ambient context is quantized.
+        override_nonquantized_autocast: take effect if the ambient context is not quantized.
         tp_only_amax_red: see below.
-        fp8_param, fp4_param: hold the layer's kernels in the quantized form.
+        fp8_param, fp4_param: store the layer's kernels quantized.
 
     Differences from Megatron: instances are frozen and hashable, since they select code under ``jit``. A flag that is
-    no bool is refused at once (Megatron takes the text ``"no"`` as true). Names are checked by `to_recipe`, thus when a
-    recipe is attached to a layer and not at its first forward pass. `to_recipe` also refuses fields that have no
-    effect, which Megatron ignores: ``fp8_format`` other than ``"e4m3"`` without an FP8 recipe of a fixed name,
+    no bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors
+    appear when a recipe is attached to a layer, not in its first forward pass. `to_recipe` also refuses fields that
+    have no effect, which Megatron ignores: ``fp8_format`` other than ``"e4m3"`` without an FP8 recipe of a fixed name,
     ``custom_recipe_factory`` without a custom recipe, ``fp8_param`` and ``fp4_param`` without a recipe of their kind,
-    and ``tp_only_amax_red``, which concerns delayed scaling alone and that is never a layer's own recipe.
+    and ``tp_only_amax_red``, which concerns only delayed scaling, never a layer's own recipe.
 
     Raises:
         TypeError: for a flag that is not a bool.
@@ -81,7 +81,7 @@ class TEQuantizationRecipe:
 
     @classmethod
     def get_config_keys(cls) -> set[str]:
-        """The keys that `parse_from_config` takes.
+        """Return the keys that `parse_from_config` accepts.
 
         >>> len(TEQuantizationRecipe.get_config_keys())
         9
@@ -90,12 +90,12 @@ class TEQuantizationRecipe:
 
     @classmethod
     def parse_from_config(cls, quant_config: Mapping[Any, Any]) -> TEQuantizationRecipe:
-        """From the mapping in a quantization file; ``{}`` is high precision.
+        """Return the recipe of a mapping in a quantization file; ``{}`` is high precision.
 
         Raises:
             ValueError: in this order: for an unknown key; for delayed scaling, whose state belongs to the whole model;
                 for both an FP8 and an FP4 recipe; for ``"custom"`` without ``custom_recipe_factory``.
-            TypeError: if it is not a mapping (a blank YAML value is None), or a flag is not a bool.
+            TypeError: if the argument is not a mapping (a blank YAML value is None), or a flag is not a bool.
 
         >>> TEQuantizationRecipe.parse_from_config({"fp8_quantization_recipe": "mxfp8"}).fp8_format
         'e4m3'
@@ -127,11 +127,11 @@ class TEQuantizationRecipe:
         return cls(**quant_config)
 
     def to_recipe(self) -> Recipe | None:
-        """The `jax_te.recipe` recipe this stands for; None is high precision.
+        """Return the equivalent recipe of `jax_te.recipe`; None is high precision.
 
         Raises:
-            ValueError: for unknown names ("Unhandled ..."), including ``"delayed"`` built by hand; for a factory that
-                cannot be found; for fields that would have no effect.
+            ValueError: for unknown names ("Unhandled ..."), including ``"delayed"``, which only the constructor
+                accepts; for a factory that cannot be found; for fields that have no effect.
 
         >>> TEQuantizationRecipe(fp4_quantization_recipe="nvfp4").to_recipe().name
         'nvfp4'
@@ -164,11 +164,11 @@ class TEQuantizationRecipe:
 
 
 def resolve_factory(path: str | None) -> Callable[[str], Any]:
-    """The function at a dotted path.
+    """Return the function at a dotted path.
 
     Raises:
-        ValueError: if the path is empty or no text, has no dot, names a module that cannot be imported or an attribute
-            that it lacks, or if what it names cannot be called.
+        ValueError: if the path is empty or no string, has no dot, names a module that cannot be imported, or an
+            attribute that does not exist or cannot be called.
 
     Source: the resolution of ``custom_recipe_factory`` in ``megatron.core.fp8_utils``.
 
@@ -193,7 +193,7 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
 
 
 def _recipe_class(name: Any) -> type[Recipe]:
-    for known, recipe in _FP8_RECIPES.items():
+    for known, recipe in _FP8_RECIPES.items():  # not a lookup: a YAML value may be unhashable
         if name == known:
             return recipe
     hint = "; delayed scaling cannot be a layer's own recipe" if name == Fp8Recipe.delayed else ""

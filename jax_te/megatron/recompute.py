@@ -19,17 +19,17 @@ def te_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``forward_func(*args, **kwargs)``, computed again in backward: `jax_te.remat.checkpoint` in Megatron's words.
+    """Return ``forward_func(*args, **kwargs)``, which backward recomputes; see `jax_te.remat.checkpoint`.
 
-    The recipe of an ``autocast`` around the call holds in both passes, delayed scaling's scales are inputs of both, and
-    its state gets its next value once.
+    The recipe of an ``autocast`` around the call applies to both passes, delayed scaling's scales are inputs of both,
+    and its state gets its next value once.
 
     Args:
         forward_func: function of arrays and pytrees of arrays, or a module.
-        distribute_saved_activations: keep the first array argument split over the tensor ranks.
-        get_rng_state_tracker: gives the tracker whose streams ``forward_func`` forks: both passes draw the same, and
-            the tracker is further on afterwards, as without the checkpoint. None: it forks none.
-        tp_group: None or ``"tensor"``, the axis of the mesh that splits what is kept.
+        distribute_saved_activations: save the first array argument sharded over the tensor axis.
+        get_rng_state_tracker: returns the tracker whose streams ``forward_func`` forks. Both passes draw the same keys,
+            and the tracker advances as it would without the checkpoint. None: ``forward_func`` forks no stream.
+        tp_group: None or ``"tensor"``, the mesh axis over which the saved argument is sharded.
         *args, **kwargs: of ``forward_func``.
 
     Raises:
@@ -55,12 +55,14 @@ def te_checkpoint(
     )
     if tracker is None or not tracker.is_initialized():
         return call(states=None)[0]
+    # States are an argument and a result: jax.checkpoint runs the function in its own trace, and a tracker's states
+    # belong to one trace.
     before = tracker.get_states()
     after = before
     try:
         result, after = call(states=before)
     finally:
-        tracker.set_states(after)  # in the trace of the call: the function left those of its own there
+        tracker.set_states(after)  # the function left tracers of its own trace there, also if it raised
     return result
 
 
@@ -71,7 +73,7 @@ def _run(
     kwargs: dict[str, Any],
     states: dict[str, StreamState] | None,
 ) -> tuple[Any, dict[str, StreamState] | None]:
-    """The function's result and the states of the streams behind it."""
+    """Return the function's result and the states of the streams after it."""
     if tracker is None or states is None:
         return forward_func(*args, **kwargs), None
     tracker.set_states(states)

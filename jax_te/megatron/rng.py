@@ -24,8 +24,8 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
     """`jax_te.random.RNGStatesTracker` under Megatron's name.
 
     Args:
-        is_inference_rng_tracker: True: `add` and `set_states` do nothing, and a `fork` of any name gives None, which is
-            no dropout as a ``dropout_key``.
+        is_inference_rng_tracker: True: `add` and `set_states` do nothing, and a `fork` of any name gives None, which
+            means no dropout as a ``dropout_key``.
 
     Raises:
         RuntimeError: from `add`, for a name or seed that is taken.
@@ -44,18 +44,18 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
         super().__init__()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream, see `RNGStatesTracker.add`."""
+        """Add a stream, see `RNGStatesTracker.add`."""
         if not self.is_inference_rng_tracker:
             super().add(name, seed)
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Have the streams that `get_states` gave, see `RNGStatesTracker.set_states`."""
+        """Replace the streams by those of a `get_states`, see `RNGStatesTracker.set_states`."""
         if not self.is_inference_rng_tracker:
             super().set_states(states)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array | None]:
-        """The stream's next key, see `RNGStatesTracker.fork`."""
+        """Yield the stream's next key, see `RNGStatesTracker.fork`."""
         if self.is_inference_rng_tracker:
             yield None
             return
@@ -63,6 +63,8 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
             yield key
 
 
+# A global of the process, against the rule of this package: Megatron's functions, whose signatures stay, have no other
+# place for it. Jitted functions take the tracker as an argument.
 _tracker: TECudaRNGStatesTracker | None = None
 
 
@@ -72,12 +74,12 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Make the process's tracker, which `get_cuda_rng_tracker` gives; if there is one, leave it as it is.
+    """Create the process's tracker, which `get_cuda_rng_tracker` returns, unless there is one.
 
     Args:
         use_te_rng_tracker, use_cudagraphable_rng: choose between CUDA implementations in Megatron; without effect.
         inference_rng_tracker: as ``is_inference_rng_tracker`` of `TECudaRNGStatesTracker`.
-        force_reset: make a new one in any case.
+        force_reset: replace an existing tracker.
 
     Source: ``megatron.core.tensor_parallel.random.initialize_rng_tracker``.
 
@@ -94,10 +96,10 @@ def initialize_rng_tracker(
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> TECudaRNGStatesTracker:
-    """The process's tracker, made if there is none; arguments as `initialize_rng_tracker`.
+    """Return the process's tracker, created if there is none; arguments as `initialize_rng_tracker`.
 
-    Jitted functions take it as an argument and return it, or its states (``get_states``, ``set_states``): see
-    `RNGStatesTracker`. Inside of `te_checkpoint` it may be used as it is.
+    Jitted functions take the tracker as an argument and return it, or its states (``get_states``, ``set_states``): see
+    `RNGStatesTracker`. A function in `te_checkpoint` may use the tracker directly.
 
     Source: ``megatron.core.tensor_parallel.random.get_cuda_rng_tracker``.
 
@@ -110,7 +112,7 @@ def get_cuda_rng_tracker(
 
 
 def get_all_rng_states() -> dict[str, StreamState]:
-    """The streams of the process's tracker by name.
+    """Return the streams of the process's tracker by name.
 
     Raises:
         AssertionError: if there is no tracker, or nothing was added to it.
@@ -141,9 +143,9 @@ def model_parallel_cuda_manual_seed(
     Args:
         seed: > 0, and such that no stream's integer exceeds 2^32 - 1.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: as `initialize_rng_tracker`.
-        tp_rank, ep_rank, etp_rank: None. One program runs on all ranks here, and each folds in its own where it draws;
-            `jax_te.random.model_parallel_seeds` gives the integers of Megatron's ranks.
-        force_reset_rng: make a new tracker.
+        tp_rank, ep_rank, etp_rank: None. One program runs on all devices here, and each folds its position into the
+            key when it draws; `jax_te.random.model_parallel_seeds` returns the integers of Megatron's ranks.
+        force_reset_rng: replace an existing tracker.
 
     Raises:
         ValueError: for a rank, and for a seed out of range.
@@ -165,7 +167,7 @@ def model_parallel_cuda_manual_seed(
 
 
 def get_data_parallel_rng_tracker_name() -> str:
-    """The stream of what all tensor ranks draw alike.
+    """Return the name of the stream from which all tensor ranks draw the same keys.
 
     >>> get_data_parallel_rng_tracker_name()
     'data-parallel-rng'
@@ -174,7 +176,7 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """The stream of what every expert-parallel and tensor rank draws for itself.
+    """Return the name of the stream from which every expert-parallel and tensor rank draws keys of its own.
 
     >>> get_expert_parallel_rng_tracker_name()
     'expert-parallel-rng'

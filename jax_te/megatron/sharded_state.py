@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a module, described: the target to restore it to."""
+"""Description of a module's checkpoint: the target of a restore."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ def sharded_state_dict(
     sharded_offsets: Sequence[Any] = (),
     metadata: dict[str, Any] | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of every array of a module, under the names of its `state_dict`.
+    """Return shape, dtype and sharding of every array of a module, under the names of its `state_dict`.
 
-    Arrays are global, so this says all: there are no rank offsets, no replica ids and no writer to elect. Parameters
-    are split as their logical axes say, everything else (quantizer state, random keys, statistics) is on every device.
-    The dict is a target for `jax_te.checkpoint.TrainCheckpointer.restore` and for Orbax, on any mesh, whatever mesh the
-    checkpoint was saved from; `load_state_dict` puts what comes back into the module.
+    Arrays are global, so a description needs no rank offsets, no replica ids and no choice of a writer. Parameters are
+    sharded by their logical axes, everything else (quantizer state, random keys, statistics) is replicated. The dict is
+    a target for `jax_te.checkpoint.TrainCheckpointer.restore` and for Orbax, on any mesh, whatever mesh the checkpoint
+    was saved from; `load_state_dict` loads the restored arrays into the module.
 
-    A submodule with a method ``sharded_state_dict`` is asked for its part of the dict.
+    A submodule's own method ``sharded_state_dict``, if it has one, gives its part of the dict.
 
     Args:
         module: its arrays may be abstract (``nnx.eval_shape``).
-        prefix: in front of every name, with its dot.
+        prefix: of every name, with its dot.
         sharded_offsets: ``()``.
-        metadata: Megatron's has process groups and formats in it, which say nothing here; it is handed on to
-            submodules.
+        metadata: passed on to submodules. Megatron's has process groups and formats, which have no effect here.
 
     Returns:
         Descriptions by name, with ``NamedSharding`` on the mesh of ``jax.set_mesh``; without a mesh, the sharding is
@@ -58,30 +57,29 @@ def sharded_state_dict(
     for path, variable in variables_of(module):
         key = prefix + ".".join(map(str, path))
         for name, leaf in arrays_of(key, variable).items():
-            described[name] = _describe(leaf, variable, None if mesh.empty else mesh)
-    for path, child in _asked(module):
+            described[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf, variable, mesh))
+    for path, child in _self_describing(module):
+        # The child may name its arrays differently, so its default names go first.
         part = f"{prefix}{'.'.join(map(str, path))}."
         described = {name: leaf for name, leaf in described.items() if not name.startswith(part)}
         described |= child.sharded_state_dict(part, sharded_offsets, metadata)
     return described
 
 
-def _describe(leaf: Any, variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else _place(leaf, variable, mesh))
-
-
-def _place(leaf: Any, variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+def _sharding(leaf: Any, variable: nnx.Variable, mesh: Mesh) -> NamedSharding | None:
+    if mesh.empty:
+        return None
     axes = variable.get_metadata().get("logical_axes")
     value = variable.get_value()
-    # The scales of a quantized kernel may have as many axes as it has, but other sizes.
+    # The scales of a quantized kernel may have as many axes as the kernel, but other sizes, which need not divide.
     other = isinstance(value, QuantizedKernel) and leaf.shape != value.shape
     if axes is None or len(axes) != leaf.ndim or other:
         axes = (None,) * leaf.ndim
     return named_sharding(axes, mesh)
 
 
-def _asked(module: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
-    """Submodules that describe themselves, without those inside of another one."""
+def _self_describing(module: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the outermost submodules that have a ``sharded_state_dict`` of their own."""
     found = {path: child for path, child in nnx.iter_modules(module) if path and hasattr(child, "sharded_state_dict")}
     return [
         (path, child) for path, child in found.items() if not any(path[:size] in found for size in range(1, len(path)))

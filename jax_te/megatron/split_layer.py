@@ -1,4 +1,4 @@
-"""Taking a fused layer apart."""
+"""Splitting a fused layer into its two parts."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def split_te_layernorm_column_parallel_linear(
     init_method: Initializer | None = None,
     tp_group: str | None = None,
 ) -> tuple[LayerNorm | RMSNorm, TEColumnParallelLinear]:
-    """The norm and the linear layer that a fused layer is made of, with copies of its arrays.
+    """Return the norm and the linear layer that a fused layer is made of, with copies of its arrays.
 
-    One after the other they compute what the fused layer does; on the XLA backend to the last bit. Arrays keep their
-    dtypes and shardings. Megatron's linear layer loses the fused one's own precision (that of a quantization file);
-    here it has it, as it has delayed scaling's state.
+    One after the other they compute the same as the fused layer, on the XLA backend to the last bit. Arrays keep their
+    dtypes and shardings. In Megatron the linear layer loses the fused layer's own precision (that of a quantization
+    file); here the linear layer gets it, along with the state of delayed scaling.
 
     Args:
-        fused_layer: left as it is.
+        fused_layer: not changed.
         config: of the new layers; its normalization must be the fused layer's.
-        init_method: initializer that the linear layer is built with, before the kernel is copied over. None: zeros.
+        init_method: initializer that the linear layer is built with, before the kernel is copied into it. None: zeros.
         tp_group: as in `TELinear`. None: the fused layer's.
 
     Raises:
@@ -67,10 +67,7 @@ def split_te_layernorm_column_parallel_linear(
     if described != fused_layer.norm:
         raise ValueError(f"config describes {described}, the fused layer has {fused_layer.norm}; they must be the same")
     norm = TENorm(config, fused_layer.in_features, fused_layer.norm.epsilon)
-    norm.scale.set_value(_copy(fused_layer.scale))
-    if norm.bias is not None:
-        norm.bias.set_value(_copy(fused_layer.ln_bias))
-    linear: Any = TEColumnParallelLinear(
+    linear = TEColumnParallelLinear(
         fused_layer.in_features,
         fused_layer.out_features,
         config=config,
@@ -83,18 +80,28 @@ def split_te_layernorm_column_parallel_linear(
         tp_group=tp_group or fused_layer.tensor_parallel.group,
         rngs=nnx.Rngs(0),
     )
-    linear.kernel.set_value(_copy(fused_layer.kernel))
-    if linear.bias is not None:
-        linear.bias.set_value(_copy(fused_layer.bias))
-    state, kept = getattr(fused_layer, "quantizers"), getattr(fused_layer, "kernel_cache")  # noqa: B009
-    linear.quantizers = nnx.data(None if state is None else QuantizerState(_copy(state)))
-    linear.kernel_cache = nnx.data(None if kept is None else CachedKernel(_copy(kept)))
-    linear.tensor_parallel = replace(fused_layer.tensor_parallel, group=linear.tensor_parallel.group)
-    for name in _COPIED:
-        setattr(linear, name, getattr(fused_layer, name))
+    _take_over(fused_layer, norm, linear)
     return norm, linear
 
 
+def _take_over(fused: Any, norm: Any, linear: Any) -> None:
+    """Copy arrays, state and static attributes of a fused layer into its two parts."""
+    norm.scale.set_value(_copy(fused.scale))
+    if norm.bias is not None:
+        norm.bias.set_value(_copy(fused.ln_bias))
+    linear.kernel.set_value(_copy(fused.kernel))
+    if linear.bias is not None:
+        linear.bias.set_value(_copy(fused.bias))
+    # State and cached kernel may be there although the linear layer was built without them, or the other way around:
+    # the recipe that is ambient now need not be the one that the fused layer was built under.
+    state, cached = fused.quantizers, fused.kernel_cache
+    linear.quantizers = nnx.data(None if state is None else QuantizerState(_copy(state)))
+    linear.kernel_cache = nnx.data(None if cached is None else CachedKernel(_copy(cached)))
+    linear.tensor_parallel = replace(fused.tensor_parallel, group=linear.tensor_parallel.group)
+    for name in _COPIED:
+        setattr(linear, name, getattr(fused, name))
+
+
 def _copy(variable: Any) -> Any:
-    """What a Variable holds in arrays of its own, so that donating one does not delete the other."""
+    # Arrays of its own, so that donating the fused layer's does not delete those of its parts.
     return jax.tree.map(jnp.copy, variable.get_value())

@@ -14,10 +14,10 @@ from jax_te.typing import Array
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_state_dict` left out with ``strict=False``.
+    """Names that `load_state_dict` left out with ``strict=False``.
 
     Args:
-        missing_keys: in the module, but not in the dict; their arrays stay as they were.
+        missing_keys: in the module, but not in the dict; their arrays are unchanged.
         unexpected_keys: in the dict, but not in the module.
     """
 
@@ -26,15 +26,15 @@ class IncompatibleKeys(NamedTuple):
 
 
 def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-    """Arrays of all Variables of a module by dotted name: parameters, quantizer state, RNG state and all others.
+    """Return the arrays of all Variables of a module by dotted name: parameters, quantizer state, RNG state, others.
+
+    A Variable that holds several arrays, such as delayed scaling's state or a parameter stored quantized, has one entry
+    for each; with ``keep_vars`` only one. Cached kernels are left out.
 
     Args:
         module: any NNX module.
-        prefix: in front of every name, with its dot: ``"model."``.
-        keep_vars: give the Variables themselves, not what they hold.
-
-    A Variable that holds several arrays, like delayed scaling's state or a quantized parameter, has one entry for each;
-    with ``keep_vars`` only one. What layers keep of their kernels between microbatches is left out.
+        prefix: of every name, with its dot: ``"model."``.
+        keep_vars: return the Variables themselves, not their arrays.
 
     Source: ``torch.nn.Module.state_dict``.
 
@@ -50,21 +50,24 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
 def load_state_dict(
     module: nnx.Module, arrays: dict[str, Any], strict: bool = True, *, prefix: str = ""
 ) -> IncompatibleKeys:
-    """Put arrays of a `state_dict` into a module, with the shardings that the module's own arrays have.
+    """Load the arrays of a `state_dict` into a module, with the shardings of the module's own arrays.
 
-    The arrays are copied, so a jitted step that donates the module's does not take them away. Nothing is changed if
-    anything does not fit, and nothing is ever cast. Quantized kernels that layers kept are dropped.
+    The arrays are copied, so a jitted step that donates the module's arrays does not delete them. If anything does not
+    fit, nothing is changed, and nothing is ever cast. Cached kernels are dropped.
 
     Args:
         module: changed in place.
         arrays: JAX or NumPy arrays by dotted name.
-        strict: False: leave out names that only one of the two has, and say which.
-        prefix: which the names of ``arrays`` have in front of the module's.
+        strict: False: skip names that only one of the two has.
+        prefix: of the names of ``arrays``, before the module's names.
+
+    Returns:
+        The names that were skipped.
 
     Raises:
         ValueError: if shapes, dtypes or (with ``strict``) names differ; the message lists every difference.
 
-    Source: ``torch.nn.Module.load_state_dict``, which casts without a word where dtypes differ.
+    Source: ``torch.nn.Module.load_state_dict``, which casts silently if dtypes differ.
 
     >>> one, two = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (1, 2))
     >>> load_state_dict(two, state_dict(one))
@@ -76,12 +79,12 @@ def load_state_dict(
     missing = [name for name in wanted if name not in arrays]
     unexpected = [name for name in arrays if name not in wanted]
     differences = [_difference(name, arrays[name], own) for name, own in wanted.items() if name in arrays]
-    lines = [line for line in differences if line]
+    problems = [line for line in differences if line]
     if strict:
-        lines += [f"{name} is missing" for name in missing]
-        lines += [f"{name} is not in {type(module).__name__}" for name in unexpected]
-    if lines:
-        raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(lines))
+        problems += [f"{name} is missing" for name in missing]
+        problems += [f"{name} is not in {type(module).__name__}" for name in unexpected]
+    if problems:
+        raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
     for path, variable in variables_of(module):
         _fill(prefix + ".".join(map(str, path)), variable, arrays)
     drop_cached_kernels(module)
@@ -89,17 +92,18 @@ def load_state_dict(
 
 
 def variables_of(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
-    """Path and Variable of everything that a `state_dict` holds.
+    """Return path and Variable of everything that a `state_dict` holds.
 
     >>> [path for path, _ in variables_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
     [('bias',), ('kernel',)]
     """
+    # iter_graph gives the Variables themselves, into which load_state_dict writes, and a shared one once.
     found = nnx.iter_graph(module)
     return [(p, node) for p, node in found if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel)]
 
 
 def arrays_of(key: str, variable: nnx.Variable) -> dict[str, Any]:
-    """The arrays of one Variable by name; ``key`` is its own.
+    """Return the arrays of one Variable by name; ``key`` is the name of the Variable.
 
     >>> list(arrays_of("state", nnx.Variable({"x": jnp.ones(1), "y": jnp.ones(1)})))
     ['state.x', 'state.y']
@@ -120,6 +124,7 @@ def _placed(array: Any, own: Any) -> Array:
     concrete = isinstance(own, jax.Array) and not isinstance(own, Tracer)
     if isinstance(array, Tracer) or not concrete:
         return jnp.asarray(array)
+    # A copy also if the sharding is the same already: donation of an alias would delete the caller's array.
     return jax.device_put(array, own.sharding, may_alias=False)
 
 

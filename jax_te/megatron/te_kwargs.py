@@ -1,4 +1,4 @@
-"""What Megatron derives from a configuration before it builds a layer of Transformer Engine."""
+"""Arguments of layers that Megatron derives from a configuration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jax_te.typing import Initializer
 
 
 def condition_init_method(config: ModelParallelConfig, init_method: Initializer) -> Initializer:
-    """``init_method``, or zeros where ``config.perform_initialization`` is False.
+    """Return ``init_method``, or an initializer of zeros if ``config.perform_initialization`` is False.
 
-    Megatron then leaves memory as it is; here no array ever holds garbage. For shapes without arrays, see
-    ``nnx.eval_shape``.
+    Megatron leaves memory uninitialized in that case; here no array ever holds garbage. ``nnx.eval_shape`` gives shapes
+    without arrays.
 
     Raises:
         TypeError: if ``init_method`` cannot be called.
@@ -33,15 +33,15 @@ def condition_init_method(config: ModelParallelConfig, init_method: Initializer)
     return init_method if config.perform_initialization else jax.nn.initializers.zeros
 
 
-def _get_extra_te_kwargs(config: ModelParallelConfig) -> dict[str, Any]:
-    """Keywords that every layer is built with: ``params_dtype``.
+def get_extra_te_kwargs(config: ModelParallelConfig) -> dict[str, Any]:
+    """Return the keyword arguments that every layer is built with: ``params_dtype``.
 
-    Megatron's has a ``device`` as well. Arrays are made on JAX's default device here, or where ``jax.jit`` with
-    ``out_shardings`` puts them.
+    Megatron's function also returns a ``device``. Arrays are created on JAX's default device here, or where ``jax.jit``
+    with ``out_shardings`` puts them.
 
     Source: ``megatron.core.extensions.transformer_engine._get_extra_te_kwargs``.
 
-    >>> _get_extra_te_kwargs(ModelParallelConfig(params_dtype="bfloat16"))
+    >>> get_extra_te_kwargs(ModelParallelConfig(params_dtype="bfloat16"))
     {'params_dtype': dtype(bfloat16)}
     """
     return {"params_dtype": config.params_dtype}

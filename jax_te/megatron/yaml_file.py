@@ -1,4 +1,4 @@
-"""Reading YAML without losing anything in it."""
+"""Reading YAML, with an error for keys that occur twice."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader; but where that keeps the last of several equal keys, here they are an error."""
+    """PyYAML's safe loader, except that equal keys in a mapping are an error; PyYAML would keep the last one."""
 
-    # While composing: later, a mapping also holds what `<<` brought, which its own keys may replace.
+    # Checked while composing: later, a mapping also has the keys that `<<` merged into it, which it may replace.
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         assert node is not None
@@ -25,11 +25,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds, see `parse_yaml`.
+    """Return the content of a YAML file, see `parse_yaml`.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not YAML, or a mapping has a key twice.
+        ValueError: if the file is not YAML, or a mapping has a key twice.
 
     >>> _ = Path("example.yaml").write_text("a: {b: [1, 2]}")
     >>> read_yaml("example.yaml")
@@ -39,14 +39,14 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def parse_yaml(text: str, name: str = "the text") -> Any:
-    """What a YAML text holds; an empty one holds ``{}``. Plain data only, as PyYAML's safe loader reads it.
+    """Return the content of a YAML text, ``{}`` for an empty one. PyYAML's safe loader reads it: plain data only.
 
     Args:
         text: YAML.
-        name: what to call it in an error.
+        name: of the text in error messages.
 
     Raises:
-        ValueError: if it is not YAML, or a mapping has a key twice.
+        ValueError: if the text is not YAML, or a mapping has a key twice.
 
     >>> parse_yaml("a: 1")
     {'a': 1}

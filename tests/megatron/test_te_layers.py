@@ -241,7 +241,7 @@ def test_backward_dw_has_nothing_to_do_or_says_who_does():
     assert te(COLUMN).backward_dw() is None
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2, delay_wgrad_compute=True)
     for kind in (TELinear, COLUMN, ROW, LN):
-        with pytest.raises(RuntimeError, match=r"jax_te\.parallel\.split_vjp\(fn, params"):
+        with pytest.raises(RuntimeError, match="backward_dw"):
             te(kind, config=config).backward_dw()
 
 
