@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
+from jax_te.config.internal import scaled_normal_init
 from jax_te.layers import normal_init
-from jax_te.layers.initializers import scaled_normal_init
 from jax_te.models import GPTModel
 from jax_te.recipe import autocast, recipe_from_name
 from tests.support.numerics import assert_bitwise, without_type_checker

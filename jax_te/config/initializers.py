@@ -1,13 +1,17 @@
-"""Initial distributions as fields of a configuration."""
+"""Initial distributions of weights, as layers take them and configurations hold them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jax_te.typing import DTypeLike
+
+TE_INIT_STD = 0.023
+"""Standard deviation of Transformer Engine's default ``init_method``."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,33 @@ class NormalInit:
 @dataclass(frozen=True)
 class FilledInit(NormalInit):
     """A `NormalInit` that a configuration filled in, so that ``dataclasses.replace`` derives it from the new fields."""
+
+
+def normal_init(std: float = TE_INIT_STD) -> NormalInit:
+    """Return ``init(key, shape, dtype)`` that draws from N(0, std²).
+
+    Raises:
+        ValueError: if ``std`` is negative.
+
+    Source: ``megatron.core.utils.init_method_normal``; TE's default is 0.023.
+
+    >>> normal_init(0.0)(jax.random.key(0), (2,), jnp.float32).tolist()
+    [0.0, 0.0]
+    """
+    return NormalInit(std)
+
+
+def scaled_normal_init(std: float, num_layers: int) -> NormalInit:
+    """Return `normal_init` with ``std / sqrt(2 num_layers)``, for projections that add to the residual stream.
+
+    Raises:
+        ValueError: if ``std`` is negative or ``num_layers`` below 1.
+
+    Source: ``megatron.core.utils.scaled_init_method_normal``; Radford et al. 2019 (GPT-2).
+
+    >>> scaled_normal_init(0.02, 2)(jax.random.key(0), (2, 3)).shape
+    (2, 3)
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be >= 1, got {num_layers!r}")
+    return normal_init(std / math.sqrt(2.0 * num_layers))

@@ -1,9 +1,9 @@
 """NNX layers in Transformer Engine's vocabulary."""
 
+from jax_te.config.internal import normal_init, scaled_normal_init
 from jax_te.layers.attention import DotProductAttention, alibi_slopes
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.embedding import Embedding
-from jax_te.layers.initializers import normal_init, scaled_normal_init
 from jax_te.layers.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive
-from jax_te.layers.initializers import normal_init
+from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.parameters import parameter
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import ACTIVATIONS, ActivationParams
-from jax_te.config.internal import check_positive
-from jax_te.layers.initializers import normal_init
+from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes

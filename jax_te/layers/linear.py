@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive
-from jax_te.layers.initializers import normal_init
+from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.parameters import constant, parameter, value_or_none
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import dense

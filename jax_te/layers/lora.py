@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive
-from jax_te.layers.initializers import normal_init
+from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import leading_axes, parameter
 from jax_te.layers.quantizable import drop_cached_kernels

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.config.internal import check_positive
-from jax_te.layers.initializers import normal_init
+from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.parameters import parameter
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer
