@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jax_te.cli.build import abstract_model
 from jax_te.cli.module_recipes import LayerRecipes, layer_recipes, recipe_label
+from jax_te.cli.options import flag
 from jax_te.cli.precision_rules import apply_rules, rules_without_effect
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_recipe import option
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron import QuantizationReport
 from jax_te.ops import OPS, AttentionSpec, explain_backend
@@ -97,7 +97,7 @@ def check_precision(config: RunConfig) -> QuantizationReport | None:
         for name in ("fp8_param", "inspect_every"):
             if getattr(config, name):
                 raise ValueError(
-                    f"{option(name)} is for runs that quantize, and --recipe {config.recipe} with the rules of "
+                    f"{flag(name)} is for runs that quantize, and --recipe {config.recipe} with the rules of "
                     "--precision-config quantizes no layer"
                 )
     for layer, (_, module) in zip(layers, quantizable_modules(model), strict=True):

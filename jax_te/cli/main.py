@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jax_te.cli.options import build_parser
+from jax_te.cli.parser import build_parser
 
 INPUT_ERROR = 2
 """Exit status for bad input and for a full disk, as argparse uses it."""

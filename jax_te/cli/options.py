@@ -1,89 +1,137 @@
-"""The options of every command. Imports nothing heavy, so that ``--help`` is instant."""
+"""The options of the commands as tables: dataclasses, each of whose fields is the row of an option.
+
+Everything else about options comes from the rows: the parser, ``--help``, and for ``jax-te train`` its configuration
+(`jax_te.cli.run_config.RunConfig` has the fields of all groups), ``config.json``, what a resumed run may be given anew,
+and the flags in messages. The tables import no jax, so that ``--help`` is instant.
+"""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable
-from typing import Any, NoReturn
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass
+from typing import Any, get_args, get_type_hints
 
-from jax_te import __version__
-from jax_te.cli.presets import PRESETS, preset_table
+from jax_te.cli.presets import PRESETS
+from jax_te.config import ACTIVATIONS, CP_COMM_TYPES, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
+from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES
+from jax_te.recipe import RECIPES, DelayedScaling, Format
+from jax_te.recipe.internal import GEMMS
+from jax_te.typing import BackendName
 
-RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
-GEMMS = ("fprop", "dgrad", "wgrad")
-DTYPES = ("float32", "bfloat16", "float16")
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-GRANULARITIES = ("none", "full", "selective")
-MODULES = ("core_attn", "layernorm", "activation", "mlp")
-METHODS = ("uniform", "block")
-POLICIES = ("full", "save_gemms", "save_quantized", "offload_gemms")
-ACTIVATIONS = (
-    *("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "glu"),
-    "clamped_swiglu",
-)
-POSITIONS = ("learned_absolute", "rope", "none")
-PRESET = "(default: the preset's)"
-FLAG = argparse.BooleanOptionalAction
+FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"
+"""Kinds of options without a value: ``--name`` and ``--no-name``; ``--name`` alone."""
 
 
-class Parser(argparse.ArgumentParser):
-    """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
+@dataclass(frozen=True)
+class Text:
+    """A kind of option whose value is read from a text.
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**({"allow_abbrev": False, "formatter_class": _Formatter} | kwargs))
+    Args:
+        metavar: its name in ``--help``.
+        parse: an argparse type.
+        repeated: whether a value that does not come from the command line is parsed as well.
+    """
 
-    def parse_known_args(self, args=None, namespace=None):
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
-            self.error(f"unknown argument {unknown[0]!r}" + (f", did you mean {near[0]}?" if near else ""))
-        return namespace, unknown
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"jax-te: error: {message}; see '{self.prog} --help'\n")
+    metavar: str
+    parse: Callable[[str], Any] = str
+    repeated: bool = False
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=110)
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A row of the table.
+
+    Args:
+        kind: names to choose from, `FLAG`, `SWITCH`, or a `Text`.
+        help: its effect, without the default.
+        shown: the default in words. None: the field's, that of ``recipes``, or the preset's if there is neither.
+        may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
+            trained.
+        of_mesh: it has no effect without a mesh.
+        recipes: names of the recipes that have this field.
+        library: the library's names for it, where they differ.
+    """
+
+    kind: tuple[str, ...] | Text | str | type[argparse.Action]
+    help: str
+    shown: str | None = None
+    may_change: bool = False
+    of_mesh: bool = False
+    recipes: tuple[str, ...] = ()
+    library: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return a value for the option ``name`` as the command line would give it.
+
+        Raises:
+            ValueError: for a value that the command line would refuse.
+        """
+        if value is None:
+            return None
+        if isinstance(self.kind, tuple) and value not in self.kind:
+            raise ValueError(f"{flag(name)} must be {either(self.kind)}, got {value!r}")
+        if isinstance(self.kind, Text) and self.kind.repeated:
+            try:
+                return self.kind.parse(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{flag(name)} {error}") from None
+        return value
 
 
-def number(kind: type, low: float, *, above: bool = False) -> Callable[[str], int | float]:
-    """An argparse type: a number ``>= low`` (``> low`` if ``above``)."""
-    relation = f"> {low:g}" if above else f">= {low:g}"
-    noun = "an integer" if kind is int else "a number"
+def option(kind: Any, help: str, default: Any = MISSING, **row: Any) -> Any:
+    """Return the dataclass field of an option; without a default it is a preset's."""
+    return dataclasses.field(default=default, metadata={"option": Option(kind=kind, help=help, **row)})
+
+
+def options_of(table: type) -> dict[str, Option]:
+    """Return the rows of a table by the names of their fields."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(table)}
+
+
+def flag(name: str) -> str:
+    """Return the command-line option of a field.
+
+    >>> flag("hidden_size")
+    '--hidden-size'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def either(names: tuple[str, ...]) -> str:
+    """Return names as a choice in words.
+
+    >>> either(("fprop", "dgrad", "wgrad"))
+    'fprop, dgrad or wgrad'
+    """
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def number(kind: type, low: float, *, above: bool = False, below: float = float("inf")) -> Callable[[str], int | float]:
+    """Return an argparse type: a number ``>= low`` (``> low`` if ``above``) and ``< below``."""
+    range_ = f"in [{low:g}, {below:g})" if below < float("inf") else f"{'>' if above else '>='} {low:g}"
+    wanted = f"must be {'an integer' if kind is int else 'a number'} {range_}"
 
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {noun} {relation}, got {text!r}") from None
-        if not (value > low if above else value >= low) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"must be {noun} {relation}, got {text}")
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}") from None
+        # Every comparison with nan is False, so this refuses nan, too.
+        if not (low < value < below if above else low <= value < below):
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text}")
         return value
 
     return parse
 
 
-SIZE, COUNT, POSITIVE, NON_NEGATIVE = (
-    number(int, 1.0),
-    number(int, 0.0),
-    number(float, 0.0, above=True),
-    number(float, 0.0),
-)
-
-
-def rate(text: str) -> float:
-    """An argparse type: a probability in [0, 1)."""
-    value = NON_NEGATIVE(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text}")
-    return value
-
-
 def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
-    """An argparse type: names separated by commas, given back in the order of ``allowed``."""
+    """Return an argparse type: names separated by commas, which it puts into the order of ``allowed``."""
 
     def parse(text: str) -> str:
         names = [name.strip() for name in text.split(",")]
@@ -95,234 +143,265 @@ def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def auto_or_flag(text: str) -> bool | str:
-    """An argparse type: ``auto``, ``yes`` or ``no``; the last two as True and False."""
+    """Return ``"auto"``, or True for ``yes`` and False for ``no``: an argparse type."""
     choices: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
     if text not in choices:
         raise argparse.ArgumentTypeError(f"must be auto, yes or no, got {text!r}")
     return choices[text]
 
 
-def build_parser(command: str | None = None) -> Parser:
-    """The parser of ``jax-te`` and its commands.
+def _literal(config: type, field: str) -> tuple[str, ...]:
+    """Return the names in a field's annotation, ``Literal[...]`` or ``Literal[...] | None``."""
+    hint = get_type_hints(config)[field]
+    return tuple(name for part in (hint, *get_args(hint)) for name in get_args(part) if isinstance(name, str))
 
-    Args:
-        command: the command that was asked for. Only ``bench``, whose options live beside it, needs it.
+
+SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
+POSITIVE, NON_NEGATIVE = Text("X", number(float, 0, above=True)), Text("X", number(float, 0))
+FOLDER, FILE, PATH, MESH = Text("DIR"), Text("FILE"), Text("PATH"), Text("AXES")
+POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
+METHODS = _literal(RecomputeConfig, "recompute_method")
+_GRANULARITIES = ("none", *_literal(RecomputeConfig, "recompute_granularity"))
+_MODULES = Text("NAMES", some_of(RECOMPUTE_MODULES), repeated=True)
+_RATE = Text("P", number(float, 0, below=1))
+_CP_COMM_TYPES = tuple(kind for kind in CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
+_FORMATS = (Format.HYBRID.value, Format.E4M3.value)
+_GEMMS = Text("GEMMS", some_of(GEMMS), repeated=True)
+_QUANTIZED = tuple(name for name in RECIPES if name != "none")
+_SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
+_PRESET = "the preset's"
+
+
+_free = functools.partial(option, may_change=True)
+_on_mesh = functools.partial(option, may_change=True, of_mesh=True)
+
+
+def _field(recipes: tuple[str, ...], kind: Any, help: str, **row: Any) -> Any:
+    """Return the option of a field that some recipes have; without a value it is the recipe's default."""
+    return option(kind, help, None, recipes=recipes, **row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train a GPT on bytes of text, or resume.
+
+    Train a byte-level GPT. With no option: the tiny preset on the Python standard library's source files.
+    Started again with the same --output it resumes, and options that are not given are those of that run.
+    SIGTERM or Ctrl-C ends it with a checkpoint.
     """
-    parser = Parser(
-        prog="jax-te",
-        description="Train, sample, check and measure Transformer Engine models in JAX.",
-        epilog="'jax-te COMMAND --help' lists a command's options.",
-    )
-    parser.add_argument("--version", action="version", version=f"jax-te {__version__}")
-    parser.set_defaults(command=None, debug=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    _add_train(commands)
-    _add_sample(commands)
-    _add_inspect(commands)
-    _add_doctor(commands)
-    _add_bench(commands, wanted=command == "bench")
-    return parser
+
+    preset: str = option(tuple(PRESETS), "model and settings to start from, see below", shown="tiny")
+    output: str = option(FOLDER, "folder of the run", shown="runs/PRESET, or runs/PRESET-RECIPE")
 
 
-def _command(commands: argparse._SubParsersAction, name: str, summary: str, **kwargs: Any) -> Parser:
-    parser = commands.add_parser(name, help=summary, usage=f"jax-te {name} [options]", **kwargs)
-    parser.set_defaults(command=name)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The text that a run learns."""
+
+    # The text may have moved; its checksum, which the data's state has, holds the run to the same one.
+    data: str | None = _free(PATH, "text file or folder", None, shown="the Python standard library's sources")
+    seq_len: int = option(SIZE, "bytes of an example")
 
 
-def _add_train(commands: argparse._SubParsersAction) -> None:
-    parser = _command(
-        commands,
-        "train",
-        "train a GPT on bytes of text, or resume",
-        description=(
-            "Train a byte-level GPT. With no option: the tiny preset on the Python standard library's source files.\n"
-            "Started again with the same --output it resumes, and options that are not given are those of that run.\n"
-            "SIGTERM or Ctrl-C ends it with a checkpoint."
-        ),
-        epilog=preset_table(),
-        argument_default=argparse.SUPPRESS,  # only what is given is set: a resumed run takes the rest from its folder
-    )
-    add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), help="model and settings to start from, see below (default: tiny)")
-    add("--output", metavar="DIR", help="folder of the run (default: runs/PRESET, or runs/PRESET-RECIPE)")
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Sizes and form of the model."""
 
-    add = parser.add_argument_group("data").add_argument
-    add("--data", metavar="PATH", help="text file or folder (default: the Python standard library's sources)")
-    add("--seq-len", type=SIZE, metavar="N", help=f"bytes of an example {PRESET}")
-
-    add = parser.add_argument_group("model").add_argument
-    add("--num-layers", type=SIZE, metavar="N", help=f"transformer layers {PRESET}")
-    add("--hidden-size", type=SIZE, metavar="N", help=f"model dimension {PRESET}")
-    add("--num-heads", type=SIZE, metavar="N", help=f"query heads {PRESET}")
-    add("--num-query-groups", type=SIZE, metavar="N", help="key/value heads (default: a --num-heads given, or preset)")
-    add(
-        "--ffn-hidden-size",
-        type=SIZE,
-        metavar="N",
-        help="feed-forward size (default: 4 --hidden-size given, or preset)",
-    )
-    add("--normalization", choices=("LayerNorm", "RMSNorm"), help=PRESET)
-    add("--activation", choices=ACTIVATIONS, help=f"of the feed-forward layer {PRESET}")
-    add("--position-embedding", choices=POSITIONS, help=PRESET)
-    add("--bias", action=FLAG, help=f"biases in linear layers {PRESET}")
-    add("--tie-embeddings", action=FLAG, help=f"the output head shares the embedding {PRESET}")
-    add("--dropout", type=rate, metavar="P", help="of attention and hidden states (default: 0)")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=SIZE, metavar="N", help=f"optimizer steps {PRESET}")
-    add("--batch-size", type=SIZE, metavar="N", help=f"examples of a step, over all devices {PRESET}")
-    add("--microbatches", type=SIZE, metavar="N", help="parts of a batch: gradient accumulation (default: 1)")
-    add("--learning-rate", type=POSITIVE, metavar="X", help=f"after warm-up {PRESET}")
-    add("--min-learning-rate", type=NON_NEGATIVE, metavar="X", help="where cosine decay ends (default: a tenth of it)")
-    add("--warmup-steps", type=COUNT, metavar="N", help="linear warm-up (default: the preset's, at most --steps / 10)")
-    add("--decay-steps", type=SIZE, metavar="N", help="where decay ends (default: the --steps of the first start)")
-    add("--weight-decay", type=NON_NEGATIVE, metavar="X", help="of matrices, decoupled (default: 0.1)")
-    add("--clip-norm", type=POSITIVE, metavar="X", help="global gradient norm (default: 1)")
-    add("--seed", type=COUNT, metavar="N", help="of weights, data order and dropout (default: 0)")
-
-    add = parser.add_argument_group("precision").add_argument
-    add("--recipe", choices=RECIPES, help="how the layers' linears are quantized (default: none)")
-    add("--fp8-format", choices=("hybrid", "e4m3"), help="hybrid: E5M2 gradients (default: delayed, current: hybrid)")
-    add("--amax-history-len", type=SIZE, metavar="N", help="delayed: steps a scale looks back (default: 1024)")
-    add("--amax-compute-algo", choices=("max", "most_recent"), help="delayed: of the history (default: max)")
-    add("--margin", type=COUNT, metavar="N", help="delayed: powers of two of head-room (default: 0)")
-    add("--use-power-2-scales", action=FLAG, help="current: scales are powers of two (default: no)")
-    add("--use-f32-scales", action=FLAG, help="block: scales are any fp32, not powers of two (default: no)")
-    add("--rht", action=FLAG, help="nvfp4: Hadamard transform for weight gradients (default: yes)")
-    add("--stochastic-rounding", action=FLAG, help="nvfp4: of gradients (default: yes)")
-    add("--square-blocks", action=FLAG, help="nvfp4: kernels have 16 x 16 blocks, not 1 x 16 (default: yes)")
-    add("--fp8-accumulation", choices=("fast", "precise"), help="delayed, current: sums on Hopper (default: fast)")
-    add(
-        "--override-linear-precision",
-        type=some_of(GEMMS),
-        metavar="GEMMS",
-        help="GEMMs in high precision, some of fprop,dgrad,wgrad (default: none of them)",
-    )
-    add("--fp8-param", action=FLAG, help="hold kernels quantized, with fp32 masters (default: no)")
-    add("--bf16-layers-start", type=COUNT, metavar="N", help="first layers not to quantize (default: 0)")
-    add("--bf16-layers-end", type=COUNT, metavar="N", help="last layers not to quantize (default: 0)")
-    add(
-        "--precision-config",
-        metavar="FILE",
-        help="YAML with rules for single layers; kept with the run (default: none)",
-    )
-    add("--params-dtype", choices=DTYPES, help="half keeps fp32 masters (default: bfloat16 on a GPU, else float32)")
-    add("--compute-dtype", choices=DTYPES, help="of activations (default: --params-dtype)")
-
-    add = parser.add_argument_group("execution").add_argument
-    add("--backend", choices=("auto", "xla", "te"), help="kernels; te runs or says why it cannot (default: auto)")
-    add("--mesh", metavar="AXES", help="data, fsdp, context, tensor: e.g. data=2,tensor=4 (default: one device)")
-    add("--mesh-axis-type", choices=("auto", "explicit"), help="kind of mesh axes (default: auto)")
-    add("--sequence-parallel", action=FLAG, help="split activations over tensor ranks between blocks (default: no)")
-    add("--cp-comm-type", choices=CP_COMM_TYPES, help="how context ranks exchange keys (default: p2p)")
-    add("--cp-load-balanced", action=FLAG, help="context ranks have tokens in zig-zag order (default: no)")
-    add("--recompute-granularity", choices=GRANULARITIES, help="what backward computes again (default: none)")
-    add("--recompute-method", choices=METHODS, help="full: groups, or the first layers (default: uniform)")
-    add("--recompute-num-layers", type=SIZE, metavar="N", help="full: layers of a group, or first layers (default: 1)")
-    add(
-        "--recompute-modules",
-        type=some_of(MODULES),
-        metavar="NAMES",
-        help="selective: some of core_attn,layernorm,activation,mlp (default: core_attn)",
-    )
-    add("--recompute-policy", choices=POLICIES, help="full: what is kept inside of layers (default: full, nothing)")
-    add("--distribute-saved-activations", action=FLAG, help="full: split kept inputs over tensor ranks (default: no)")
-    add(
-        "--scan-layers",
-        type=auto_or_flag,
-        metavar="WHEN",
-        help="layers in a loop, which compiles sooner: yes, no, or auto: if they are many (default: auto)",
-    )
-
-    add = parser.add_argument_group("output").add_argument
-    add("--save-every", type=SIZE, metavar="N", help=f"steps between checkpoints {PRESET}")
-    add("--keep", type=SIZE, metavar="N", help="newest checkpoints kept (default: 3)")
-    add("--eval-every", type=SIZE, metavar="N", help=f"steps between held-out losses {PRESET}")
-    add("--eval-batches", type=SIZE, metavar="N", help="batches of a held-out loss (default: 16)")
-    add("--log-every", type=SIZE, metavar="N", help=f"steps between lines and TensorBoard points {PRESET}")
-    add(
-        "--inspect-every",
-        type=COUNT,
-        metavar="N",
-        help="steps between statistics of quantized tensors (default: 0, never)",
+    num_layers: int = option(SIZE, "transformer layers")
+    hidden_size: int = option(SIZE, "model dimension")
+    num_heads: int = option(SIZE, "query heads", library=("num_attention_heads",))
+    num_query_groups: int = option(SIZE, "key/value heads", shown="a --num-heads given, or preset")
+    ffn_hidden_size: int = option(SIZE, "feed-forward size", shown="4 --hidden-size given, or preset")
+    normalization: str = option(_literal(TransformerConfig, "normalization"), "norm of every layer")
+    activation: str = option(tuple(ACTIVATIONS), "of the feed-forward layer")
+    position_embedding: str = option(POSITION_EMBEDDINGS, "how positions are marked")
+    bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
+    tie_embeddings: bool = option(FLAG, "the output head shares the embedding")
+    dropout: float = option(
+        _RATE, "of attention and hidden states", 0.0, library=("attention_dropout", "hidden_dropout")
     )
 
 
-def _add_sample(commands: argparse._SubParsersAction) -> None:
-    parser = _command(
-        commands,
-        "sample",
-        "generate text with a trained model",
-        description="Generate text from the newest checkpoint of a run, with a key/value cache.",
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Batches, optimizer and schedule: linear warm-up, then a cosine that reaches its minimum at ``decay_steps``."""
+
+    steps: int = _free(SIZE, "optimizer steps")
+    batch_size: int = option(SIZE, "examples of a step, over all devices")
+    microbatches: int = _free(SIZE, "parts of a batch: gradient accumulation", 1)
+    learning_rate: float = option(POSITIVE, "after warm-up")
+    min_learning_rate: float = option(NON_NEGATIVE, "where cosine decay ends", shown="a tenth of it")
+    warmup_steps: int = option(COUNT, "linear warm-up", shown="the preset's, at most --steps / 10")
+    decay_steps: int = option(SIZE, "where decay ends", shown="the --steps of the first start")
+    weight_decay: float = option(NON_NEGATIVE, "of matrices, decoupled", 0.1)
+    clip_norm: float = option(POSITIVE, "global gradient norm", 1.0)
+    seed: int = option(COUNT, "of weights, data order and dropout", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions:
+    """The recipe and its fields, which are None under recipes without them; what is not quantized; dtypes."""
+
+    recipe: str = option(tuple(RECIPES), "how the layers' linears are quantized", "none")
+    fp8_format: str | None = _field(
+        (*_SCALED_ONCE, "block", "mxfp8"), _FORMATS, "hybrid: E5M2 gradients", shown="delayed, current: hybrid"
     )
-    add = parser.add_argument
-    add("--output", metavar="DIR", default="runs/tiny", help="folder of the run (default: runs/tiny)")
-    add("--prompt", metavar="TEXT", default="def ", help="text to continue (default: 'def ')")
-    add("--length", type=SIZE, default=256, metavar="N", help="bytes to generate (default: 256)")
-    add("--temperature", type=NON_NEGATIVE, default=0.8, metavar="X", help="0: the likeliest byte (default: 0.8)")
-    add("--top-k", type=COUNT, default=0, metavar="N", help="draw from the N likeliest bytes; 0: all (default: 0)")
-    add("--seed", type=COUNT, default=0, metavar="N", help="of the drawing (default: 0)")
-
-
-def _add_inspect(commands: argparse._SubParsersAction) -> None:
-    parser = _command(
-        commands,
-        "inspect",
-        "show what quantization does to the tensors of a run, and how its arrays are split",
-        description=(
-            "One batch of held-out text runs forward and backward through the newest checkpoint of a run, and every\n"
-            "tensor that is quantized is looked at: largest value, scale, share of values lost to 0 (underflow) or to\n"
-            "the format's largest (saturation), and the squared error over the tensor's mean square, in decibels.\n"
-            "Runs on one device, also a CPU, whatever the run was trained on.\n\n"
-            "With --sharding nothing runs: it lists every array of the training state, its logical axes, the mesh\n"
-            "axes that split it and its bytes, in all and on each device, and draws which device holds which part.\n"
-            "It needs neither a checkpoint nor devices: jax-te inspect --sharding --preset gpt-1.3b --mesh fsdp=8"
-        ),
-        epilog=(
-            "columns of --sensitivity, for each layer quantized alone:\n"
-            "  gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without it: the\n"
-            "                  noise that quantizing this layer adds to an update. The rows are in its order.\n"
-            "  loss increase   loss with it minus loss without. It may be negative, and where it is small beside\n"
-            "                  the loss's spread over batches (--batches) it says little.\n\n"
-            "Delayed scaling has no past in --sensitivity, and with another --recipe or --precision-config: it then\n"
-            "takes its scales from one pass over the first batch under current scaling."
-        ),
+    amax_history_len: int | None = _field(("delayed",), SIZE, "delayed: steps a scale looks back")
+    amax_compute_algo: str | None = _field(
+        ("delayed",), _literal(DelayedScaling, "amax_compute_algo"), "delayed: of the history"
     )
-    add = parser.add_argument
-    add("--output", metavar="DIR", default="runs/tiny", help="folder of the run (default: runs/tiny)")
-    add("--recipe", choices=RECIPES[1:], help="another recipe, with its default fields (default: the run's)")
-    add("--precision-config", metavar="FILE", help="another precision file; reports on it (default: the run's)")
-    add("--data", metavar="PATH", help="text file or folder (default: the run's)")
-    add("--batch-size", type=SIZE, metavar="N", help="examples of a batch (default: a microbatch of the run)")
-    add("--sharding", action="store_true", help="show how the arrays are split over devices (default: no)")
-    add("--mesh", metavar="AXES", help="with --sharding: over this mesh, e.g. fsdp=4,tensor=2 (default: the run's)")
-    add("--preset", choices=tuple(PRESETS), help="with --sharding: of a preset, in place of a run (default: the run)")
-    add("--recipes", action="store_true", help="only list each layer's recipe, and why it has it (default: no)")
-    add("--sensitivity", action="store_true", help="quantize each layer alone, and rank them (default: no)")
-    add("--batches", type=SIZE, metavar="N", help="with --sensitivity: batches of held-out text (default: 2)")
-    add("--keep-bf16", type=SIZE, metavar="K", help="with --sensitivity: worst layers to keep in bf16 (default: none)")
-    add("--write", metavar="FILE", help="with --keep-bf16: write a --precision-config that does it (default: none)")
-    add("--json", action="store_true", help="print JSON (default: tables)")
-
-
-def _add_doctor(commands: argparse._SubParsersAction) -> None:
-    description = (
-        "Show versions, devices and backends, and for every recipe whether it runs here, and if not what to do."
+    margin: int | None = _field(("delayed",), COUNT, "delayed: powers of two of head-room")
+    use_power_2_scales: bool | None = _field(("current",), FLAG, "current: scales are powers of two")
+    use_f32_scales: bool | None = _field(("block",), FLAG, "block: scales are any fp32, not powers of two")
+    rht: bool | None = _field(("nvfp4",), FLAG, "nvfp4: Hadamard transform for weight gradients")
+    stochastic_rounding: bool | None = _field(("nvfp4",), FLAG, "nvfp4: of gradients")
+    square_blocks: bool | None = _field(("nvfp4",), FLAG, "nvfp4: kernels have 16 x 16 blocks, not 1 x 16")
+    fp8_accumulation: str | None = _field(_SCALED_ONCE, ("fast", "precise"), "delayed, current: sums on Hopper")
+    override_linear_precision: str | None = _field(
+        _QUANTIZED, _GEMMS, f"GEMMs in high precision, some of {','.join(GEMMS)}", shown="none of them"
     )
-    _command(
-        commands, "doctor", "show versions, devices, backends, and which recipes run here", description=description
+    fp8_param: bool = option(FLAG, "hold kernels quantized, with fp32 masters", False)
+    bf16_layers_start: int = option(COUNT, "first layers not to quantize", 0, library=("num_layers_at_start_in_bf16",))
+    bf16_layers_end: int = option(COUNT, "last layers not to quantize", 0, library=("num_layers_at_end_in_bf16",))
+    precision_config: str | None = option(FILE, "YAML with rules for single layers; kept with the run", None)
+    params_dtype: str = option(
+        FLOAT_DTYPES, "half keeps fp32 masters", "float32", shown="bfloat16 on a GPU, else float32"
+    )
+    compute_dtype: str = option(FLOAT_DTYPES, "of activations", "float32", shown="--params-dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionOptions:
+    """Where and how the steps run."""
+
+    backend: str = _free(get_args(BackendName), "kernels; te runs or says why it cannot", "auto")
+    mesh: str | None = _on_mesh(MESH, "data, fsdp, context, tensor: e.g. data=2,tensor=4", None, shown="one device")
+    mesh_axis_type: str = _on_mesh(("auto", "explicit"), "kind of mesh axes", "auto")
+    sequence_parallel: bool = _on_mesh(FLAG, "split activations over tensor ranks between blocks", False)
+    cp_comm_type: str = _on_mesh(_CP_COMM_TYPES, "how context ranks exchange keys", "p2p")
+    cp_load_balanced: bool = _on_mesh(FLAG, "context ranks have tokens in zig-zag order", False)
+    recompute_granularity: str = _free(_GRANULARITIES, "what backward computes again", "none")
+    recompute_method: str | None = _free(METHODS, "full: groups, or the first layers", None, shown="uniform")
+    recompute_num_layers: int | None = _free(SIZE, "full: layers of a group, or first layers", None, shown="1")
+    recompute_modules: str | None = _free(
+        _MODULES, f"selective: some of {','.join(RECOMPUTE_MODULES)}", None, shown="core_attn"
+    )
+    recompute_policy: str = _free(POLICIES, "full: what is kept inside of layers", "full", shown="full, nothing")
+    distribute_saved_activations: bool = _free(FLAG, "full: split kept inputs over tensor ranks", False)
+    scan_layers: bool | str = _free(
+        Text("WHEN", auto_or_flag),
+        "layers in a loop, which compiles sooner: yes, no, or auto: if they are many",
+        "auto",
     )
 
 
-def _add_bench(commands: argparse._SubParsersAction, *, wanted: bool) -> None:
-    if not wanted:
-        _command(commands, "bench", "measure layers or train steps beside te.jax's")
-        return
-    from jax_te.bench.internal import add_parser
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How often a run saves, evaluates and reports."""
 
-    add_parser(commands)
-    parser = commands.choices["bench"]
-    parser.set_defaults(command="bench")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
+    keep: int = _free(SIZE, "newest checkpoints kept", 3)
+    eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
+    eval_batches: int = _free(SIZE, "batches of a held-out loss", 16)
+    log_every: int = _free(SIZE, "steps between lines and TensorBoard points", 10, shown=_PRESET)
+    inspect_every: int = _free(COUNT, "steps between statistics of quantized tensors", 0, shown="0, never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Generate text with a trained model.
+
+    Generate text from the newest checkpoint of a run, with a key/value cache.
+    """
+
+    output: str = option(FOLDER, "folder of the run", "runs/tiny")
+    prompt: str = option(Text("TEXT"), "text to continue", "def ", shown="'def '")
+    length: int = option(SIZE, "bytes to generate", 256)
+    temperature: float = option(NON_NEGATIVE, "0: the likeliest byte", 0.8)
+    top_k: int = option(COUNT, "draw from the N likeliest bytes; 0: all", 0)
+    seed: int = option(COUNT, "of the drawing", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Show what quantization does to the tensors of a run, and how its arrays are split.
+
+    One batch of held-out text runs forward and backward through the newest checkpoint of a run, and every
+    tensor that is quantized is looked at: largest value, scale, share of values lost to 0 (underflow) or to
+    the format's largest (saturation), and the squared error over the tensor's mean square, in decibels.
+    Runs on one device, also a CPU, whatever the run was trained on.
+
+    With --sharding nothing runs: it lists every array of the training state, its logical axes, the mesh
+    axes that split it and its bytes, in all and on each device, and draws which device holds which part.
+    It needs neither a checkpoint nor devices: jax-te inspect --sharding --preset gpt-1.3b --mesh fsdp=8
+
+    columns of --sensitivity, for each layer quantized alone:
+      gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without it: the
+                      noise that quantizing this layer adds to an update. The rows are in its order.
+      loss increase   loss with it minus loss without. It may be negative, and where it is small beside
+                      the loss's spread over batches (--batches) it says little.
+
+    Delayed scaling has no past in --sensitivity, and with another --recipe or --precision-config: it then
+    takes its scales from one pass over the first batch under current scaling.
+    """
+
+    output: str = option(FOLDER, "folder of the run", "runs/tiny")
+    recipe: str | None = option(_QUANTIZED, "another recipe, with its default fields", None, shown="the run's")
+    precision_config: str | None = option(FILE, "another precision file; reports on it", None, shown="the run's")
+    data: str | None = option(PATH, "text file or folder", None, shown="the run's")
+    batch_size: int | None = option(SIZE, "examples of a batch", None, shown="a microbatch of the run")
+    sharding: bool = option(SWITCH, "show how the arrays are split over devices", False)
+    mesh: str | None = option(MESH, "with --sharding: over this mesh, e.g. fsdp=4,tensor=2", None, shown="the run's")
+    preset: str | None = option(tuple(PRESETS), "with --sharding: of a preset, not of a run", None, shown="the run")
+    recipes: bool = option(SWITCH, "only list each layer's recipe, and why it has it", False)
+    sensitivity: bool = option(SWITCH, "quantize each layer alone, and rank them", False)
+    batches: int | None = option(SIZE, "with --sensitivity: batches of held-out text", None, shown="2")
+    keep_bf16: int | None = option(Text("K", SIZE.parse), "with --sensitivity: worst layers to keep in bf16", None)
+    write: str | None = option(FILE, "with --keep-bf16: write a --precision-config that does it", None)
+    json: bool = option(SWITCH, "print JSON", False, shown="tables")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Show versions, devices, backends, and which recipes run here.
+
+    Show versions, devices and backends, and for every recipe whether it runs here, and if not what to do.
+    """
+
+
+GROUPS: dict[str, type] = {
+    "data": DataOptions,
+    "model": ModelOptions,
+    "training": TrainingOptions,
+    "precision": PrecisionOptions,
+    "execution": ExecutionOptions,
+    "output": OutputOptions,
+}
+"""The table of ``jax-te train`` under the headings of its ``--help``."""
+
+OPTIONS: dict[str, Option] = {name: row for group in GROUPS.values() for name, row in options_of(group).items()}
+"""Every row of the table by the name of its field."""
+
+MAY_CHANGE = {name for name, row in OPTIONS.items() if row.may_change}
+"""Fields that a resumed run may be given anew."""
+
+OF_MESH = {name for name, row in OPTIONS.items() if row.of_mesh}
+"""Fields without effect where there is no mesh."""
+
+_FLAGS = {name: flag(field) for field, row in OPTIONS.items() for name in row.library or (field,) if "_" in name}
+
+
+@contextlib.contextmanager
+def flags_named() -> Iterator[None]:
+    """Put flags for the names of fields into the message of a ValueError that the library raises inside.
+
+    >>> with flags_named():
+    ...     raise ValueError("hidden_size 3 is not divisible by num_attention_heads 2")
+    Traceback (most recent call last):
+    ValueError: --hidden-size 3 is not divisible by --num-heads 2
+    """
+    try:
+        yield
+    except ValueError as error:
+        # Names of one word, like "bias" and "data", are words of sentences, too; they stay as they are.
+        raise ValueError(re.sub(r"\b\w+\b", lambda word: _FLAGS.get(word[0], word[0]), str(error))) from error

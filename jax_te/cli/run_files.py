@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_te.cli.run_config import MAY_CHANGE, RunConfig
-from jax_te.cli.run_recipe import option
+from jax_te.cli.options import MAY_CHANGE, flag
+from jax_te.cli.run_config import RunConfig
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -59,7 +59,7 @@ def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path)
     changed = changed_fields(saved, given)
     if changed:
         listed = "; ".join(
-            f"{option(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
+            f"{flag(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
             for name, (was, now) in changed.items()
         )
         raise ValueError(

@@ -100,7 +100,8 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
-                    f"{self.num_attention_heads}; change one of them or give kv_channels"
+                    f"{self.num_attention_heads}; the next that is: "
+                    f"{self.hidden_size + -self.hidden_size % self.num_attention_heads}, or give kv_channels"
                 )
             channels = self.hidden_size // self.num_attention_heads
         check_positive(num_query_groups=groups, ffn_hidden_size=ffn, kv_channels=channels)
