@@ -77,9 +77,9 @@ def test_optional_packages(path):
         top = dotted.split(".")[0]
         assert top not in ("torch", "megatron"), f"{name_of(path)}:{line} imports {dotted}"
         if top in ("transformer_engine", "transformer_engine_jax"):
-            peer = path.parent == PACKAGE / "bench" and path.name.startswith("te_jax")
+            peer = path.parent == PACKAGE / "bench" / "peers" and path.name.startswith("te_jax")
             assert peer or path.parent == PACKAGE / "ops" / "te", (
-                f"{name_of(path)}:{line} imports {dotted}; only jax_te/ops/te and bench's peers may"
+                f"{name_of(path)}:{line} imports {dotted}; only jax_te/ops/te and jax_te/bench/peers may"
             )
 
 

@@ -1,3 +1,3 @@
-"""Measurements of layers, attention, steps and models beside their peers."""
+"""Measurements of layers, attention, train steps and models beside their peers."""
 
 __all__: list[str] = []

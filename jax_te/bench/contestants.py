@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 
+from jax_te.bench.settings import GIB, Row
 from jax_te.typing import Array
-
-GIB = 2**30
 
 
 class SharedState:
@@ -32,7 +31,7 @@ class SharedState:
         self._create, self._held = create, None
 
     def take(self) -> Any:
-        """The state, which is the caller's until `put`."""
+        """Return the state, which is the caller's until `put`."""
         held, self._held = self._held, None
         return self._create() if held is None else held
 
@@ -89,10 +88,10 @@ class Contestant:
         self.state.put(state)
 
     def _try(self, action: Callable[[], None]) -> None:
-        """A compiler or a GPU can fail in many ways; whichever it is, it becomes the row."""
+        """Run a part of a measurement; its exception becomes the row's error."""
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # a compiler or a GPU can fail in many ways
             self.error = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         if self.error is not None:
             gc.collect()  # what the traceback held may be most of the memory
@@ -108,8 +107,8 @@ class Contestant:
         return {"peak_gib": round(peak, 4)} | ({"host_gib": round(host / GIB, 4)} if host else {})
 
 
-def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[dict[str, Any]]:
-    """A row for each, its ratios to the first that ran.
+def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
+    """Return a row for each contestant, with its ratios to the first that ran.
 
     Args:
         contestants: after their rounds.

@@ -1,7 +1,21 @@
 """Names of `jax_te.bench` for the other packages of jax_te. Not for users: they may change without notice."""
 
-from jax_te.bench.command import add_parser
+from jax_te.bench.attention import bench_attention
+from jax_te.bench.layers import MODULES, Case, bench_layer
+from jax_te.bench.microbatches import bench_microbatches
+from jax_te.bench.settings import Row, Settings, Shape
+from jax_te.bench.train_steps import Sizes, Variant, bench_train_steps
 
 __all__ = [
-    "add_parser",
+    "MODULES",
+    "Case",
+    "Row",
+    "Settings",
+    "Shape",
+    "Sizes",
+    "Variant",
+    "bench_attention",
+    "bench_layer",
+    "bench_microbatches",
+    "bench_train_steps",
 ]

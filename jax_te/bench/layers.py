@@ -1,15 +1,17 @@
-"""``jax-te bench``: a module of jax_te and its peer of te.jax, compiled on one device or on a mesh."""
+"""Single layers of jax_te beside te.jax's, forward and backward, on one device or on a mesh."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,21 +19,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_te.bench.settings import GIB, Row, Settings, Shape
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
+from jax_te.ops.internal import te
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import split_model
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, BackendName, LogicalAxes
 
-GIB = 2**30
 MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
-"""What can be measured."""
+"""Layers that can be measured."""
 
 TE_RECIPES = ("none", "delayed", "current")
 """Recipes that te.jax has on every GPU with FP8; others are measured beside what it does in bf16."""
 
-Shape = tuple[int, int, int, int, int]
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
@@ -55,7 +57,7 @@ class Case:
 
     @property
     def devices(self) -> int:
-        """How many it runs on."""
+        """Number of devices that it runs on."""
         return 1 if self.mesh is None else self.mesh.size
 
     @property
@@ -68,21 +70,21 @@ class Case:
         return 3 * forward[self.module]
 
     def label(self, of: str) -> str:
-        """A name for a contestant's row."""
+        """Return the name of a contestant's row."""
         return f"{of} {self.module} {'none' if self.recipe is None else self.recipe.name}"
 
     def draw(self, seed: int, shape: tuple[int, ...], axes: LogicalAxes) -> Array:
-        """A random bf16 array, split as its axes say."""
+        """Return a random bf16 array, sharded as its axes say."""
         x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         return x if self.mesh is None else jax.device_put(x, named_sharding(axes, self.mesh))
 
     def input(self) -> Array:
-        """``x [b, s, h]``."""
+        """Return ``x [b, s, h]``."""
         sequence = "sequence_parallel" if self.sequence_parallel else "sequence"
         return self.draw(0, self.shape[:3], ("batch", sequence, "hidden"))
 
     def output_axes(self) -> LogicalAxes:
-        """Logical axes of the module's output."""
+        """Return the logical axes of the module's output."""
         if self.module == "layernorm_linear":
             return ("batch", "sequence", "ffn")
         return ("batch", "sequence_parallel" if self.sequence_parallel else "sequence", "hidden")
@@ -100,7 +102,7 @@ class Contestant:
     seconds: list[float]
 
     def summary(self, case: Case) -> dict[str, Any]:
-        """Median time, rate and memory of a device."""
+        """Return its row: median time, rate and memory of a device."""
         median = statistics.median(self.seconds)
         row = {
             "name": self.name,
@@ -113,8 +115,36 @@ class Contestant:
         return row | ({"collectives": dict(Counter(COLLECTIVES.findall(self.hlo)))} if case.devices > 1 else {})
 
 
-def ours(case: Case, backend: str) -> Contestant:
-    """jax_te's module."""
+def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None = None) -> Iterator[Row]:
+    """Yield rows of each case: te.jax's layer, where that is here, then jax_te's, timed in turn.
+
+    Args:
+        cases: what to measure. For a recipe that te.jax does not have, its bf16 layer is the peer.
+        settings: of the measurement.
+        hlo: folder for the compiled programs.
+    """
+    for case in cases:
+        contestants = [_ours(case, settings.backend)]
+        if te.available()[0]:
+            has_recipe = case.recipe is None or case.recipe.name in TE_RECIPES
+            contestants.insert(0, _te_jax(case if has_recipe else dataclasses.replace(case, recipe=None)))
+        measure(contestants, settings)
+        summaries = [contestant.summary(case) for contestant in contestants]
+        first = summaries[0]
+        for summary in summaries:
+            summary["speed_ratio"] = round(first["ms"] / summary["ms"], 3)
+            summary["memory_ratio"] = round(summary["temp_gib"] / first["temp_gib"], 3) if first["temp_gib"] else None
+        if hlo is not None:
+            hlo.mkdir(parents=True, exist_ok=True)
+            for contestant in contestants:
+                stem = contestant.name.replace(" ", "_").replace("(", "").replace(")", "")
+                (hlo / f"{stem}.txt").write_text(contestant.hlo)
+        yield from summaries
+        del contestants  # their arrays and programs, before the next case's are made
+
+
+def _ours(case: Case, backend: BackendName) -> Contestant:
+    """Return jax_te's layer."""
     _, _, hidden, heads, ffn = case.shape
     graphdefs: list[Any] = []
 
@@ -132,7 +162,7 @@ def ours(case: Case, backend: str) -> Contestant:
         graphdefs.append(graphdef)
         return parts
 
-    with autocast(case.recipe), use_backend(backend), _mesh(case):  # type: ignore[arg-type]
+    with autocast(case.recipe), use_backend(backend), _mesh(case):
         params, quantizers, rest = jax.jit(make)()
 
         def apply(variables: Any, x: Array) -> Array:
@@ -141,29 +171,27 @@ def ours(case: Case, backend: str) -> Contestant:
         return _compiled(f"{case.label('jax_te')} ({backend})", case, apply, (params, quantizers))
 
 
-def te_jax(case: Case) -> Contestant:
-    """te.jax's own module with the same mathematics."""
-    from jax_te.bench import te_jax as raw
+def _te_jax(case: Case) -> Contestant:
+    """Return te.jax's own layer with the same mathematics."""
+    from jax_te.bench.peers.te_jax import RawSizes, raw_context, raw_module  # Transformer Engine is optional
 
-    _, _, hidden, heads, ffn = case.shape
-    with raw.raw_context(case.recipe, case.mesh):
-        apply, variables = raw.raw_module(
-            case.module, hidden, heads, ffn, case.input(), jax.random.key(1), case.mesh, case.sequence_parallel
-        )
+    sizes = RawSizes(*case.shape[2:], sequence_parallel=case.sequence_parallel)
+    with raw_context(case.recipe, case.mesh):
+        apply, variables = raw_module(case.module, sizes, case.input(), jax.random.key(1), case.mesh)
         return _compiled(case.label("te.jax"), case, apply, variables)
 
 
-def measure(contestants: list[Contestant], *, rounds: int, calls: int) -> None:
+def measure(contestants: Sequence[Contestant], settings: Settings) -> None:
     """Time the contestants in turn, so that a GPU that heats up slows all of them alike."""
     for contestant in contestants:
         jax.block_until_ready(contestant.run())
-    for _ in range(rounds):
+    for _ in range(settings.rounds):
         for contestant in contestants:
             start = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(settings.calls):
                 result = contestant.run()
             jax.block_until_ready(result)
-            contestant.seconds.append((time.perf_counter() - start) / calls)
+            contestant.seconds.append((time.perf_counter() - start) / settings.calls)
 
 
 def _mesh(case: Case) -> contextlib.AbstractContextManager[Any]:

@@ -1,18 +1,18 @@
-"""``jax-te bench --microbatches M``: what it gains to quantize kernels once a step."""
+"""Train steps over microbatches: kernels quantized once a step, beside in every microbatch."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jax_te.bench.settings import GIB, Row, Settings, Shape
 from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
@@ -23,29 +23,32 @@ LAYERS, VOCABULARY = 4, 256
 QUANTIZATION = re.compile(r'custom_call_target="(?:te_\w*quantize\w*|mosaic_gpu\w*)"|f8e\w+\[[\d,]*\][^=]* convert\(')
 
 
-def bench_step(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Whole train steps of a GPT of 4 layers, kernels quantized once a step beside in every microbatch, in turn."""
-    rows = []
-    for name in args.recipes:
-        with autocast(recipe_from_name(name)), use_backend(args.backend):
-            contestants = [_Step(args, keep) for keep in (False, True)]
-        for _ in range(args.rounds):
+def bench_microbatches(recipes: Sequence[str], shape: Shape, microbatches: int, settings: Settings) -> Iterator[Row]:
+    """Yield rows of whole train steps of a GPT of 4 layers, for each recipe both ways, timed in turn.
+
+    Args:
+        recipes: names of recipes.
+        shape: of the layers; the batch is a microbatch's.
+        microbatches: of a step.
+        settings: of the measurement.
+    """
+    for name in recipes:
+        with autocast(recipe_from_name(name)), use_backend(settings.backend):
+            contestants = [_Step(shape, microbatches, keep) for keep in (False, True)]
+        for _ in range(settings.rounds):
             for contestant in contestants:
-                contestant.time(args.calls)
+                contestant.time(settings.calls)
         peer = statistics.median(contestants[0].seconds)
         for contestant in contestants:
-            row = {"name": f"{name}, quantized {contestant.label}"} | contestant.summary(peer)
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-        del contestants
-    return rows
+            yield {"name": f"{name}, quantized {contestant.label}"} | contestant.summary(peer)
+        del contestants  # their states and programs, before the next recipe's are made
 
 
 class _Step:
     """A compiled train step, its state, and the times it took."""
 
-    def __init__(self, args: argparse.Namespace, keep: bool):
-        batch, sequence, hidden, heads, ffn = args.shape
+    def __init__(self, shape: Shape, microbatches: int, keep: bool):
+        batch, sequence, hidden, heads, ffn = shape
         self.label = "once a step" if keep else "in every microbatch"
         config = TransformerConfig(
             num_layers=LAYERS,
@@ -60,9 +63,9 @@ class _Step:
             tx,
             key=jax.random.key(0),
         )
-        shape = (batch * args.microbatches, sequence + 1)
-        self.tokens = jax.random.randint(jax.random.key(1), shape, 0, VOCABULARY)
-        step = make_train_step(_loss, tx, microbatches=args.microbatches, keep_kernels=keep)
+        rows = batch * microbatches
+        self.tokens = jax.random.randint(jax.random.key(1), (rows, sequence + 1), 0, VOCABULARY)
+        step = make_train_step(_loss, tx, microbatches=microbatches, keep_kernels=keep)
         self.compiled = step.lower(self.state, self.tokens).compile()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
         self.seconds: list[float] = []
@@ -70,7 +73,7 @@ class _Step:
         self.seconds.clear()
 
     def time(self, calls: int) -> None:
-        """One round."""
+        """Take some steps, and note their mean time."""
         start = time.perf_counter()
         for _ in range(calls):
             self.state, metrics = self.compiled(self.state, self.tokens)
@@ -78,7 +81,7 @@ class _Step:
         self.seconds.append((time.perf_counter() - start) / calls)
 
     def summary(self, peer: float) -> dict[str, Any]:
-        """Figures of a row; ``peer`` is the time of the row to compare with."""
+        """Return the figures of a row; ``peer`` is the time of the row to compare with."""
         inside, outside = quantizations(self.compiled.as_text() or "")
         median = statistics.median(self.seconds)
         memory = self.compiled.memory_analysis()
@@ -87,8 +90,8 @@ class _Step:
             "speed_ratio": round(peer / median, 3),
             "quantizations_in_loop": inside,
             "quantizations_outside": outside,
-            "temp_gib": round(memory.temp_size_in_bytes / 2**30, 3) if memory is not None else None,
-            "fp32_gradients_gib": round(4 * self.parameters / 2**30, 3),
+            "temp_gib": round(memory.temp_size_in_bytes / GIB, 3) if memory is not None else None,
+            "fp32_gradients_gib": round(4 * self.parameters / GIB, 3),
         }
 
 
@@ -97,7 +100,7 @@ def _loss(model: Any, tokens: jax.Array, key: Any) -> jax.Array:
 
 
 def quantizations(hlo: str) -> tuple[int, int]:
-    """Quantizing operations in the bodies of a program's loops and in what they call, and elsewhere.
+    """Return the numbers of quantizing operations in a program's loops, with what they call, and outside of them.
 
     >>> quantizations("ENTRY %main (a: f32[2]) -> f32[2] {\\n  b = f8e4m3fn[2]{0} convert(a)\\n}")
     (0, 1)
@@ -106,6 +109,7 @@ def quantizations(hlo: str) -> tuple[int, int]:
     for text in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", "\n" + hlo):
         if name := re.match(r"\s*(?:ENTRY )?%([\w.\-]+) \(", text):
             computations[name[1]] = text
+    # Loops call computations that call others: all that can be reached from a body runs once a microbatch.
     inside, waiting = set(), re.findall(r"body=%?([\w.\-]+)", hlo)
     while waiting:
         name = waiting.pop()

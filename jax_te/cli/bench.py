@@ -1,131 +1,240 @@
-"""``jax-te bench``: layers of jax_te and of its peers, in turn, in one process."""
+"""``jax-te bench``: layers, attention or train steps of jax_te and of its peers, in turn, in one process."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from jax_te.bench.attention import WAYS, bench_attention, check_attention
-from jax_te.bench.model import add_options, bench_model, check_options
-from jax_te.bench.modules import MODULES, TE_RECIPES, Case, Shape, measure, ours, te_jax
-from jax_te.bench.step import bench_step
-from jax_te.config import ParallelConfig
+from jax_te.bench.internal import (
+    MODULES,
+    Case,
+    Row,
+    Settings,
+    Shape,
+    Sizes,
+    Variant,
+    bench_attention,
+    bench_layer,
+    bench_microbatches,
+    bench_train_steps,
+)
+from jax_te.cli.build import build_model
+from jax_te.cli.options import CP_COMM_TYPES, METHODS, POLICIES, SIZE, flag, some_of
+from jax_te.cli.presets import PRESETS
+from jax_te.cli.resolve import new_config
+from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.config import RECOMPUTE_MODULES, ParallelConfig
+from jax_te.models import Execution
+from jax_te.ops import BACKENDS
 from jax_te.ops.internal import te
 from jax_te.recipe import recipe_from_name
 from jax_te.sharding import make_mesh
 
 RECIPES = ["none", "delayed", "current"]
 DEFAULT_SHAPE: Shape = (4, 2048, 4096, 32, 16384)
+STACKS = ("unrolled", "scanned")
+MODEL_DEFAULTS = {
+    "stack": [STACKS[0]],
+    "recompute": ["none"],
+    "layers": None,
+    "vocabulary": VOCAB_SIZE,
+    "loss_chunks": 1,
+    "peer": None,
+}
+"""Options that go with ``--model`` only, and their values where they are not given."""
+
+_COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
+_MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
 
 
-def bench_module(args: argparse.Namespace, module: str) -> list[dict[str, Any]]:
-    """Measure one module per recipe, jax_te's beside te.jax's where that is there."""
-    mesh = None if args.mesh is None else make_mesh(ParallelConfig.parse(args.mesh))
-    rows = []
-    for name in args.recipes:
-        case = Case(
-            module=module,
-            shape=tuple(args.shape),
-            recipe=recipe_from_name(name),
-            mesh=mesh,
-            sequence_parallel=args.sequence_parallel,
-        )
-        contestants = [ours(case, args.backend)]
-        if te.available()[0]:
-            peer = case if name in TE_RECIPES else dataclasses.replace(case, recipe=None)
-            contestants.insert(0, te_jax(peer))
-        measure(contestants, rounds=args.rounds, calls=args.calls)
-        summaries = [contestant.summary(case) for contestant in contestants]
-        for summary in summaries:
-            first = summaries[0]
-            summary["speed_ratio"] = round(first["ms"] / summary["ms"], 3)
-            summary["memory_ratio"] = round(summary["temp_gib"] / first["temp_gib"], 3) if first["temp_gib"] else None
-            print(json.dumps(summary), flush=True)
-        if args.hlo:
-            for contestant in contestants:
-                stem = contestant.name.replace(" ", "_").replace("(", "").replace(")", "")
-                Path(args.hlo).mkdir(parents=True, exist_ok=True)
-                (Path(args.hlo) / f"{stem}.txt").write_text(contestant.hlo)
-        rows += summaries
-        del contestants
-    return rows
-
-
-def add_parser(subparsers: Any) -> None:
-    """Register ``jax-te bench``."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure layers or train steps beside te.jax's",
-        description="Forward and backward of one layer (causal, GELU, biases, bf16): jax_te's and te.jax's own, "
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options and the description of ``jax-te bench`` to its parser."""
+    parser.description = (
+        "Forward and backward of one layer (causal, GELU, biases, bf16): jax_te's and te.jax's own, "
         "measured in turn in one process; for a recipe that te.jax has not, its bf16 layer. "
         "speed_ratio is the peer's time over the row's, memory_ratio the row's temporary memory over the peer's. "
         "With --model: whole train steps, unrolled or scanned, under each way of recomputation. "
-        "With --context-parallel: attention alone; of_one_device is a device's rate over the same library's on one.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "With --context-parallel: attention alone; of_one_device is a device's rate over the same library's on one."
     )
-    parser.add_argument("--modules", nargs="+", choices=MODULES, default=MODULES[:1], help="layers to measure")
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="recipes to measure")
-    parser.add_argument(
-        "--shape", nargs=5, type=int, default=list(DEFAULT_SHAPE), metavar=("B", "S", "H", "HEADS", "F"),
-        help="batch, sequence, hidden size, heads, feed-forward size",
-    )  # fmt: skip
-    parser.add_argument("--backend", choices=["auto", "te", "xla"], default="auto", help="backend of jax_te's layer")
-    parser.add_argument(
-        "--mesh", metavar="SIZES", help="run on a mesh, like tensor=4 or data=2,tensor=2; default: one device"
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add = parser.add_argument
+    add("--modules", nargs="+", choices=MODULES, default=MODULES[:1], help="layers to measure")
+    add("--recipes", nargs="+", default=RECIPES, help="recipes to measure")
+    shape = "batch, sequence, hidden size, heads, feed-forward size"
+    add("--shape", nargs=5, type=int, default=[*DEFAULT_SHAPE], metavar=("B", "S", "H", "HEADS", "F"), help=shape)
+    add("--backend", choices=BACKENDS, default="auto", help="backend of jax_te's layer")
+    add("--mesh", metavar="SIZES", help="run on a mesh, like tensor=4 or data=2,tensor=2; default: one device")
+    add("--sequence-parallel", action="store_true", help="with --mesh: sequence parallelism")
+    steps = "measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
+    add("--microbatches", type=int, metavar="M", help=steps + "quantized once a step beside in every microbatch")
+    attention = "measure instead causal attention alone, its sequences split over the context ranks of --mesh in these "
+    attention += f"ways: {', '.join(CP_COMM_TYPES)}; te.jax has the first two"
+    add("--context-parallel", nargs="+", choices=CP_COMM_TYPES, metavar="WAY", help=attention)
+    add("--groups", type=int, metavar="G", help="with --context-parallel: key/value heads; HEADS")
+    model = (
+        "measure instead train steps of this preset of jax-te train (AdamW on fp32 masters, bf16 parameters, its own "
     )
-    parser.add_argument("--sequence-parallel", action="store_true", help="with --mesh: sequence parallelism")
-    parser.add_argument(
-        "--microbatches", type=int, metavar="M",
-        help="measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
-        "quantized once a step beside in every microbatch",
-    )  # fmt: skip
-    parser.add_argument(
-        "--context-parallel", nargs="+", choices=WAYS, metavar="WAY",
-        help="measure instead causal attention alone, its sequences split over the context ranks of --mesh in these "
-        f"ways: {', '.join(WAYS)}; te.jax has the first two",
-    )  # fmt: skip
-    parser.add_argument("--groups", type=int, metavar="G", help="with --context-parallel: key/value heads; HEADS")
-    add_options(parser)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of measurement; the median counts")
-    parser.add_argument("--calls", type=int, default=10, help="calls in a round")
-    parser.add_argument("--output", metavar="FILE", help="write the rows to this JSON file")
-    parser.add_argument("--hlo", metavar="DIR", help="write the compiled programs to this folder")
-    parser.set_defaults(run=run)
+    model += (
+        "batch), every --stack with every --recompute, all of a recipe on one state. Ratios are to a recipe's first "
+    )
+    model += "row that ran, peak_gib is arguments and temporary arrays"
+    add("--model", choices=tuple(PRESETS), help=model)
+    add("--rounds", type=int, default=7, help="rounds of measurement; the median counts")
+    add("--calls", type=int, default=10, help="calls in a round")
+    add("--output", metavar="FILE", help="write the rows to this JSON file")
+    add("--hlo", metavar="DIR", help="write the compiled programs to this folder")
+    # Only what is given is set, so that it can be refused where there is no --model.
+    add = parser.add_argument_group("with --model", argument_default=argparse.SUPPRESS).add_argument
+    add("--stack", nargs="+", choices=STACKS, help="forms of the layer stack (default: unrolled)")
+    ways = f"what backward computes again: none; some of {_MODULE_NAMES}; all layers, one by one, with a policy: "
+    ways += f"{', '.join(POLICIES)}; {_COUNTED} (default: none)"
+    add("--recompute", nargs="+", type=recompute, metavar="WAY", help=ways)
+    add("--layers", type=SIZE.parse, metavar="N", help="layers (default: the preset's)")
+    add("--vocabulary", type=SIZE.parse, metavar="V", help=f"rows of the embedding (default: {VOCAB_SIZE}, bytes)")
+    add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
+    add("--peer", choices=("te",), help="beside a GPT of te.jax's own layers, the first row (default: none)")
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that would have no effect."""
-    others = bool(args.mesh or args.sequence_parallel or args.hlo or args.modules != MODULES[:1])
-    own = args.context_parallel is not None
-    check_options(args, others or own or args.microbatches is not None or args.shape != list(DEFAULT_SHAPE))
-    other_modules = args.sequence_parallel or args.hlo or args.modules != MODULES[:1] or args.recipes != RECIPES
-    check_attention(args, bool(other_modules or args.microbatches is not None))
-    if args.microbatches is not None and others:
-        raise ValueError(
-            "--microbatches measures whole train steps; leave out --modules, --mesh, --sequence-parallel and --hlo"
-        )
-    if args.sequence_parallel and (args.mesh is None or ParallelConfig.parse(args.mesh).tensor == 1):
-        raise ValueError("--sequence-parallel splits activations over tensor ranks; give --mesh with tensor=N")
+def recompute(text: str) -> str:
+    """Return a way of recomputation: an argparse type.
+
+    It is ``none``, a policy of full recomputation, a method and its layers, or modules.
+
+    >>> recompute("mlp,core_attn"), recompute("block:12")
+    ('core_attn,mlp', 'block:12')
+    """
+    if text in ("none", *POLICIES):
+        return text
+    method, colon, count = text.partition(":")
+    if colon and method in METHODS and count.isdecimal() and int(count) > 0:
+        return text
+    try:
+        return some_of(RECOMPUTE_MODULES)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be none, one of {', '.join(POLICIES)}, {_COUNTED}, or some of {_MODULE_NAMES}, each once; got "
+            f"{text!r}"
+        ) from None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``jax-te bench`` with parsed arguments."""
-    _check(args)
-    device = jax.devices()[0]
+    """Print the rows that were asked for as they come, and return the exit status, 0.
+
+    Raises:
+        ValueError: for options without effect; if no train step of ``--model`` ran, with the first one's error.
+    """
+    given = [name for name in MODEL_DEFAULTS if hasattr(args, name)]
+    args = argparse.Namespace(**(MODEL_DEFAULTS | vars(args)))
+    _check(args, given)
+    device, rows = jax.devices()[0], []
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
-    if args.model is not None:
-        rows = bench_model(args)
-    elif args.context_parallel is not None:
-        rows = bench_attention(args)
-    elif args.microbatches is not None:
-        rows = bench_step(args)
-    else:
-        rows = [row for module in args.modules for row in bench_module(args, module)]
+    for row in _rows(args):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    if all("error" in row for row in rows):
+        raise ValueError(f"nothing could be measured; {rows[0]['name']}: {rows[0]['error']}")
     if args.output:
         Path(args.output).write_text(json.dumps({"device": device.device_kind, "jax": jax.__version__, "rows": rows}))
     return 0
+
+
+def _check(args: argparse.Namespace, given: list[str]) -> None:
+    """Raise ValueError for options that would have no effect."""
+    sizes = ParallelConfig() if args.mesh is None else ParallelConfig.parse(args.mesh)
+    layers = bool(args.sequence_parallel or args.hlo or args.modules != MODULES[:1])
+    if args.model is None and given:
+        raise ValueError(f"{flag(given[0])} is for whole train steps of a preset; give --model")
+    elsewhere = args.context_parallel is not None or args.microbatches is not None
+    if args.model is not None and (layers or elsewhere or args.mesh or args.shape != [*DEFAULT_SHAPE]):
+        raise ValueError(
+            "--model measures whole train steps at the preset's sizes on one device; leave out --modules, --shape, "
+            "--mesh, --sequence-parallel, --microbatches and --hlo"
+        )
+    if args.peer is not None and args.model is not None:
+        _check_peer(args.model)
+    if args.context_parallel is None and args.groups is not None:
+        raise ValueError("--groups is of --context-parallel, which measures attention alone")
+    if args.context_parallel is not None:
+        if layers or args.recipes != RECIPES or args.microbatches is not None:
+            raise ValueError(
+                "--context-parallel measures attention alone in bf16; leave out --modules, --recipes, "
+                "--sequence-parallel, --microbatches, --model and --hlo"
+            )
+        if sizes.context == 1:
+            raise ValueError("--context-parallel splits sequences over context ranks; give --mesh with context=N")
+    if args.microbatches is not None and (layers or args.mesh):
+        raise ValueError(
+            "--microbatches measures whole train steps; leave out --modules, --mesh, --sequence-parallel and --hlo"
+        )
+    if args.sequence_parallel and sizes.tensor == 1:
+        raise ValueError("--sequence-parallel splits activations over tensor ranks; give --mesh with tensor=N")
+
+
+def _check_peer(preset: str) -> None:
+    ok, reason = te.available()
+    if not ok:
+        raise ValueError(f"--peer te: {reason}")
+    form = PRESETS[preset].values
+    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
+        raise ValueError(f"--peer te is a GPT in GPT-2's form, and {preset} is not; take one of the gpt presets")
+
+
+def _rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the measurement that was asked for."""
+    settings = Settings(backend=args.backend, rounds=args.rounds, calls=args.calls)
+    sizes = None if args.mesh is None else ParallelConfig.parse(args.mesh)
+    shape = tuple(args.shape)
+    if args.model is not None:
+        for name in args.recipes:
+            yield from _train_steps(args, name, settings)
+    elif args.context_parallel is not None:
+        yield from bench_attention(
+            args.context_parallel, shape, sizes or ParallelConfig(), settings, groups=args.groups
+        )
+    elif args.microbatches is not None:
+        yield from bench_microbatches(args.recipes, shape, args.microbatches, settings)
+    else:
+        mesh = None if sizes is None else make_mesh(sizes)
+        options = {"shape": shape, "mesh": mesh, "sequence_parallel": args.sequence_parallel}
+        recipes = [recipe_from_name(name) for name in args.recipes]
+        cases = [Case(module=module, recipe=recipe, **options) for module in args.modules for recipe in recipes]
+        yield from bench_layer(cases, settings, hlo=Path(args.hlo) if args.hlo else None)
+
+
+def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> list[Row]:
+    """Return the rows of one recipe."""
+    variants = []
+    for stack in args.stack:
+        for way in args.recompute:
+            config = train_step_config(args.model, recipe, way, args.layers)
+            execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
+            build = build_model(config, vocab_size=args.vocabulary, execution=execution)
+            name = f"{recipe}, {stack}, recompute {way}"
+            variants.append(Variant(name=name, recipe=config.make_recipe(), build=build))
+    model, batch, sequence = config.transformer_config(), config.batch_size, config.seq_len
+    sizes = Sizes(config=model, vocabulary=args.vocabulary, batch=batch, sequence=sequence)
+    return bench_train_steps(variants, sizes, settings, peer=args.peer is not None)
+
+
+def train_step_config(preset: str, recipe: str, way: str, layers: int | None) -> RunConfig:
+    """Return the configuration of a preset in bf16 under a recipe, with a way of recomputation as `recompute` reads it.
+
+    Args:
+        preset, recipe, way: their names.
+        layers: of the stack. None: the preset's.
+    """
+    given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
+    if layers is not None:
+        given["num_layers"] = layers
+    if way in POLICIES:
+        given |= {"recompute_granularity": "full", "recompute_policy": way}
+    elif ":" in way:
+        method, _, count = way.partition(":")
+        given |= {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": int(count)}
+    elif way != "none":
+        given |= {"recompute_granularity": "selective", "recompute_modules": way}
+    return new_config(given)

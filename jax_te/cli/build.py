@@ -39,11 +39,11 @@ from jax_te.typing import Array, PyTree
 
 
 def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
-    """A function that builds the run's model; its layers have their own recipes if the run has rules for them."""
-    rules = config.quantization_rules()
+    """Return a function that builds the run's model, whose layers have the recipes of the run's rules."""
+    rules, build_plain = config.quantization_rules(), build_model(config)
 
     def build(rngs: nnx.Rngs) -> GPTModel:
-        model = _model(config, rngs)
+        model = build_plain(rngs)
         if rules is not None:
             apply_rules(model, rules)
         return model
@@ -51,21 +51,34 @@ def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
     return build
 
 
-def _model(config: RunConfig, rngs: nnx.Rngs) -> GPTModel:
-    return GPTModel(
-        config.transformer_config(),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=config.seq_len,
-        position_embedding_type=config.position_embedding,
-        share_embeddings_and_output_weights=config.tie_embeddings,
-        execution=Execution(config.recompute_policy, config.scan_layers),
-        rngs=rngs,
-    )
+def build_model(
+    config: RunConfig, *, vocab_size: int = VOCAB_SIZE, execution: Execution | None = None
+) -> Callable[[nnx.Rngs], GPTModel]:
+    """Return a function that builds the run's model, without the rules of its precision file.
+
+    Args:
+        config: of the run.
+        vocab_size: rows of the embedding.
+        execution: of the layers and the loss. None: the run's.
+    """
+
+    def build(rngs: nnx.Rngs) -> GPTModel:
+        return GPTModel(
+            config.transformer_config(),
+            vocab_size=vocab_size,
+            max_sequence_length=config.seq_len,
+            position_embedding_type=config.position_embedding,
+            share_embeddings_and_output_weights=config.tie_embeddings,
+            execution=execution or Execution(config.recompute_policy, config.scan_layers),
+            rngs=rngs,
+        )
+
+    return build
 
 
 def abstract_model(config: RunConfig) -> GPTModel:
-    """The run's model without values, before its rules are applied; call it inside `contexts`."""
-    return nnx.eval_shape(lambda: _model(config, nnx.Rngs(0)))
+    """Return the run's model without values, before its rules are applied; call it inside `contexts`."""
+    return nnx.eval_shape(lambda: build_model(config)(nnx.Rngs(0)))
 
 
 def _schedule(config: RunConfig) -> optax.Schedule:

@@ -17,7 +17,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any, get_args, get_type_hints
 
 from jax_te.cli.presets import PRESETS
-from jax_te.config import ACTIVATIONS, CP_COMM_TYPES, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
+from jax_te.config import ACTIVATIONS, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
+from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
 from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES
 from jax_te.recipe import RECIPES, DelayedScaling, Format
 from jax_te.recipe.internal import GEMMS
@@ -156,15 +157,15 @@ def _literal(config: type, field: str) -> tuple[str, ...]:
     return tuple(name for part in (hint, *get_args(hint)) for name in get_args(part) if isinstance(name, str))
 
 
-SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
-POSITIVE, NON_NEGATIVE = Text("X", number(float, 0, above=True)), Text("X", number(float, 0))
+SIZE, COUNT = Text("N", number(int, 1.0)), Text("N", number(int, 0.0))
+POSITIVE, NON_NEGATIVE = Text("X", number(float, 0.0, above=True)), Text("X", number(float, 0.0))
 FOLDER, FILE, PATH, MESH = Text("DIR"), Text("FILE"), Text("PATH"), Text("AXES")
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = _literal(RecomputeConfig, "recompute_method")
 _GRANULARITIES = ("none", *_literal(RecomputeConfig, "recompute_granularity"))
 _MODULES = Text("NAMES", some_of(RECOMPUTE_MODULES), repeated=True)
-_RATE = Text("P", number(float, 0, below=1))
-_CP_COMM_TYPES = tuple(kind for kind in CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
+_RATE = Text("P", number(float, 0.0, below=1.0))
+CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
 _GEMMS = Text("GEMMS", some_of(GEMMS), repeated=True)
 _QUANTIZED = tuple(name for name in RECIPES if name != "none")
@@ -278,7 +279,7 @@ class ExecutionOptions:
     mesh: str | None = _on_mesh(MESH, "data, fsdp, context, tensor: e.g. data=2,tensor=4", None, shown="one device")
     mesh_axis_type: str = _on_mesh(("auto", "explicit"), "kind of mesh axes", "auto")
     sequence_parallel: bool = _on_mesh(FLAG, "split activations over tensor ranks between blocks", False)
-    cp_comm_type: str = _on_mesh(_CP_COMM_TYPES, "how context ranks exchange keys", "p2p")
+    cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how context ranks exchange keys", "p2p")
     cp_load_balanced: bool = _on_mesh(FLAG, "context ranks have tokens in zig-zag order", False)
     recompute_granularity: str = _free(_GRANULARITIES, "what backward computes again", "none")
     recompute_method: str | None = _free(METHODS, "full: groups, or the first layers", None, shown="uniform")

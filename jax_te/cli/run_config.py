@@ -168,7 +168,8 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
         """
         head, parts, ranks = self.hidden_size // self.num_heads, self.microbatches, mesh.data * mesh.fsdp
         if self.position_embedding == "rope":
-            yield f"--hidden-size {self.hidden_size} / --num-heads", head, 2, "2, as --position-embedding rope needs it"
+            size = f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads} ="
+            yield size, head, 2, "2, as --position-embedding rope needs it"
         yield "--batch-size", self.batch_size, parts, f"--microbatches {parts}"
         spread = f"data*fsdp = {ranks} ranks of --mesh {self.mesh}"
         yield "--batch-size", self.batch_size, parts * ranks, f"--microbatches {parts} times {spread}"
@@ -192,6 +193,10 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
         multiple, why = recipe.alignment, f"{recipe.alignment}, as it must be for --recipe {self.recipe}"
         yield "--hidden-size", self.hidden_size, multiple, why
         yield "--ffn-hidden-size", self.ffn_hidden_size, multiple, why
-        yield "--num-query-groups x head size", self.num_query_groups * head, multiple, why
-        tokens = "tokens of a microbatch, --batch-size x --seq-len / --microbatches"
-        yield f"the number of {tokens}", self.tokens_per_microbatch, multiple, why
+        yield "--num-query-groups x head size =", self.num_query_groups * head, multiple, why
+        yield (
+            "tokens of a microbatch, --batch-size x --seq-len / --microbatches =",
+            self.tokens_per_microbatch,
+            multiple,
+            why,
+        )

@@ -1,13 +1,13 @@
 """``jax-te bench``, at sizes that say nothing about speed: its rows, and options that would have no effect."""
 
-import argparse
 import json
 
 import jax.numpy as jnp
 import pytest
 
 from jax_te.bench import contestants as bench_contestants
-from jax_te.bench import model as bench_model
+from jax_te.bench import train_steps
+from jax_te.cli import bench
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
 
@@ -61,13 +61,13 @@ def tinier(monkeypatch):
 @pytest.fixture
 def states(monkeypatch):
     """The train states that are made."""
-    made, create = [], bench_model.create_train_state
+    made, create = [], train_steps.create_train_state
 
     def counted(*args, **options):
         made.append(create(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(bench_model, "create_train_state", counted)
+    monkeypatch.setattr(train_steps, "create_train_state", counted)
     return made
 
 
@@ -86,7 +86,7 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
         steps.append(int(contestants[0].state.take().step))
         return bench_contestants.rows_of(contestants, tokens)
 
-    monkeypatch.setattr(bench_model, "rows_of", rows_of)
+    monkeypatch.setattr(train_steps, "rows_of", rows_of)
     ways = ["--stack", "scanned", "unrolled", "--recompute", "mlp,core_attn"]
     status, found, _ = model_rows(capsys, *ways, "--recipes", "none")
     assert status == 0
@@ -103,10 +103,8 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
 
 
 def test_what_a_row_stands_for():
-    args = argparse.Namespace(**(bench_model.DEFAULTS | {"model": "gpt-1.3b", "layers": 3}))
-
-    def config(kept):
-        return bench_model._config(args, "current", kept).transformer_config()
+    def config(way):
+        return bench.train_step_config("gpt-1.3b", "current", way, 3).transformer_config()
 
     assert config("none").recompute_granularity is None
     assert (config("none").num_layers, jnp.dtype(config("none").compute_dtype)) == (3, jnp.bfloat16)
@@ -163,7 +161,7 @@ def test_nothing_to_measure_is_an_error(capsys):
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
-    monkeypatch.setattr(bench_model.te, "available", lambda: (False, "not here"))
+    monkeypatch.setattr(bench.te, "available", lambda: (False, "not here"))
     status, found, error = model_rows(capsys, *argv)
     assert (status, found) == (2, [])
     assert message in error

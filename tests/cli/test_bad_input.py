@@ -10,7 +10,7 @@ import pytest
 from jax_te.cli.build import contexts
 from jax_te.cli.checks import check_te_on_mesh
 from jax_te.cli.main import main
-from jax_te.cli.options import build_parser
+from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
 from jax_te.metrics.log import EXTRA_HINT
 from jax_te.ops.te import available
@@ -33,8 +33,8 @@ def refuse(capsys, output, *argv):
         (["--mesh", "tensor=4"], ["--num-query-groups 2", "tensor=4"]),
         (["--mesh", "context=8", "--seq-len", "40", "--cp-load-balanced"], ["--seq-len 40", "context=8", "16", "48"]),
         (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, context, tensor"]),
-        (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "multiple of 16", "64"]),
-        (["--recipe", "current", "--seq-len", "30", "--batch-size", "1"], ["tokens of a microbatch 30", "32"]),
+        (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "by 16", "64"]),
+        (["--recipe", "current", "--seq-len", "30", "--batch-size", "1"], ["tokens of a microbatch", "30", "32"]),
         (["--margin", "1"], ["--margin", "--recipe delayed"]),
         (["--warmup-steps", "12"], ["--warmup-steps 12", "--decay-steps 12"]),
     ],

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from jax_te.cli.main import main
-from jax_te.cli.options import build_parser
+from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import write_config
 from jax_te.megatron import load_quantization_recipe

@@ -7,7 +7,7 @@ import pytest
 from jax_te.cli.build import contexts
 from jax_te.cli.checks import check_precision, explain_backends
 from jax_te.cli.main import main
-from jax_te.cli.options import build_parser
+from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
 from tests.support.runs import MICRO, assert_refused, records
@@ -180,7 +180,12 @@ def test_precision_options_that_do_not_go_together(tmp_path, capsys):
         ("--recipe", "mxfp8", "--fp8-accumulation", "fast"): "--fp8-accumulation is for --recipe delayed or current",
         ("--recipe", "current", "--no-rht"): "--rht is for --recipe nvfp4",
         ("--recipe", "current", "--bf16-layers-start", "2"): "leave none of --num-layers 1",
-        ("--recipe", "nvfp4", "--ffn-hidden-size", "48"): "multiple of 32 for --recipe nvfp4; the next is 64",
+        (
+            "--recipe",
+            "nvfp4",
+            "--ffn-hidden-size",
+            "48",
+        ): "by 32, as it must be for --recipe nvfp4; the next that is: 64",
         ("--precision-config", "nowhere.yaml"): "nowhere.yaml: No such file or directory",
     }.items():
         assert_refused(train(tmp_path / "run", *argv), capsys.readouterr().err, text)

@@ -11,8 +11,8 @@ import pytest
 from transformer_engine.jax.cpp_extensions.attention import FusedAttnHelper
 from transformer_engine_jax import NVTE_Fused_Attn_Backend
 
-from jax_te.bench.te_jax import raw_context
-from jax_te.bench.te_jax_model import RawGPT, raw_train_step
+from jax_te.bench.peers.te_jax import raw_context
+from jax_te.bench.peers.te_jax_gpt import RawGPT, raw_train_step
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
 from jax_te.recipe import DelayedScaling

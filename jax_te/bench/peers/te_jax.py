@@ -1,4 +1,4 @@
-"""Transformer Engine's own layers, unwrapped: what ``jax-te bench`` measures jax_te against."""
+"""Transformer Engine's own layers, unwrapped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -23,7 +24,11 @@ from jax_te.typing import Array
 
 
 def raw_recipe(recipe: Recipe | None) -> Any:
-    """TE's recipe with the fields of ours, or None."""
+    """Return TE's recipe with the fields of ours, or None.
+
+    Raises:
+        ValueError: for a recipe that TE for JAX does not have.
+    """
     if recipe is None:
         return None
     fp8_format = getattr(te_recipe.Format, recipe.fp8_format.name)
@@ -41,7 +46,7 @@ def raw_recipe(recipe: Recipe | None) -> Any:
 
 @contextlib.contextmanager
 def raw_context(recipe: Recipe | None, mesh: Mesh | None = None) -> Iterator[None]:
-    """TE's own contexts for a recipe on one device or on a mesh, with Flax's rules for its names of axes."""
+    """Enter TE's own contexts for a recipe on one device or on a mesh, with Flax's rules for its names of axes."""
     resource = MeshResource() if mesh is None else MeshResource(**_resources(mesh))
     with (
         te.autocast(enabled=recipe is not None, recipe=raw_recipe(recipe), mesh_resource=resource),
@@ -49,6 +54,7 @@ def raw_context(recipe: Recipe | None, mesh: Mesh | None = None) -> Iterator[Non
         nn.logical_axis_rules(() if mesh is None else extend_logical_axis_rules(())),
         warnings.catch_warnings(),
     ):
+        # TE's own layers use the names of axes that it deprecates.
         warnings.filterwarnings("ignore", "TransformerEngine logical axes", DeprecationWarning)
         yield
 
@@ -58,30 +64,40 @@ def _resources(mesh: Mesh) -> dict[str, str]:
     return {resource: axis for resource, axis in names.items() if mesh.shape[axis] > 1}
 
 
-def raw_module(
-    kind: str,
-    hidden: int,
-    heads: int,
-    ffn: int,
-    x: Array,
-    key: Array,
-    mesh: Mesh | None = None,
-    sequence_parallel: bool = False,
-) -> tuple[Callable[[Any, Array], Array], Any]:
-    """``(apply(variables, x) -> y, variables)`` of one of te.jax's own modules, with biases and without dropout.
+@dataclass(frozen=True)
+class RawSizes:
+    """Sizes of a layer, and whether it is sequence-parallel."""
 
-    ``kind`` is ``"transformer_layer"`` (causal, GELU), ``"layernorm_mlp"`` (GELU) or ``"layernorm_linear"`` (from
-    ``hidden`` to ``ffn`` features). Call it, and everything that traces or compiles ``apply``, inside `raw_context`.
+    hidden: int
+    heads: int
+    ffn: int
+    sequence_parallel: bool = False
+
+
+def raw_module(
+    kind: str, sizes: RawSizes, x: Array, key: Array, mesh: Mesh | None = None
+) -> tuple[Callable[[Any, Array], Array], Any]:
+    """Return ``(apply(variables, x) -> y, variables)`` of one of te.jax's own modules.
+
+    It has biases and no dropout. Call it, and all that traces or compiles ``apply``, inside `raw_context`.
+
+    Args:
+        kind: ``"transformer_layer"`` (causal, GELU), ``"layernorm_mlp"`` (GELU) or ``"layernorm_linear"`` (from
+            ``hidden`` to ``ffn`` features).
+        sizes: of the layer.
+        x: an input to initialize with.
+        key: of the initial weights.
+        mesh: that the variables are sharded over, or None.
 
     Raises:
         ValueError: for a mesh and another kind than the layer, whose axes te.jax names by itself.
     """
     if kind == "transformer_layer":
-        module = raw_layer(hidden, heads, ffn, sequence_parallel)
+        module = raw_layer(sizes)
     elif mesh is not None:
         raise ValueError(f"{kind!r} of te.jax is measured on one device; on a mesh measure 'transformer_layer'")
     else:
-        module = _mlp(ffn) if kind == "layernorm_mlp" else _linear(ffn)
+        module = _mlp(sizes.ffn) if kind == "layernorm_mlp" else _linear(sizes.ffn)
     init = functools.partial(module.init, {"params": key})
     if mesh is None:
         boxed = jax.jit(init)(x)
@@ -98,12 +114,12 @@ def raw_module(
     return apply, variables
 
 
-def raw_layer(hidden: int, heads: int, ffn: int, sequence_parallel: bool = False) -> TransformerLayer:
-    """te.jax's transformer layer on ``[b, s, h]``: causal, GELU, biases, bf16, no dropout."""
+def raw_layer(sizes: RawSizes) -> TransformerLayer:
+    """Return te.jax's transformer layer on ``[b, s, h]``: causal, GELU, biases, bf16, no dropout."""
     return TransformerLayer(
-        hidden_size=hidden,
-        mlp_hidden_size=ffn,
-        num_attention_heads=heads,
+        hidden_size=sizes.hidden,
+        mlp_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         mlp_activations=("gelu",),
@@ -112,7 +128,7 @@ def raw_layer(hidden: int, heads: int, ffn: int, sequence_parallel: bool = False
         enable_relative_embedding=False,
         dtype=jnp.bfloat16,
         transpose_batch_sequence=False,
-        enable_sequence_parallel=sequence_parallel,
+        enable_sequence_parallel=sizes.sequence_parallel,
     )
 
 

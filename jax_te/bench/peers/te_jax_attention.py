@@ -1,4 +1,4 @@
-"""Transformer Engine's own attention, unwrapped: what ``jax-te bench --context-parallel`` measures jax_te against."""
+"""Transformer Engine's own attention, unwrapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRATEGIES = {"p2p": "ring", "all_gather": "all_gather"}
 
 
 def raw_attention(head_dim: int, heads: int, groups: int, way: str | None) -> Callable[[Array, Array, Array], Array]:
-    """``attend(q [b, s, n, d], k [b, s, g, d], v) -> [b, s, n, d]``: te.jax's, causal, without dropout.
+    """Return ``attend(q [b, s, n, d], k [b, s, g, d], v) -> [b, s, n, d]``: te.jax's, causal, without dropout.
 
     ``way`` is one of `STRATEGIES`, over the mesh's context axis with zig-zag order, or None on one device. Call it, and
     everything that traces or compiles it, inside `raw_context`.

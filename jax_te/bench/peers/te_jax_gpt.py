@@ -1,4 +1,4 @@
-"""A GPT of Transformer Engine's own layers, and its train step: the peer of ``jax-te bench --model``."""
+"""A GPT of Transformer Engine's own layers, and its train step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from transformer_engine.jax.flax import LayerNorm
 
-from jax_te.bench.te_jax import raw_layer
+from jax_te.bench.peers.te_jax import RawSizes, raw_layer
 from jax_te.typing import Array, PyTree
 
 
@@ -40,13 +40,13 @@ class RawGPT(nn.Module):
         positions = self.param("position_embedding", init, (self.length, self.hidden), jnp.bfloat16)
         x = table[tokens] + positions[None, : tokens.shape[1]]
         for _ in range(self.layers):
-            x = raw_layer(self.hidden, self.heads, self.ffn)(x)
+            x = raw_layer(RawSizes(self.hidden, self.heads, self.ffn))(x)
         x = LayerNorm(dtype=jnp.bfloat16)(x)
         return jnp.einsum("bsh,vh->bsv", x, table)
 
 
 def raw_train_step(model: RawGPT, tx: optax.GradientTransformation, *, key: Array) -> tuple[Callable[[], PyTree], Any]:
-    """``(create() -> state, step(state, tokens) -> (state, loss))`` as a user of te.jax would write them.
+    """Return ``(create() -> state, step(state, tokens) -> (state, loss))`` as a user of te.jax would write them.
 
     The state is fp32 masters, which are rounded to bf16 for each step, the state of ``tx``, and the scaling state of
     the recipe, whose gradient is its next value. The step is jitted and takes its state over; ``tokens`` are

@@ -1,0 +1,131 @@
+"""Whole train steps of a GPT, in the forms of its layer stack and with each way of recomputation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jax_te.bench.contestants import Contestant, SharedState, rows_of
+from jax_te.bench.layers import TE_RECIPES
+from jax_te.bench.settings import Row, Settings
+from jax_te.config import TransformerConfig
+from jax_te.models import GPTModel
+from jax_te.ops import use_backend
+from jax_te.recipe import Recipe, autocast
+from jax_te.training import abstract_train_state, create_train_state, make_train_step
+from jax_te.typing import BackendName
+
+_TX = optax.adamw(1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """jax_te's model in one form.
+
+    Args:
+        name: of its row.
+        recipe: that it runs under, or None.
+        build: makes the model. Those of one measurement have the same arrays.
+    """
+
+    name: str
+    recipe: Recipe | None
+    build: Callable[[nnx.Rngs], GPTModel]
+
+    @contextlib.contextmanager
+    def context(self, backend: BackendName) -> Iterator[None]:
+        """Enter the variant's recipe and a backend."""
+        with autocast(self.recipe), use_backend(backend):
+            yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a GPT and of its batch.
+
+    Args:
+        config: of the model's layers.
+        vocabulary: rows of the embedding.
+        batch, sequence: sizes of a step's tokens.
+    """
+
+    config: TransformerConfig
+    vocabulary: int
+    batch: int
+    sequence: int
+
+
+def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: bool) -> list[Row]:
+    """Return rows of train steps (AdamW on fp32 masters) that were timed in turn, all on one state.
+
+    Args:
+        variants: of one model under one recipe.
+        sizes: of the model.
+        settings: of the measurement.
+        peer: whether a GPT of te.jax's own layers, in GPT-2's form, comes first.
+    """
+    first = variants[0]
+
+    def create() -> Any:
+        with first.context(settings.backend):
+            return create_train_state(first.build, _TX, key=jax.random.key(0))
+
+    state = SharedState(create)
+    tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
+    contestants = [_contestant(variant, state, tokens, settings.backend) for variant in variants]
+    if peer:
+        contestants.insert(0, _peer(first.recipe, sizes, tokens))
+    for contestant in contestants:
+        contestant.start(tokens)
+    for _ in range(settings.rounds):
+        for contestant in contestants:
+            contestant.round(tokens, settings.calls)
+    return rows_of(contestants, sizes.batch * sizes.sequence)
+
+
+def _contestant(variant: Variant, state: SharedState, tokens: Any, backend: BackendName) -> Contestant:
+    with variant.context(backend):
+        abstract = abstract_train_state(variant.build, _TX)
+    step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX)
+
+    def lower() -> Any:
+        with variant.context(backend):
+            return step.lower(abstract, tokens)
+
+    # Variants differ in the static graph definition alone: so a state passes from one to the next without a copy.
+    return Contestant(variant.name, state, lower, lambda other: dataclasses.replace(other, graphdef=abstract.graphdef))
+
+
+def _peer(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> Contestant:
+    """Return te.jax's layers under the recipe, or in bf16 where te.jax does not have it."""
+    # Imported late: Transformer Engine is optional.
+    from jax_te.bench.peers.te_jax import raw_context
+    from jax_te.bench.peers.te_jax_gpt import RawGPT, raw_train_step
+
+    taken = recipe if recipe is not None and recipe.name in TE_RECIPES else None
+    model = RawGPT(
+        layers=sizes.config.num_layers,
+        hidden=sizes.config.hidden_size,
+        heads=sizes.config.num_attention_heads,
+        ffn=sizes.config.ffn_hidden_size or 0,
+        vocabulary=sizes.vocabulary,
+        length=sizes.sequence,
+    )
+
+    def inside(action: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with raw_context(taken):
+                return action()
+
+        return run
+
+    create, step = raw_train_step(model, _TX, key=jax.random.key(0))
+    name = f"{'none' if taken is None else taken.name}, te.jax"
+    return Contestant(name, SharedState(inside(create)), inside(lambda: step.lower(jax.eval_shape(create), tokens)))
