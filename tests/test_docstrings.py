@@ -14,7 +14,7 @@ from flax import nnx
 import jax_te
 from tests.support.numerics import without_type_checker
 
-NEEDS_TE = "jax_te.ops.te."  # its modules import Transformer Engine
+NEEDS_TE = ("jax_te.ops.te.", "jax_te.bench.peers.")  # their modules import Transformer Engine
 
 
 def modules() -> list[str]:
