@@ -29,18 +29,17 @@ class TrainCheckpointer:
     """The checkpoints of a training run, one folder ``<directory>/<step>`` each.
 
     A state is any pytree of arrays, such as a `TrainState`: typed keys, FP8 arrays and arrays sharded over a mesh
-    included. What is static in it (a graph definition) is not stored: `restore` takes it from the state it is asked to
-    fill.
+    included. Static fields (a graph definition) are not stored: `restore` takes them from the state that it fills.
 
-    - Saving returns once the arrays are copied to the host; writing goes on behind. An error in it comes up at the next
-      call, `wait` or `close`.
-    - A checkpoint appears whole or not at all; what a killed save leaves behind is ignored, and cleaned up by the next
-      run's first save.
-    - Every array is stored with a checksum, and restored only if it has it.
+    - Saving returns once the arrays are copied to the host; writing continues in the background. An error in it is
+      raised by the next call, `wait` or `close`.
+    - A checkpoint appears whole or not at all; the rest of a killed save is ignored, and the next run's first save
+      removes it.
+    - Every array is stored with a checksum, and restored only if its checksum is right.
 
     Args:
-        directory: made when first saved to.
-        keep: newest checkpoints kept, >= 1.
+        directory: created by the first save.
+        keep: number of newest checkpoints to keep, >= 1.
 
     Raises:
         ValueError: if ``directory`` is a file.
@@ -62,9 +61,8 @@ class TrainCheckpointer:
             raise ValueError(f"checkpoints need a folder, and {directory} is a file; give another one")
         self._keep = keep
         self._writer: ocp.training.Checkpointer | None = None
-        self._pending: tuple[int, Any] | None = None
+        self._pending: tuple[int, Any, contextlib.ExitStack] | None = None
         self._damaged: set[int] = set()
-        logging.getLogger("absl").addFilter(_not_from_orbax)
 
     def __enter__(self) -> TrainCheckpointer:
         return self
@@ -77,7 +75,7 @@ class TrainCheckpointer:
 
         Args:
             state: pytree of arrays.
-            data_state: what JSON can hold, for example the state of a data iterator.
+            data_state: any value that JSON can hold, for example the state of a data iterator.
             step: name of the checkpoint, >= 0.
 
         Raises:
@@ -92,11 +90,14 @@ class TrainCheckpointer:
             raise ValueError(f"step {step} is already saved in {self._directory}")
         leaves = named_leaves(state)
         body = {"data": data_state, "arrays": records(leaves), "checksums": checksums(leaves)}
-        with self._explained(step):
-            response = self._open_writer().save_checkpointables_async(
-                step, stored_parts(leaves), force=True, custom_metadata={**body, "crc32": crc32(body)}
-            )
-        self._pending = (step, response)
+        with contextlib.ExitStack() as quiet:
+            quiet.enter_context(_quiet_orbax())
+            with self._explained(step):
+                response = self._open_writer().save_checkpointables_async(
+                    step, stored_parts(leaves), force=True, custom_metadata={**body, "crc32": crc32(body)}
+                )
+            # The log stays quiet until `wait`, because Orbax writes, and logs, in threads of its own.
+            self._pending = (step, response, quiet.pop_all())
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -105,24 +106,24 @@ class TrainCheckpointer:
             OSError: if it could not be written.
         """
         if self._pending is not None:
-            (step, response), self._pending = self._pending, None
-            with self._explained(step):
+            (step, response, quiet), self._pending = self._pending, None
+            with quiet, self._explained(step):
                 response.result()
 
     def latest_step(self) -> int | None:
-        """The newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
+        """Return the newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
         self.wait()
         return max(self._steps(), default=None)
 
     def restore(self, abstract_state: PyTree) -> tuple[PyTree, Any, int]:
-        """The newest checkpoint that can be read.
+        """Restore the newest checkpoint that can be read.
 
-        One that is damaged is passed over with a `DamagedCheckpointWarning` if there is an older one to use instead;
-        the next save renames it to ``<step>.damaged``.
+        A damaged checkpoint is skipped with a `DamagedCheckpointWarning` if there is an older one to use instead; the
+        next save renames it to ``<step>.damaged``.
 
         Args:
-            abstract_state: what to fill: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` with the shardings to
-                restore to (any mesh, whatever it was saved from), or of arrays.
+            abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` with the shardings to restore to
+                (on any mesh, whatever it was saved from), or of arrays.
 
         Returns:
             State, data state, step.
@@ -161,7 +162,7 @@ class TrainCheckpointer:
             self._drop_writer()
 
     def _steps(self) -> list[int]:
-        """Finished checkpoints, without damaged ones: one being written has a longer name until it is whole."""
+        """Finished checkpoints, without damaged ones: an unfinished one has a longer name."""
         if not self._directory.is_dir():
             return []
         found = [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()]
@@ -174,9 +175,11 @@ class TrainCheckpointer:
         check_records(body["arrays"], records(wanted), f"checkpoint step {step} in {self._directory}")
         found: dict[Name, Any] = {}
         for part, target in stored_parts({name: _describe(leaf) for name, leaf in wanted.items()}).items():
-            with _reading():  # one by one: Orbax leaves the others hanging when one fails
+            # One by one, because Orbax leaves the others hanging when one fails.
+            with _reading():
                 found |= named_leaves(ocp.load_checkpointables(str(path), {part: target})[part])
         found = {name: found[name] for name in wanted}
+        # Orbax restores a flipped bit without an error, so the values are checked.
         wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
         if wrong:
             raise _DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
@@ -189,7 +192,8 @@ class TrainCheckpointer:
         if self._writer is None:
             try:
                 self._writer = self._new_writer()
-            except ValueError:  # Orbax refuses a folder in which one checkpoint's metadata is malformed
+            except ValueError:
+                # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
                 for step in self._steps():
                     try:
                         _read_metadata(self._directory / str(step))
@@ -207,7 +211,8 @@ class TrainCheckpointer:
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()
+            with _quiet_orbax():
+                writer.close()
 
     def _report_damaged(self, step: int, reason: str) -> None:
         self._damaged.add(step)
@@ -225,10 +230,11 @@ class TrainCheckpointer:
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Turn what Orbax and TensorStore raise for a failed write into one OSError."""
+        """Turn the errors that Orbax and TensorStore raise for a failed write into one OSError."""
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:
+            # A writer that failed may fail again when it is closed.
             with contextlib.suppress(Exception):
                 self._drop_writer()
             texts = [str(link) for link in _chain(error)]
@@ -248,14 +254,15 @@ class _DamagedError(Exception):
 
 
 _NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError)
-"""What a read may end in without saying anything about the checkpoint."""
+"""Errors of a read that say nothing about the checkpoint."""
 
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Turn a failed read into `_DamagedError`, unless it says nothing about the checkpoint."""
+    """Turn a failed read into `_DamagedError`, unless the error says nothing about the checkpoint."""
     try:
-        yield
+        with _quiet_orbax():
+            yield
     except Exception as error:
         for link in _chain(error):
             if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
@@ -263,13 +270,25 @@ def _reading() -> Iterator[None]:
         raise _DamagedError(f"it cannot be read ({str(_chain(error)[-1])[:160]})") from error
 
 
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Log filter: what Orbax would print, also from its threads, reaches callers as exceptions and warnings."""
-    return "orbax" not in record.pathname or not logging.WARNING <= record.levelno < logging.CRITICAL
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings."""
+    # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
+    logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
+    logger.addFilter(log_filter)
+    try:
+        yield
+    finally:
+        logger.removeFilter(log_filter)
+
+
+class _NotFromOrbax(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname or not logging.WARNING <= record.levelno < logging.CRITICAL
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what caused it, down to the first."""
+    """The error and its causes, down to the first."""
     links = [error]
     while links[-1].__cause__ is not None:
         links.append(links[-1].__cause__)
@@ -277,7 +296,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    """``data``, ``arrays`` and ``checksums`` of a checkpoint, proved by their own checksum."""
+    """``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum."""
     with _reading():
         found: Any = ocp.checkpointables_metadata(str(path)).custom_metadata
         stored: dict[str, Any] = dict(found or {})
@@ -292,6 +311,7 @@ def _check_json(data_state: Any) -> None:
     except (TypeError, ValueError):
         same = False
     if not same:
+        # Tuples and integer keys come back as lists and strings: a run would resume from another state than it saved.
         raise TypeError(f"data_state must be what JSON gives back as it was, got {data_state!r}")
 
 

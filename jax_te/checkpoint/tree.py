@@ -1,4 +1,4 @@
-"""A training state as the tree of names and arrays that is stored, and checksums of its leaves."""
+"""A training state as a tree of names and arrays, which is what a checkpoint stores, and checksums of its leaves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from jax_te.typing import Array, PyTree
 Name = tuple[str, ...]
 
 SHOWN = 8
-"""Differences that a mismatch lists."""
+"""The largest number of differences in a message."""
 
 
 def named_leaves(tree: PyTree) -> dict[Name, Any]:
-    """Leaves of a pytree by the names on the way to them, in leaf order; NNX Variables add no name.
+    """Return the leaves of a pytree by their paths' names, in leaf order; NNX Variables add no name.
+
+    Raises:
+        ValueError: if two leaves have the same name.
 
     >>> list(named_leaves({"layers": [nnx.Param(jnp.ones(2))]}))
     [('layers', '0')]
     """
+    # Variables are unwrapped, so that a checkpoint does not depend on how NNX names what is inside one.
     plain = jax.tree.map(_unwrap, tree, is_leaf=_is_variable)
     found = [(tuple(map(_part, path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(plain)]
     leaves = dict(found)
@@ -36,7 +40,7 @@ def named_leaves(tree: PyTree) -> dict[Name, Any]:
 
 
 def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
-    """Nested dicts of leaves given by name.
+    """Return nested dicts of leaves given by name.
 
     >>> nest({("a", "b"): 1, ("c",): 2})
     {'a': {'b': 1}, 'c': 2}
@@ -51,7 +55,7 @@ def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
 
 
 def stored_parts(leaves: dict[Name, Any]) -> dict[str, Any]:
-    """The trees that are stored: parameters by themselves, so that a model can be loaded without its optimizer.
+    """Return the trees that are stored: parameters apart, so that a model can be loaded without its optimizer.
 
     >>> stored_parts({("params", "a"): 1, ("step",): 2})
     {'params': {'params': {'a': 1}}, 'train': {'step': 2}}
@@ -63,7 +67,7 @@ def stored_parts(leaves: dict[Name, Any]) -> dict[str, Any]:
 
 
 def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
-    """dtype and shape of each leaf as stored (a typed key is stored as its data).
+    """Return dtype and shape of each leaf as stored (a typed key is stored as its data).
 
     >>> records({("a",): jnp.arange(4, dtype=jnp.int32)})
     {'a': ['int32', [4]]}
@@ -77,24 +81,27 @@ def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
 
 
 def checksums(leaves: dict[Name, Array]) -> dict[str, int]:
-    """A checksum of each leaf: its bits as unsigned integers, summed modulo 2**32 where it lies.
+    """Return a checksum of each leaf: its bits as unsigned integers, summed modulo 2**32 on its devices.
 
-    It does not depend on the sharding, so it holds on every mesh; any change of one element changes it.
+    Any change of one element changes it.
 
     >>> checksums({("a",): jnp.arange(4)})
     {'a': 6}
     """
-    sums = {name: _sum(leaf) for name, leaf in leaves.items()}  # one program a leaf: they may be on different meshes
+    # One program for each leaf, because leaves may be on different meshes; all start before the first is waited for.
+    # A sum of integers, unlike one of floats, does not depend on the sharding.
+    sums = {name: _sum(leaf) for name, leaf in leaves.items()}
     return {"/".join(name): int(value) for name, value in sums.items()}
 
 
 def check_records(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], what: str) -> None:
-    """Raise CheckpointMismatchError unless two `records` agree: left to itself, Orbax casts silently.
+    """Raise CheckpointMismatchError unless two `records` agree.
 
     Args:
-        saved, wanted: of the checkpoint and of the state to fill.
+        saved, wanted: records of the checkpoint and of the state to fill.
         what: subject of the message.
     """
+    # Orbax would cast to the wanted dtype without a word.
     lines = []
     for name in sorted(saved.keys() | wanted.keys()):
         there, here = saved.get(name), wanted.get(name)
@@ -110,11 +117,12 @@ def check_records(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], wha
 
 
 def crc32(body: dict[str, Any]) -> int:
-    """CRC-32 of a dict's JSON text.
+    """Return the CRC-32 of a dict's JSON text.
 
     >>> crc32({"a": 1, "b": 2}) == crc32({"b": 2, "a": 1})
     True
     """
+    # Keys are sorted, because Orbax may give them back in another order.
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
@@ -122,8 +130,9 @@ def crc32(body: dict[str, Any]) -> int:
 def _sum(leaf: Array) -> Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    if leaf.dtype == jnp.bool_:
+    if leaf.dtype == jnp.bool_:  # bitcast_convert_type takes no bool
         leaf = leaf.astype(jnp.uint8)
+    # Eight-byte elements become two words of four: a bitcast to a smaller type adds an axis.
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
     return jnp.sum(lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
 
@@ -137,6 +146,7 @@ def _unwrap(node: Any) -> Any:
 
 
 def _part(entry: Any) -> str:
+    # Entries of a path have one of these, by the kind of their node: dict, dataclass, list.
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

@@ -19,7 +19,7 @@ MX_BLOCK = 32
 
 
 def block_amax(x: Array, block: tuple[int, int]) -> Array:
-    """Largest absolute value in each block of ``x [R, C]``: fp32 ``[ceil(R / r), ceil(C / c)]``, nan where one is.
+    """Return each block's largest absolute value: ``x [R, C]`` -> fp32 ``[ceil(R / r), ceil(C / c)]``; nan wins.
 
     The last block of a row or column may be smaller.
 
@@ -27,12 +27,13 @@ def block_amax(x: Array, block: tuple[int, int]) -> Array:
     [[2.0, 3.0]]
     """
     (rows, columns), (r, c) = x.shape, block
+    # The zeros of the padding do not change a block's amax.
     padded = jnp.pad(x, ((0, -rows % r), (0, -columns % c)))
     return amax(padded.reshape(-(-rows // r), r, -(-columns // c), c), axis=(1, 3))
 
 
 def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
-    """The block turned so that it lies along the axis that is summed over.
+    """Return the block turned so that it lies along the axis that the GEMM sums over.
 
     >>> directed_block((1, 128), columnwise=True)
     (128, 1)
@@ -42,12 +43,12 @@ def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockQuantizer(Quantizer):
-    """FP8 with one fp32 scale ``max(dtype) / amax`` for every block; a block whose amax is 0, inf or nan has scale 1.
+    """FP8 with one fp32 scale ``max(dtype) / amax`` for every block; the scale is 1 for an amax of 0, inf or nan.
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
         two_dimensional: blocks of 128 x 128 instead of 1 x 128.
-        power_of_two: scales are rounded down to powers of two.
+        power_of_two: round scales down to powers of two.
 
     Source: ``transformer_engine.pytorch.Float8BlockQuantizer``.
 
@@ -76,6 +77,7 @@ class BlockQuantizer(Quantizer):
         scales = scale_of(block_amax(matrix, block), self.dtype)
         limit = fp8_max(self.dtype)
         scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
+        # A cast to FP8 does not saturate: beyond the limit it gives nan (E4M3) or inf (E5M2).
         data = jnp.clip(scaled, -limit, limit).astype(self.dtype)
         return QuantizedTensor(
             data=data.reshape(x.shape), scale_inv=1.0 / scales, dtype=x.dtype, block=block, axis=axis
@@ -114,9 +116,10 @@ class MXQuantizer(Quantizer):
         block = directed_block((1, MX_BLOCK), columnwise)
         matrix = as_matrix(x, axis)
         limit = fp8_max(self.dtype)
-        # Times the reciprocal, as TE's kernels do: XLA turns a division by a constant into that when it compiles.
+        # Multiplied by the reciprocal, as in TE's kernels; XLA compiles a division by a constant to that anyway.
         exponents = _exponents_rounded_up(block_amax(matrix, block) * (1.0 / limit))
         scaled = matrix.astype(jnp.float32)
+        # In two steps, since one factor could be subnormal, see `_reciprocal_factors`.
         for factor in _reciprocal_factors(exponents):
             scaled = scaled * expand_blocks(factor, block, matrix.shape)
         data = jnp.clip(scaled, -limit, limit).astype(self.dtype)
@@ -130,20 +133,20 @@ class MXQuantizer(Quantizer):
 
 
 def _exponents_rounded_up(x: Array) -> Array:
-    """Biased exponents of the least powers of two >= ``x`` (fp32, >= 0), uint8; E8M0 has no zero: 2^-127 stands in."""
+    """Biased exponents, uint8, of the least powers of two >= ``x`` (fp32, >= 0); 0 gives 2^-127: E8M0 has no zero."""
+    # Integer arithmetic, because log2 and exp2 are not exact on every device.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # Below the least normal number, 2^-126, only what exceeds 2^-127 goes up; inf and nan stay where they are.
+    # A subnormal x (exponent 0) is rounded up to 2^-126 only if it exceeds 2^-127. E8M0 ends at 2^127 (0xFE), which
+    # inf gets, too; 0xFF is its nan.
     up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
     capped = jnp.where((exponent == 0xFF) & (mantissa == 0), 0xFE, exponent + up.astype(jnp.uint32))
     return capped.astype(jnp.uint8)
 
 
 def _reciprocal_factors(exponents: Array) -> tuple[Array, Array]:
-    """Two fp32 powers of two whose product is ``2^(127 - e)``, of biased exponents; 255 gives nan.
-
-    One would not do: at both ends it is subnormal, and processors may take that for 0.
-    """
+    """Two fp32 powers of two whose product is ``2^(127 - e)`` for biased exponents ``e``; 255 gives nan."""
+    # One factor is subnormal at the end of the range, and processors may flush it to 0.
     whole = 127 - exponents.astype(jnp.int32)
     half = whole // 2
     first, second = (jax.lax.bitcast_convert_type((part + 127) << 23, jnp.float32) for part in (half, whole - half))

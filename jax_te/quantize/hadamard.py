@@ -8,17 +8,22 @@ import jax.numpy as jnp
 from jax_te.typing import Array
 
 HADAMARD_SIZE = 16
+# Transformer Engine's signs. They are fixed because both operands of a GEMM must be rotated alike.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
-    """Rotate every 16 rows of ``x [R, C]``: sums over rows of products of two rotated matrices stay what they were.
+    """Return ``x [R, C]`` with every 16 rows rotated, computed in fp32 and rounded to the dtype of ``x``.
 
-    Computed in fp32 and rounded to the dtype of ``x``.
+    The rotation is orthogonal, ``diag(signs) H / 4`` transposed, with Sylvester's Hadamard matrix ``H`` and Transformer
+    Engine's signs: sums over rows of products of two rotated matrices do not change.
 
     Args:
         x: ``[R, C]``, ``R`` a multiple of 16.
-        inverse: undo it.
+        inverse: rotate back.
+
+    Raises:
+        ValueError: for another number of rows.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", section 4.2.
 
@@ -31,13 +36,15 @@ def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
     signs = jnp.asarray(_SIGNS, jnp.float32)[None, :, None]
     blocks = x.astype(jnp.float32).reshape(-1, HADAMARD_SIZE, x.shape[1])
     rotated = _butterflies(blocks) * signs if inverse else _butterflies(blocks * signs)
-    rotated = rotated / 4.0
-    info = jnp.finfo(x.dtype)  # a cast alone may be dropped where the result is cast back
+    rotated = rotated / 4.0  # 1 / sqrt(16): the rotation keeps lengths
+    # XLA may drop a cast to bf16 whose result is cast back to fp32; it keeps reduce_precision.
+    info = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(rotated, info.nexp, info.nmant).reshape(x.shape).astype(x.dtype)
 
 
 def _butterflies(blocks: Array) -> Array:
-    """``H @ block`` for every block ``[n, 16, C]``: sums in a fixed order, so that they round the same everywhere."""
+    """``H @ block`` for every block ``[n, 16, C]``."""
+    # Not a matrix product, whose order of additions, and so its rounding, depends on the device and its libraries.
     shape, distance = blocks.shape, 1
     while distance < HADAMARD_SIZE:
         pairs = blocks.reshape(shape[0], -1, 2, distance, shape[2])

@@ -30,8 +30,8 @@ class NVFP4Quantizer(Quantizer):
     Args:
         two_dimensional: blocks of 16 x 16 instead of 1 x 16, for kernels.
         hadamard: rotate by `hadamard_rows` before the columnwise quantization, which the weight gradient reads.
-        stochastic_rounding: round up with the probability of the distance from below. The random bits are a function of
-            the tensor's own values, so the same tensor is always rounded the same way.
+        stochastic_rounding: round up with a probability that is the distance from the value below. The random bits are
+            a function of the tensor's own values, so the same tensor is always rounded the same way.
 
     Source: ``transformer_engine.jax.quantize.NVFP4Quantizer``; NVIDIA 2025, "Pretraining Large Language Models with
         NVFP4", appendix C.
@@ -64,14 +64,16 @@ class NVFP4Quantizer(Quantizer):
         rotated = self.hadamard and columnwise
         matrix = as_matrix(x, axis)
         if rotated:
+            # The weight gradient reads this form. Its other operand is rotated alike, so the rotation cancels out.
             matrix = hadamard_rows(matrix)
         tensor_scale = jnp.minimum(E2M1_MAX * E4M3_MAX / amax(matrix), _LARGEST)
         tensor_scale = jnp.where(tensor_scale == 0.0, 1.0, tensor_scale)  # an amax of inf; nan stays nan
-        # The barrier keeps XLA from merging these constants with those below, which would round differently.
+        # Without the barrier XLA merges these constants with those below under jit, which rounds differently.
         tensor_scale, block_inv = jax.lax.optimization_barrier(
             (tensor_scale, block_amax(matrix, block) * (1.0 / E2M1_MAX))
         )
         tensor_scale_inv = 1.0 / tensor_scale
+        # The values are scaled by the rounded scale, because that is the one that the GEMM divides by.
         block_inv = jax.lax.optimization_barrier(_round_e4m3(jnp.minimum(block_inv * tensor_scale, E4M3_MAX)))
         scales = jnp.minimum(1.0 / (block_inv * tensor_scale_inv), _LARGEST)
         scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
@@ -90,10 +92,9 @@ class NVFP4Quantizer(Quantizer):
 
 
 def _round_e4m3(x: Array) -> Array:
-    """``x`` in [0, 448] rounded to E4M3, as fp32.
-
-    Written out, because compilers may drop a cast to a narrow type and back.
-    """
+    """``x`` in [0, 448] rounded to E4M3, as fp32."""
+    # Not by a cast to E4M3 and back, which compilers may drop as a pair. reduce_precision has no subnormal numbers of
+    # the narrow format, which are multiples of 2^-9 below 2^-6; 8 exponent bits, as with 4 the 448 would be inf.
     subnormal = jnp.round(x * 2.0**9) * 2.0**-9
     return jnp.where(x < 2.0**-6, subnormal, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3))
 
@@ -106,19 +107,23 @@ def _round_e2m1(x: Array, bits: Array | None) -> Array:
     if bits is None:
         return jnp.sign(x) * jnp.round(steps) * step
     below = jnp.floor(steps)
+    # Compared as fp32, in which uint16 is exact: P(up) is the distance from below, in steps of 2^-16.
     up = (steps - below) * 2.0**16 > bits.astype(jnp.float32)
     return jnp.sign(x) * (below + up.astype(jnp.float32)) * step
 
 
 def rounding_key(x: Array) -> Array:
-    """The key of a tensor's stochastic rounding: a checksum of the values and places of ``x [R, C]``.
+    """Return the key of a tensor's stochastic rounding: a checksum of the values of ``x [R, C]`` and their positions.
 
-    It does not depend on the sharding.
+    With a key that is a function of the tensor there is no random state, recomputation rounds as the first pass did,
+    and the sharding changes nothing.
     """
     words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (0, 1))
     words = _mixed(_mixed(words + rows * jnp.uint32(0x9E3779B1)) + columns * jnp.uint32(0x85EBCA77))
-    key = jax.random.key(0, impl="threefry2x32")  # the one whose bits do not depend on the sharding, either
+    # threefry, whatever the default is: the bits of rbg depend on the sharding.
+    key = jax.random.key(0, impl="threefry2x32")
+    # Sums modulo 2^32 do not depend on the order of additions. Two of them make an accidental agreement unlikely.
     for checksum in (words, words * words):
         key = jax.random.fold_in(key, jnp.sum(checksum, dtype=jnp.uint32))
     return key
@@ -130,10 +135,8 @@ def _random_bits(x: Array, columnwise: bool) -> Array:
 
 
 def _mixed(words: Array) -> Array:
-    """A bijection of uint32 in which every bit depends on every other (MurmurHash3's finalizer).
-
-    Sums of plain words say little: the lower half of a bf16 value's is 0, and so is that of its square.
-    """
+    """A bijection of uint32 in which every bit depends on every other (MurmurHash3's finalizer)."""
+    # Sums of unmixed words would hardly differ: the lower half of a bf16 value is 0, and so is that of its square.
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)

@@ -1,4 +1,4 @@
-"""Seeing what quantization does to the tensors of a running program."""
+"""Statistics of the tensors that a running program quantizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_te.quantize.tensor import QuantizedTensor
 from jax_te.typing import Array
 
 STATISTICS = ("amax", "scale", "underflow", "saturation", "mse", "relative_mse")
-"""What is recorded of a quantized tensor, in this order."""
+"""Names of the recorded statistics, in this order; see `quantization_statistics`."""
 
 _FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}
 
@@ -26,7 +26,7 @@ _observer = jax.make_user_context(None)
 
 @dataclass(eq=False)
 class Observer:
-    """Collects statistics of every quantized tensor, as `observe_quantization` gives it.
+    """Collects statistics of every quantized tensor; `observe_quantization` yields one.
 
     Attributes:
         records: ``{(module, role): [one dict of STATISTICS for each time it was quantized]}``, module a path such as
@@ -40,9 +40,10 @@ class Observer:
     def record(
         self, name: str | None, role: str, x: Array, quantizer: Quantizer, scale: Array | None, *, axis: int
     ) -> None:
-        """Record a tensor that is about to be quantized. Works while tracing: the numbers arrive when it runs."""
+        """Record a tensor that is about to be quantized; while tracing, too: numbers arrive when the program runs."""
         key = (name or "unnamed", role)
         self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
+        # One array, so that a tensor costs one call to the host.
         values = jnp.stack(list(quantization_statistics(x, quantizer, scale, axis=axis).values()))
         jax.debug.callback(self._append, values, key=_Static(key))
 
@@ -53,7 +54,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class _Static:
-    """A key that passes through a callback as it is."""
+    """A key that passes through a callback unchanged, because it is static."""
 
     value: tuple[str, str]
 
@@ -63,13 +64,13 @@ jax.tree_util.register_static(_Static)
 
 @contextlib.contextmanager
 def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]:
-    """Record statistics of every tensor that is quantized in functions called inside.
+    """Yield an `Observer` that records statistics of every tensor that functions called inside quantize.
 
-    Functions are traced again for it, and run slower: each tensor is looked at before it is quantized, so nothing is
-    fused. Leaving the context waits until all records are in. Module names are those `name_modules` gave.
+    Functions are traced again under an observer, and run slower: quantization is not fused into other operations.
+    Leaving the context waits for all records. Modules have the names that `name_modules` gave them.
 
     Args:
-        observer: one that goes on collecting; functions that were traced under it are not traced again. None: a new
+        observer: an observer to continue with; functions that were traced under it are not traced again. None: a new
             one.
 
     >>> import jax
@@ -83,25 +84,25 @@ def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]
     observer = Observer() if observer is None else observer
     with _observer(observer):
         yield observer
+    # Callbacks run asynchronously: without this, records of the last calls could be missing.
     jax.effects_barrier()
 
 
 def current_observer() -> Observer | None:
-    """The observer of the innermost `observe_quantization`, or None."""
+    """Return the observer of the innermost `observe_quantization`, or None."""
     return _observer.value
 
 
 def quantization_statistics(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1
 ) -> dict[str, Array]:
-    """What quantizing ``x`` does to it, as fp32 scalars.
+    """Return statistics of the quantization of ``x`` as fp32 scalars, by the names in `STATISTICS`.
 
-    - ``amax``: its largest absolute value.
-    - ``scale``: the (largest) scale its values are multiplied with; blocks of zeros, and those whose scale rounds to
-      zero, do not count.
-    - ``underflow``: share of its non-zero values that become 0.
-    - ``saturation``: share of its values that lie beyond the largest the format can hold.
-    - ``mse``: mean squared error of the quantized values; ``relative_mse``: over the mean square of ``x``.
+    - ``amax``: the largest absolute value of ``x``.
+    - ``scale``: the largest scale; blocks of zeros, and blocks whose scale rounds to zero, do not count.
+    - ``underflow``: fraction of the non-zero values that become 0.
+    - ``saturation``: fraction of the values that exceed the largest value of the format.
+    - ``mse``: mean squared error of the quantized values; ``relative_mse``: divided by the mean square of ``x``.
 
     Args:
         x, quantizer, scale, axis: as in `quantize`.
@@ -115,7 +116,7 @@ def quantization_statistics(
     wide, values = x.astype(jnp.float32), q.values()
     nonzero = wide != 0.0
     inverse = _inverse_scales(q)
-    # NVFP4's scale of a block that is tiny beside the tensor's amax rounds to 0, and all of the block with it.
+    # NVFP4's scale rounds to 0 for a block that is tiny compared with the tensor's amax, and the whole block with it.
     gone = (q.data.astype(jnp.float32) == 0.0) | (inverse == 0.0)
     largest = inverse * jnp.finfo(q.data.dtype).max.astype(jnp.float32)
     lost = jnp.sum(nonzero & gone) / jnp.maximum(jnp.sum(nonzero), 1)
@@ -127,12 +128,14 @@ def quantization_statistics(
         "underflow": lost.astype(jnp.float32),
         "saturation": jnp.mean(((jnp.abs(wide) > largest) & (inverse > 0.0)).astype(jnp.float32)),
         "mse": error,
+        # The error of a tensor of zeros is 0, not 0 / 0.
         "relative_mse": error / jnp.where(power > 0.0, power, 1.0),
     }
 
 
 def _inverse_scales(q: QuantizedTensor) -> Array:
     """The reciprocal scale at every value (or the one of all), fp32."""
+    # Values of 1 times the scales: `values` knows how blocks and parts lie.
     return QuantizedTensor(
         data=jnp.ones(q.shape, jnp.float32),
         scale_inv=q.scale_inv,

@@ -19,25 +19,27 @@ With a scale for each of ``d`` parts of the batch, ``f32[d]`` and ``f32[d, n]``.
 
 
 def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """Largest absolute value of ``x`` over ``axis`` (None: all axes) as fp32, nan if any element is.
+    """Return the largest absolute value of ``x`` over ``axis`` (None: all axes) as fp32, nan if any element is.
 
-    Below fp32's least normal number it is 0, on every device. On a sharded global array it spans every mesh axis.
+    An amax below fp32's least normal number is 0, on every device. The amax of a sharded global array spans every mesh
+    axis.
 
     >>> float(amax(jnp.array([-3.0, 2.0])))
     3.0
     """
-    # Of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats loses nan where XLA
-    # splits the reduction: over vector lanes on CPU from some thousand elements on, over the devices of a mesh.
+    # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats
+    # loses nan where XLA splits the reduction: over vector lanes on CPU from some thousand elements on, over devices.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     largest = jnp.max(bits, axis=axis)
+    # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush what is below it to 0.
     return jax.lax.bitcast_convert_type(jnp.where(largest < 0x00800000, 0, largest), jnp.float32)
 
 
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
-    """``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale (1 if None).
+    """Return ``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale (1 if None).
 
-    Where the quotient overflows fp32 (an amax below about 1e-36) the largest fp32 value stands in; an amax below fp32's
-    least normal number counts as 0.
+    If the quotient overflows fp32 (an amax below about 1e-36), the scale is the largest fp32 value. An amax below
+    fp32's least normal number counts as 0.
 
     Args:
         amax: fp32, any shape.
@@ -52,16 +54,14 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     """
     old = jnp.ones_like(amax) if old_scale is None else old_scale
     scale = fp8_max(dtype) / amax / (2.0**margin)
+    # An infinite scale would turn the tensor's zeros into nan.
     scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
-    # Whether a subnormal number is greater than 0 depends on the device.
+    # Not `amax > 0`: whether a subnormal number is greater than 0 depends on the device.
     return jnp.where((amax >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(amax), scale, old)
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
-    """The largest power of two that is at most ``max(dtype) / amax`` and 2^127; 1 where amax is 0, inf or nan.
-
-    By exponents: both formats' largest value is 1.75 times a power of two, and a quotient that is itself a power of two
-    would need an exact division, which GPUs do not have in fp32.
+    """Return the largest power of two that is at most ``max(dtype) / amax`` and 2^127; 1 where amax is 0, inf or nan.
 
     Args:
         amax: fp32, any shape.
@@ -70,22 +70,25 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     >>> float(power_of_two_scale(jnp.float32(3.5), jnp.float8_e4m3fn))
     128.0
     """
+    # The scale is taken from exponents, not from a division, which on a GPU is not exact in fp32: a quotient that is a
+    # power of two could come out just below it, and the scale would be half of what it should be.
     largest = int(np.float32(fp8_max(dtype)).view(np.int32))
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
     less = ((bits & _MANTISSA) > (largest & _MANTISSA)).astype(jnp.int32)
+    # The quotient's exponent is the difference of the exponents, and one less if amax has the larger mantissa.
     exponent = 127 + (largest >> 23) - (bits >> 23) - less
     scale = jax.lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
     return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
 
 
 def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:
-    """The scale that the next use of ``state`` quantizes with: fp32 ``[]``, or ``[d]`` for parts of the batch."""
+    """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
     newest = history[..., 0] if recipe.amax_compute_algo == "most_recent" else amax(history, axis=-1)
     return compute_scale(newest, dtype, margin=recipe.margin, old_scale=state["scale"])
 
 
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
-    """State after a use with ``scale`` on a tensor whose amax was ``new_amax``: the oldest amax drops out."""
+    """Return the state after a use with ``scale`` on a tensor with amax ``new_amax``; the oldest amax drops out."""
     history = jnp.roll(state["amax_history"], 1, axis=-1).at[..., 0].set(new_amax)
     return {"scale": scale, "amax_history": history}

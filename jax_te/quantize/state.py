@@ -1,7 +1,7 @@
-"""Delayed-scaling state, and its one owner: nothing outside this file creates, splits, merges or writes it.
+"""Delayed-scaling state: no other file creates, merges or writes it.
 
-The gradient of a state is its next value. It therefore must be kept away from everything that treats gradients as
-gradients (sums over microbatches, clipping, norms, the optimizer) and be written back as it is.
+The gradient of a state is its next value. It therefore must not reach anything that treats gradients as gradients
+(sums over microbatches, clipping, norms, the optimizer), and it is written back unchanged.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jax_te.typing import PyTree
 
 @nnx.register_variable_name("_overwrite_with_gradient")
 class QuantizerState(nnx.Variable):
-    """NNX Variable that holds one `GemmState`: what delayed scaling remembers of a linear layer.
+    """NNX Variable that holds one `GemmState`, the scales and amax histories of a linear layer's operands.
 
     Its gradient is its next value. Linen shows it as the collection ``_overwrite_with_gradient``.
     """
 
 
 def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
-    """Fresh state for one linear layer: scales 1, histories 0. None if the recipe keeps no state.
+    """Return fresh state for one linear layer: scales 1, histories 0. None if the recipe has no state.
 
-    With ``tp_only_amax_red`` its shapes depend on the mesh in use, and it goes with meshes that split the batch alike.
+    With ``tp_only_amax_red`` its shapes depend on the mesh in use: the state fits meshes that shard the batch alike.
 
     >>> from jax_te.recipe import DelayedScaling
     >>> init_gemm_state(DelayedScaling(amax_history_len=4))["x"]["amax_history"].shape
@@ -42,6 +42,7 @@ def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
     parts = (batch_ranks(),) if recipe.tp_only_amax_red and batch_ranks() > 1 else ()
     entries = {}
     for role in ROLES:
+        # A kernel has no batch axis, so it has one scale on every mesh.
         lead = () if role == "kernel" else parts
         entries[role] = {
             "scale": jnp.ones(lead, jnp.float32),
@@ -51,17 +52,17 @@ def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
 
 
 def quantizer_variable(recipe: Recipe | None) -> QuantizerState | None:
-    """`init_gemm_state` as the Variable a layer holds, or None."""
+    """Return `init_gemm_state` as the Variable that a layer holds, or None."""
     state = init_gemm_state(recipe)
     return None if state is None else QuantizerState(state)
 
 
 def with_max_gradients(quantizers: PyTree) -> PyTree:
-    """States whose gradients JAX merges by maximum where a state is used more than once, instead of adding them up.
+    """Return states whose gradients JAX merges by maximum if a state is used more than once, instead of adding them.
 
-    The arrays get a dtype of their own for that, ``flax``'s ``fp32_max_grad``; differentiate with ``allow_int=True``,
-    and give the gradients to `as_float32`. Under plain fp32 states, a layer that is called twice in one forward pass
-    gets the sum of two next values as its next value.
+    The arrays get flax's dtype ``fp32_max_grad``: differentiate with ``allow_int=True``, and convert the gradients by
+    `as_float32`. With fp32 states, the next value of a layer that is called twice in one forward pass would be the sum
+    of two next values.
 
     >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
     >>> with_max_gradients(state)["x"]["scale"].dtype
@@ -71,7 +72,7 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
 
 
 def as_float32(quantizers: PyTree) -> PyTree:
-    """The inverse of `with_max_gradients`; fp32 arrays stay as they are.
+    """Return states, or their gradients, in fp32: the inverse of `with_max_gradients`. fp32 arrays do not change.
 
     >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
     >>> as_float32(with_max_gradients(state))["x"]["scale"].dtype
@@ -98,7 +99,7 @@ def _as_float32_inside(leaf: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type(leaf, jnp.float32)
 
 
-# JAX's own transpose of the conversion fails on arrays of this dtype.
+# A derivative of our own, because JAX's transpose of the conversion fails on arrays of this dtype.
 _as_float32_inside.defvjp(
     lambda leaf: (_as_float32_inside(leaf), None),
     lambda _, gradient: (jax.lax.convert_element_type(gradient, fp32_max_grad),),
@@ -106,31 +107,35 @@ _as_float32_inside.defvjp(
 
 
 def merge_quantizers(stacked: PyTree) -> PyTree:
-    """One next state out of several that started from the same state: elementwise maximum over the leading axis.
+    """Return one next state of several that started from the same state: their maximum over the leading axis.
+
+    A nan amax stays nan, so that the next scale is the old one, as for a single microbatch.
 
     Args:
         stacked: next states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``.
-
-    The scales of all are equal (they were taken from the common state) and of the histories only slot 0, the newest
-    amax, differs.
-    A nan amax stays nan, so the next scale is kept, as it is for a single microbatch.
     """
+    # A maximum is right for all leaves: the scales are equal, because all were taken from the common state, and the
+    # histories differ in slot 0 alone, the newest amax.
     return jax.tree.map(_largest, stacked)
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-    """Maximum over the leading axis. A nan is looked for: XLA on CPU loses it from maxima over large arrays."""
+    """Maximum over the leading axis."""
+    # nan is tested for, because XLA on CPU loses it from maxima over large arrays.
     return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 
 
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
-    """The states to carry on with: their gradients, or the old ones where ``keep_old`` (a skipped step) is true.
+    """Return the states of the next step: the gradients of ``old``, or ``old`` for layers that did not run.
 
-    A layer that did not run has the gradient zero, or -inf where gradients merge by maximum. A scale is always
-    positive, so that such a state is recognized and kept, too.
+    Args:
+        old: states of this step.
+        gradient: their gradients, in fp32.
+        keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
 
     def carry_on(before: AmaxState, after: AmaxState) -> AmaxState:
+        # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
         keep = ~(after["scale"] > 0.0)
         if keep_old is not None:
             keep = jnp.logical_or(keep, keep_old)

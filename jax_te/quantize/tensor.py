@@ -26,11 +26,11 @@ class QuantizedTensor:
         scale_inv: reciprocal scales: fp32 ``[]`` for the whole tensor, or ``[ceil(R / r), ceil(C / c)]`` for blocks of
             ``r`` rows and ``c`` columns, in fp32, E8M0 or E4M3.
         tensor_scale_inv: fp32 ``[]``, the second level of NVFP4's scales, else None.
-        dtype: dtype of the array before quantization, and of what `dequantize` gives.
+        dtype: dtype of the array before quantization, and of `dequantize`'s result.
         block: ``(r, c)``, or None for one scale.
         axis: the first axis that belongs to the columns.
         parts: equal parts of the leading axis that have a scale each, ``scale_inv [parts]``; 0: no such parts.
-        rotated: the values are those of the array after a Hadamard transform along its rows' axis (`hadamard_rows`).
+        rotated: a Hadamard transform along the rows' axis (`hadamard_rows`) was applied before quantization.
 
     >>> q = QuantizedTensor(data=jnp.ones((2, 2), jnp.float8_e4m3fn), scale_inv=jnp.float32(0.5), dtype=jnp.float32)
     >>> float(q.dequantize()[0, 0])
@@ -63,8 +63,8 @@ class QuantizedTensor:
         return self.block is None or self.block[0] == self.block[1]
 
     def values(self) -> Array:
-        """``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
-        # The barrier keeps XLA from dropping the cast to FP8 and this one back as a pair: nothing would be quantized.
+        """Return ``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
+        # Without the barrier XLA drops the cast to FP8 and this one back as a pair, and nothing is quantized.
         wide = jax.lax.optimization_barrier(self.data).astype(jnp.float32)
         if self.parts:
             rows = wide.reshape(self.parts, -1)
@@ -74,11 +74,12 @@ class QuantizedTensor:
         matrix = as_matrix(wide, self.axis)
         scales = expand_blocks(self.scale_inv.astype(jnp.float32), self.block, matrix.shape)
         if self.tensor_scale_inv is not None:
+            # The two scales are multiplied first, as the quantizer did: the other order rounds differently.
             scales = scales * self.tensor_scale_inv
         return (matrix * scales).reshape(self.shape)
 
     def dequantize(self) -> Array:
-        """The values in ``dtype``: multiplied in fp32, rotated back if need be, rounded once."""
+        """Return the values in ``dtype``: multiplied in fp32, rotated back if the tensor is rotated, rounded once."""
         values = self.values()
         if self.rotated:
             values = hadamard_rows(as_matrix(values, self.axis), inverse=True).reshape(self.shape)
@@ -91,8 +92,8 @@ class QuantizedOperand:
     """A tensor quantized for the GEMMs that read it.
 
     Args:
-        rowwise: for GEMMs that sum over its columns: blocks lie along the rows. None where no GEMM needs it.
-        columnwise: for GEMMs that sum over its rows. None where no GEMM needs it, or where ``rowwise`` serves both.
+        rowwise: for GEMMs that sum over its columns: blocks lie along the rows. None if no GEMM needs it.
+        columnwise: for GEMMs that sum over its rows. None if no GEMM needs it, or if ``rowwise`` serves both.
     """
 
     rowwise: Any
@@ -107,11 +108,11 @@ class QuantizedOperand:
 
 
 Operand = Any
-"""What a GEMM takes: an array, a `QuantizedOperand`, or a backend's own form of it."""
+"""A GEMM's operand: an array, a `QuantizedOperand`, or a backend's own form of it."""
 
 
 def as_matrix(x: Array, axis: int) -> Array:
-    """``x`` as ``[R, C]``, ``R`` the product of the axes before ``axis``.
+    """Return ``x`` as ``[R, C]``, ``R`` the product of the axes before ``axis``.
 
     >>> as_matrix(jnp.ones((2, 3, 4)), -1).shape
     (6, 4)
@@ -121,12 +122,13 @@ def as_matrix(x: Array, axis: int) -> Array:
 
 
 def expand_blocks(scales: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
-    """Each block's scale at each of its elements: ``[ceil(R / r), ceil(C / c)]`` -> ``[R, C]``.
+    """Return each block's scale at each of its elements: ``[ceil(R / r), ceil(C / c)]`` -> ``[R, C]``.
 
     >>> expand_blocks(jnp.array([[1.0, 2.0]]), (1, 2), (1, 3)).tolist()
     [[1.0, 1.0, 2.0]]
     """
     for axis, (size, whole) in enumerate(zip(block, shape, strict=True)):
         if size > 1:
+            # The last block may be smaller than the others, so the repeated scales may reach beyond the matrix.
             scales = jax.lax.slice_in_dim(jnp.repeat(scales, size, axis=axis), 0, whole, axis=axis)
     return scales

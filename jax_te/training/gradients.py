@@ -1,4 +1,4 @@
-"""Loss and gradients: in fp32 for kernels, which are quantized once a step, and with quantizer states merged."""
+"""Loss and gradients: fp32 gradients of kernels, which are quantized once a step, and merged quantizer states."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ Gradients = tuple[Array, PyTree, PyTree, PyTree]
 
 
 def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array) -> Gradients:
-    """Loss and gradients over one batch."""
-    return _differentiate(loss_fn, state, state.rest, batch, key, kept=None)
+    """Return loss and gradients of one batch."""
+    return _differentiate(loss_fn, state, state.rest, batch, key, cached=None)
 
 
 def accumulated_gradients(
-    loss_fn: LossFn, state: TrainState, parts: PyTree, key: Array, microbatches: int, keep_kernels: bool = True
+    loss_fn: LossFn, state: TrainState, batches: PyTree, key: Array, microbatches: int, keep_kernels: bool = True
 ) -> Gradients:
-    """As `gradients`, the mean over microbatches, in one scan; ``parts`` has leaves ``[m, b / m, ...]``.
+    """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
-    Kernels are quantized before the scan, with ``keep_kernels``. Each gradient is added to its fp32 sum where it is
-    made, so that no second copy of all gradients exists.
+    Kernels are quantized before the scan if ``keep_kernels``.
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    kept = quantize_kernels(model) if keep_kernels else None
+    cached = quantize_kernels(model) if keep_kernels else None
 
-    def body(carry: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
+    def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
         total, sums, rest = carry
-        batch, index = part
+        batch, index = microbatch
         loss, grads, quantizers, rest = _differentiate(
-            loss_fn, state, rest, batch, jax.random.fold_in(key, index), kept=kept
+            loss_fn, state, rest, batch, jax.random.fold_in(key, index), cached=cached
         )
+        # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
         return (total + loss, jax.tree.map(jnp.add, sums, grads), rest), quantizers
 
+    # The carry keeps its sharding over the scan, so it starts in that of the parameters.
     zeros = as_created(jax.tree.map(jnp.zeros_like, _wide(full_precision(state.params, state.masters))))
     start = (jnp.zeros((), jnp.float32), zeros, as_created(state.rest))
-    (total, sums, rest), stacked = jax.lax.scan(body, start, (parts, jnp.arange(microbatches, dtype=jnp.int32)))
+    (total, sums, rest), stacked = jax.lax.scan(body, start, (batches, jnp.arange(microbatches, dtype=jnp.int32)))
     loss, grads = jax.tree.map(lambda leaf: leaf / microbatches, (total, sums))
     return loss, grads, merge_quantizers(stacked), rest
 
@@ -62,41 +63,46 @@ def _differentiate(
     batch: PyTree,
     key: Array,
     *,
-    kept: list[QuantizedKernel | None] | None,
+    cached: list[QuantizedKernel | None] | None,
 ) -> Gradients:
     plain, quantized = split_parameters(state.params)
     model = nnx.merge(state.graphdef, state.params, state.quantizers, rest)
     kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
-    places = {path: _gradient_place(value) for path, value in kernels}
+    grad_sinks = {path: _grad_sink(value) for path, value in kernels}
 
-    def scaled_loss(plain: PyTree, places: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
+    def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
         params = nnx.merge_state(plain, quantized)
         model = nnx.merge(state.graphdef, params, quantizers, rest, copy=True)
-        use_cached_kernels(model, [None] * len(kernels) if kept is None else kept, list(places.values()))
+        use_cached_kernels(model, [None] * len(kernels) if cached is None else cached, list(grad_sinks.values()))
         loss = check_loss(loss_fn(model, batch, key)).astype(jnp.float32)
+        # The caches belong to this pass: they must not be among the model's other state that is returned.
         drop_cached_kernels(model)
         return state.scaler.scale_loss(loss), (loss, split_model(model)[3])
 
     # allow_int: the dtype of with_max_gradients is no ordinary float.
     differentiate = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
-    (grads, kernel_grads, quantizers), (loss, rest) = differentiate(plain, places, with_max_gradients(state.quantizers))
+    (grads, sink_grads, quantizers), (loss, rest) = differentiate(
+        plain, grad_sinks, with_max_gradients(state.quantizers)
+    )
     total = dict(nnx.to_flat_state(_wide(grads)))
     full = dict(nnx.to_flat_state(full_precision(state.params, state.masters)))
-    for path, grad in kernel_grads.items():
+    for path, grad in sink_grads.items():
         if grad is not None:
+            # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
             total[path] = total[path].replace(total[path] + grad) if path in total else full[path].replace(grad)
     return loss, as_created(nnx.from_flat_state(total.items())), as_float32(quantizers), as_created(rest)
 
 
-def _gradient_place(kernel: Array | QuantizedKernel) -> Array | None:
-    """What a kernel's fp32 gradient is taken of, if not of the kernel: an array that nothing reads."""
+def _grad_sink(kernel: Array | QuantizedKernel) -> Array | None:
+    """An array whose values nothing reads, and whose gradient is the kernel's, in fp32. None for an fp32 kernel."""
+    # JAX gives a gradient the dtype of its argument, so that of a bf16 kernel would be rounded to bf16.
     if isinstance(kernel, QuantizedKernel):
         return jnp.zeros(kernel.shape, jnp.float32)
     return None if kernel.dtype == jnp.float32 else jnp.zeros_like(kernel, jnp.float32)
 
 
 def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters that are plain arrays, and those that are held quantized."""
+    """Return the parameters that are plain arrays, and those that are stored quantized."""
     plain, quantized = [], []
     for path, variable in nnx.to_flat_state(params):
         (quantized if isinstance(variable.get_value(), QuantizedKernel) else plain).append((path, variable))
@@ -104,13 +110,15 @@ def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def as_created(tree: PyTree) -> PyTree:
-    """Every leaf in the sharding it was created with, so that a state can be donated and a step is compiled once."""
+    """Return ``tree`` with every leaf in the sharding that it was created with."""
+    # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
+    # other shardings, would be compiled again.
     leaves = [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def check_loss(loss: Array) -> Array:
-    """``loss`` if it is a scalar; ValueError otherwise."""
+    """Return ``loss``; raise ValueError if it is no scalar."""
     if jnp.shape(loss) != ():
         raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(loss)}")
     return loss

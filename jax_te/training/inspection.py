@@ -26,13 +26,12 @@ from jax_te.typing import Array, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class TensorStatistics:
-    """What quantization does to one tensor of a model, see `jax_te.quantize.observe.quantization_statistics`.
+    """Statistics of one quantized tensor of a model, see `jax_te.quantize.quantization_statistics`.
 
-    Where a tensor is quantized more than once, ``amax`` is the largest, ``scale`` the smallest, and the others are
-    means.
+    If a tensor is quantized more than once, ``amax`` is the largest, ``scale`` the smallest, and the others are means.
 
     Args:
-        module: path of the layer; with the kernel's name behind it where a layer has two.
+        module: path of the layer, followed by the kernel's name if the layer has two kernels.
         role: ``"x"`` (the input), ``"kernel"`` or ``"grad"`` (the gradient of the output).
         format: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``.
         amax, scale, underflow, saturation, mse, relative_mse: the statistics.
@@ -50,7 +49,7 @@ class TensorStatistics:
 
     @property
     def error_db(self) -> float:
-        """``relative_mse`` in decibels: ``10 log10``; -inf where nothing was lost.
+        """``relative_mse`` in decibels, ``10 log10``; -inf if quantization was exact.
 
         >>> zeros = dict.fromkeys(("amax", "scale", "underflow", "saturation", "mse"), 0.0)
         >>> TensorStatistics(module="proj", role="x", format="e4m3", relative_mse=0.001, **zeros).error_db
@@ -64,22 +63,22 @@ class TensorStatistics:
 def inspect_precision(
     model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Array | None = None, loss_scale: float | Array = 1.0
 ) -> list[TensorStatistics]:
-    """Run a loss forward and backward, and look at every tensor that is quantized on the way.
+    """Run a loss forward and backward, and return statistics of every tensor that is quantized.
 
-    Call it under the recipe, ``with autocast(recipe):``. The model stays as it is; delayed scaling uses the scales that
-    its states give (see `calibrate_delayed_scaling` for a model without a past).
+    Call it under the recipe, ``with autocast(recipe):``. The model does not change. Delayed scaling uses the scales of
+    the model's states (see `calibrate_delayed_scaling` for a model with empty histories).
 
     Args:
         model: any model with layers of `jax_te.layers`, in training mode.
         loss_fn: ``(model, batch, key) -> [ ]``.
-        batch, key: what it gets.
+        batch, key: arguments of ``loss_fn``.
         loss_scale: multiplies the loss, as in fp16 training.
 
     Returns:
-        One entry for each quantized tensor, layers in the model's order, roles in that of `ROLES`.
+        One entry for each quantized tensor: layers in the model's order, roles in the order x, kernel, grad.
 
     Raises:
-        ValueError: if nothing is quantized; if kernels are held quantized, so that there is nothing to compare with.
+        ValueError: if nothing is quantized, or if kernels are stored quantized, whose exact values are unknown.
 
     >>> from jax_te.layers import Linear
     >>> with autocast(Float8CurrentScaling()):
@@ -107,11 +106,11 @@ def inspect_precision(
 def make_inspection(
     loss_fn: LossFn, *, microbatches: int = 1
 ) -> Callable[[TrainState, PyTree], list[TensorStatistics]]:
-    """``inspect(state, batch)``: the statistics of the train step that would follow, which it does not touch.
+    """Return ``inspect(state, batch)``, which returns the statistics of the train step that would follow.
 
-    It computes that step's gradients on its own, from the same parameters, scales, loss scale, dropout keys and
-    microbatches, and throws them away. So a step is the same, bit for bit, whether it was inspected or not. Compiled at
-    the first call.
+    ``inspect`` computes that step's gradients separately, from the same parameters, scales, loss scale, dropout keys
+    and microbatches, and discards them. So a step is the same, bit for bit, whether it was inspected or not. It is
+    compiled at the first call.
 
     Args:
         loss_fn, microbatches: as for `make_train_step`.
@@ -125,6 +124,7 @@ def make_inspection(
     ...     len(inspect(state, jnp.ones((16, 32))))
     3
     """
+    # One observer for all calls: it takes part in the jit cache key, so another one would compile the probe again.
     observer, probe = Observer(), _probe(loss_fn)
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
@@ -132,8 +132,8 @@ def make_inspection(
         observer.records.clear()
         with observe_quantization(observer):
             for index in range(microbatches):
-                part = jax.tree.map(functools.partial(_part, index=index, parts=microbatches), batch)
-                part_key = jax.random.fold_in(key, index)
+                cut = functools.partial(_microbatch, index=index, microbatches=microbatches)
+                part, part_key = jax.tree.map(cut, batch), jax.random.fold_in(key, index)
                 probe(state.graphdef, params, state.quantizers, state.rest, part, part_key, state.scaler.scale)
         return _statistics(observer)
 
@@ -141,7 +141,7 @@ def make_inspection(
 
 
 def exact_model(state: TrainState) -> Any:
-    """``state.model``, but kernels that are held quantized (``fp8_param``) are their fp32 masters.
+    """Return ``state.model`` with the fp32 masters of kernels that are stored quantized (``fp8_param``).
 
     >>> import optax
     >>> from jax_te.layers import Linear
@@ -156,15 +156,15 @@ def exact_model(state: TrainState) -> Any:
 
 
 def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
-    """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that its scales fit at once.
+    """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 
-    Without a past, delayed scaling quantizes its first step with scale 1, which loses nearly all gradients. The amaxes
-    are those of a pass under `Float8CurrentScaling` of the same format.
+    With empty histories, delayed scaling quantizes its first step with scale 1, which loses nearly all gradients. The
+    amaxes come from a pass under `Float8CurrentScaling` of the same format.
 
     Args:
         model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest.
         loss_fn, batch: as for `inspect_precision`.
-        recipe: if it has no state, the model's states are taken away and nothing is computed.
+        recipe: if it has no state, the model's states are removed and nothing is computed.
 
     >>> from jax_te.layers import Linear
     >>> model, recipe = Linear(32, 16, rngs=nnx.Rngs(0)), DelayedScaling(amax_history_len=2)
@@ -182,6 +182,7 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
             variable = getattr(module, attribute)
             if variable is None:
                 continue
+            # As the observer names it: a layer that is the whole model has no path.
             name = (path or "unnamed") if len(module.kernels) == 1 else f"{path}.{kernel}"
             state = variable.get_value()
             for role in ROLES:
@@ -191,7 +192,7 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
 
 
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:
-    """A jitted forward and backward pass that gives the loss, and is there for what its tensors show on the way."""
+    """A jitted forward and backward pass, run for the tensors that are observed in it."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
@@ -210,7 +211,8 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
             name_modules(model)
             return check_loss(loss_fn(model, batch, key)).astype(jnp.float32) * loss_scale
 
-        # allow_int: the dtype of with_max_gradients is no ordinary float.
+        # allow_int: the dtype of with_max_gradients is no ordinary float. XLA drops the
+        # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.
         differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), allow_int=True)
         return differentiate(params, with_max_gradients(quantizers))[0]
 
@@ -218,7 +220,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
 
 
 def _exact_parameters(state: TrainState) -> nnx.State:
-    """The parameters, with fp32 masters in place of those that are held quantized."""
+    """The parameters, with fp32 masters in place of those that are stored quantized."""
     full = dict(nnx.to_flat_state(full_precision(state.params, state.masters)))
     return nnx.from_flat_state(
         [
@@ -228,8 +230,8 @@ def _exact_parameters(state: TrainState) -> nnx.State:
     )
 
 
-def _part(leaf: Any, *, index: int, parts: int) -> Any:
-    size = leaf.shape[0] // parts
+def _microbatch(leaf: Any, *, index: int, microbatches: int) -> Any:
+    size = leaf.shape[0] // microbatches
     return leaf[index * size : (index + 1) * size]
 
 
@@ -245,6 +247,7 @@ def _statistics(observer: Observer) -> list[TensorStatistics]:
 
 def _merged(rows: list[dict[str, float]]) -> dict[str, float]:
     """Several observations of one tensor as one; nan wins."""
+    # max and min of Python drop or keep nan depending on the order of their arguments, hence the tests for it below.
     columns = {name: [row[name] for row in rows] for name in STATISTICS}
     return {name: _MERGE.get(name, _mean)(values) for name, values in columns.items()}
 

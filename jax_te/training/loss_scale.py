@@ -16,26 +16,27 @@ from jax_te.typing import Array, PyTree
 
 
 class LossScale(abc.ABC):
-    """Base of the loss scalers: pytrees that a train step carries along.
+    """Base of the loss scalers: pytrees in a `TrainState`.
 
-    ``scale`` multiplies the loss before the gradient is taken; `unscale` divides the gradients; `update` takes whether
-    they were all finite and gives the scaler of the next step.
+    `scale_loss` multiplies the loss before differentiation, `unscale` divides the gradients, and `update` returns the
+    next step's scaler, given whether all gradients were finite.
     """
 
     scale: Any
 
     def scale_loss(self, loss: Array) -> Array:
-        """``loss * scale`` in fp32. ``[]`` -> ``[]``."""
+        """Return ``loss * scale`` in fp32. ``[]`` -> ``[]``."""
         return loss.astype(jnp.float32) * self.scale
 
     def unscale(self, grads: PyTree) -> PyTree:
-        """Gradients, any shapes, divided by the scale, in fp32."""
+        """Return gradients, of any shapes, divided by the scale, in fp32."""
+        # Multiplied by the reciprocal, as in Megatron: a division would round differently.
         inverse = 1.0 / self.scale
         return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
 
     @abc.abstractmethod
     def update(self, finite: Array) -> LossScale:
-        """The scaler of the next step, given whether all gradients were finite (bool ``[]``)."""
+        """Return the scaler of the next step, given whether all gradients were finite (bool ``[]``)."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,18 +60,18 @@ class ConstantLossScale(LossScale):
             raise ValueError(f"scale must be finite and > 0, got {self.scale!r}")
 
     def update(self, finite: Array) -> ConstantLossScale:
-        """Itself."""
+        """Return the scaler itself."""
         return self
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale(LossScale):
-    """A scale that grows while gradients are finite and backs off when they are not: for fp16.
+    """A scale that grows while gradients are finite and shrinks when they are not: for fp16.
 
-    After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``. A step that is not
-    finite starts that count again; once ``hysteresis`` of them have come since the last growth, each multiplies the
-    scale by ``backoff_factor``.
+    After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``. A non-finite step
+    resets that count; from the ``hysteresis``-th non-finite step since the last growth on, each multiplies the scale by
+    ``backoff_factor``.
 
     Args:
         initial_scale: scale of the first step.
@@ -121,17 +122,18 @@ class DynamicLossScale(LossScale):
                 f"scales must satisfy {smallest:.3g} <= min_scale <= initial_scale <= max_scale <= {largest:.3g}, got "
                 f"min_scale {self.min_scale!r}, initial_scale {self.initial_scale!r}, max_scale {self.max_scale!r}"
             )
-        set_field = object.__setattr__
+        set_field = object.__setattr__  # the dataclass is frozen
         set_field(self, "scale", jnp.asarray(self.initial_scale, jnp.float32))
         set_field(self, "growth_tracker", jnp.zeros((), jnp.int32))
         set_field(self, "hysteresis_tracker", jnp.asarray(self.hysteresis, jnp.int32))
 
     def update(self, finite: Array) -> DynamicLossScale:
-        """The scaler after a step whose gradients were (bool ``[]``) all finite or not."""
+        """Return the scaler after a step, given whether all its gradients were finite (bool ``[]``)."""
         grown = self.growth_tracker + 1 >= self.growth_interval
         left = jnp.maximum(self.hysteresis_tracker - 1, 0)
         larger = jnp.minimum(self.scale * self.growth_factor, self.max_scale)
         smaller = jnp.maximum(self.scale * self.backoff_factor, self.min_scale)
+        # Not by the constructor: its checks need concrete values, and these are traced.
         return self.tree_unflatten(
             self._options(),
             (
@@ -145,12 +147,13 @@ class DynamicLossScale(LossScale):
         return tuple(getattr(self, name) for name in _OPTIONS)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arrays with their names, and the static fields (for ``jax.tree``)."""
+        """Return the arrays with their names, and the static fields (for ``jax.tree``)."""
         return tuple((GetAttrKey(name), getattr(self, name)) for name in _ARRAYS), self._options()
 
     @classmethod
     def tree_unflatten(cls, options: tuple[Any, ...], arrays: Any) -> DynamicLossScale:
-        """The inverse of flattening; checks nothing, since leaves may be anything (for ``jax.tree``)."""
+        """Return a scaler from flattened fields, unchecked (for ``jax.tree``)."""
+        # jax.tree fills the leaves with placeholders, shapes and shardings as well.
         new = object.__new__(cls)
         for name, value in zip(_OPTIONS + _ARRAYS, (*options, *arrays), strict=True):
             object.__setattr__(new, name, value)

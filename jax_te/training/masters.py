@@ -1,4 +1,4 @@
-"""fp32 masters of parameters that are held in less: what the optimizer works on."""
+"""fp32 masters of half-precision and quantized parameters, which the optimizer updates in their place."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jax_te.quantize import QuantizedKernel, quantizer_for
 
 
 def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
-    """What the optimizer works on: the masters, and the parameters that have none."""
+    """Return the parameters that the optimizer updates: the masters, and the parameters that have none."""
     return nnx.merge_state(params, masters)
 
 
-def masters_of(params: nnx.State, held: nnx.State | None = None) -> nnx.State:
-    """fp32 copies of the parameters that are held in less, without the others.
+def masters_of(params: nnx.State, stored: nnx.State | None = None) -> nnx.State:
+    """Return fp32 copies of half-precision and quantized parameters, without the others.
 
     Args:
         params: in their own dtypes.
-        held: the same as a model holds them, where some may be quantized kernels. None: ``params``.
+        stored: the same parameters as the model stores them, some of them quantized. None: ``params``.
 
     >>> state = nnx.State({"a": nnx.Param(jnp.ones(2, jnp.bfloat16)), "b": nnx.Param(jnp.ones(2))})
     >>> list(masters_of(state))
     ['a']
     """
-    forms = dict(nnx.to_flat_state(params if held is None else held))
+    forms = dict(nnx.to_flat_state(params if stored is None else stored))
     less = [
         (path, variable)
         for path, variable in nnx.to_flat_state(params)
@@ -39,15 +39,15 @@ def masters_of(params: nnx.State, held: nnx.State | None = None) -> nnx.State:
 
 
 def parameters_of(full: nnx.State, params: nnx.State, model: nnx.Module) -> nnx.State:
-    """The parameters that belong to full-precision values: rounded, or quantized as the recipe in force says.
+    """Return full-precision values as parameters: rounded, or quantized by the ambient recipe.
 
     Args:
         full: the values.
-        params: the parameters before, whose forms and dtypes hold.
+        params: the parameters before, which determine forms and dtypes.
         model: with the quantizer states to quantize with.
 
     Raises:
-        ValueError: if a quantized parameter is held as another recipe than the one in force would have it.
+        ValueError: if a parameter was quantized by another recipe than the ambient one.
     """
     values = dict(nnx.to_flat_state(full))
     old = dict(nnx.to_flat_state(params))
@@ -65,7 +65,9 @@ def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, v
             f"{module.recipe}; call the step under the recipe that the state was created with"
         )
     new = module.quantized(kernel, value, portable=True)
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))  # the dtype it stands for stays
+    # In the old structure, whose static dtype is that of the parameter: the master was fp32, and another structure
+    # would compile the next step again.
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
 
 
 def _rounded(old: Any, new: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How much quantizing each layer alone changes a model's loss and gradients, and rules that keep the worst out."""
+"""The effect of quantizing each layer alone on a model's loss and gradients, and rules that keep the worst in bf16."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Measure = Callable[[PyTree, PyTree], tuple[Array, PyTree]]
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSensitivity:
-    """What quantizing one layer, and no other, does.
+    """The effect of quantizing one layer and no other.
 
     Args:
         module: path of the layer.
         kind: name of its class.
-        loss_increase: the mean loss with it quantized, minus that with nothing quantized.
-        gradient_error: ``|g - g0| / |g0|``, with ``g`` and ``g0`` the gradients of all parameters with it quantized and
-            with nothing quantized, over all batches.
+        loss_increase: the mean loss with this layer quantized, minus the mean loss with nothing quantized.
+        gradient_error: ``|g - g0| / |g0|`` over all batches, with ``g`` and ``g0`` the gradients of all parameters with
+            this layer quantized and with nothing quantized.
     """
 
     module: str
@@ -47,24 +47,24 @@ class ModuleSensitivity:
 def sensitivity(
     model: nnx.Module, loss_fn: LossFn, batches: Sequence[PyTree], recipe: Recipe
 ) -> list[ModuleSensitivity]:
-    """Quantize each layer alone, and rank the layers by what it does to the gradient, worst first.
+    """Quantize each layer alone, and return the layers ranked by the change of the gradient, worst first.
 
-    All layers are treated alike: whatever rules they have of their own, here they run under ``recipe`` or in high
-    precision. One program is compiled, with a switch for each layer; it runs once for each layer and batch. Delayed
-    scaling is calibrated on the first batch, see `calibrate_delayed_scaling`.
+    Layers' own recipes are ignored: every layer runs under ``recipe`` or in high precision. One program is compiled,
+    with a switch for each layer; it runs once for each layer and batch. Delayed scaling is calibrated on the first
+    batch, see `calibrate_delayed_scaling`.
 
-    The gradient's error is the better signal: it is never negative, and far from 0 where the loss's difference drowns
-    in rounding. A layer's share of the loss is for seeing that the ranking matters at all.
+    The gradient's error is the better signal: it is never negative, and far from 0 where rounding hides the loss's
+    difference. The loss's increase shows whether the ranking matters at all.
 
     Args:
-        model: stays as it is. Gradients of kernels are taken in fp32, those of other parameters in their dtype.
-        loss_fn: ``(model, batch, key) -> [ ]``; it gets the key None.
+        model: not changed. Gradients of kernels are computed in fp32, those of other parameters in their dtype.
+        loss_fn: ``(model, batch, key) -> [ ]``; its key is None.
         batches: at least one.
-        recipe: to quantize with.
+        recipe: the recipe to quantize with.
 
     Raises:
         TypeError: if ``recipe`` is None.
-        ValueError: without batches; if no layer can be quantized, or kernels are held quantized (see `exact_model`).
+        ValueError: without batches; if no layer can be quantized, or kernels are stored quantized (see `exact_model`).
 
     >>> from jax_te.layers import MultiheadAttention
     >>> from jax_te.recipe import Float8CurrentScaling
@@ -105,7 +105,7 @@ def sensitivity(
 
 
 def keep_in_bf16_rules(modules: Sequence[str]) -> str:
-    """A precision file that keeps these layers in high precision and leaves the others to the ambient recipe.
+    """Return a precision file that keeps these layers in high precision and leaves the others to the ambient recipe.
 
     Args:
         modules: paths of layers, at least one.
@@ -142,7 +142,7 @@ class _Switch(nnx.Variable):
 
 @functools.cache
 def _switched(kind: type) -> type:
-    """The layer class with a switch: its calls are quantized, or not, as the program's input says."""
+    """The layer class with a switch, an input of the program, that decides whether its calls are quantized."""
 
     class Switched(kind):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,13 +153,14 @@ def _switched(kind: type) -> type:
                 with autocast(None):
                     return kind.__call__(self, *args, **kwargs)
 
+            # lax.cond, not two programs: one is compiled for all layers instead of one for each.
             return jax.lax.cond(self.switch[...], quantized, plain)
 
     return Switched
 
 
 def _plain_copy(model: nnx.Module) -> Any:
-    """The model in variables of its own, its layers without rules of their own."""
+    """A copy of the model whose layers have no recipes of their own."""
     graphdef, params, quantizers, rest = split_model(model)
     if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
         raise ValueError(
@@ -173,27 +174,28 @@ def _plain_copy(model: nnx.Module) -> Any:
 
 
 def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
-    """``measure(switches, batch) -> (loss, gradients)``, and the switches, all off. Gives the layers switches."""
+    """``measure(switches, batch) -> (loss, gradients)``, and the switches, all off; ``model``'s layers get switches."""
     for _, module in quantizable_modules(model):
         kind: Any = type(module)
         module.__class__ = _switched(kind)
         setattr(module, "switch", _Switch(jnp.zeros((), bool)))  # noqa: B010 - an attribute of the class given above
     graphdef, switches, params, rest = nnx.split(model, _Switch, nnx.Param, ...)
     kernels = [getattr(module, name).get_value() for _, module, name in quantizable_kernels(model)]
-    places = [None if kernel.dtype == jnp.float32 else jnp.zeros_like(kernel, jnp.float32) for kernel in kernels]
+    # Gradients of bf16 kernels would be rounded to bf16, which hides small effects of quantization.
+    sinks = [None if kernel.dtype == jnp.float32 else jnp.zeros_like(kernel, jnp.float32) for kernel in kernels]
 
     @jax.jit
-    def run(switches: PyTree, params: PyTree, rest: PyTree, places: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+    def run(switches: PyTree, params: PyTree, rest: PyTree, sinks: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
         batch = jax.tree.map(lambda leaf: constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1))), batch)
 
-        def loss(params: PyTree, places: list[Array | None]) -> Array:
+        def loss(params: PyTree, sinks: list[Array | None]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
-            use_cached_kernels(model, [None] * len(places), places)
+            use_cached_kernels(model, [None] * len(sinks), sinks)
             return check_loss(loss_fn(model, batch, None)).astype(jnp.float32)
 
-        return jax.value_and_grad(loss, argnums=(0, 1))(params, places)
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, sinks)
 
-    return lambda switches, batch: run(switches, params, rest, places, batch), switches
+    return lambda switches, batch: run(switches, params, rest, sinks, batch), switches
 
 
 def _turned_on(switches: nnx.State, path: str) -> nnx.State:

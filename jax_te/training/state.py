@@ -1,4 +1,4 @@
-"""Everything a training run carries from step to step, and how it is created on a mesh."""
+"""The state of a training run, and its creation on a mesh."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from jax_te.typing import Array, PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The state of a training run: a pytree, to be built with `create_train_state`.
+    """The state of a training run: a pytree that `create_train_state` builds.
 
     Args:
         step: i32 ``[]``, steps taken, skipped ones included.
         params: ``nnx.State``, the model's parameters in their own dtypes.
-        masters: ``nnx.State``, fp32 copies of the parameters that are bf16 or fp16, under the same names; empty if none
-            is.
+        masters: ``nnx.State``, fp32 copies of half-precision and quantized parameters, under the same names; may be
+            empty.
         quantizers: ``nnx.State``, delayed-scaling state; empty without it.
         rest: ``nnx.State``, all other state of the model, e.g. the counters of an ``nnx.Rngs``; empty for the models of
             this package.
         opt_state: optimizer state of the masters and of the parameters that have none.
         scaler: a `LossScale`.
-        rng: typed key ``[]``; constant, steps fold their number in.
+        rng: typed key ``[]``; constant, since steps fold in their number.
         skipped_steps: i32 ``[]``, steps whose loss or gradients were not finite.
         graphdef: static, the model's graph definition.
     """
@@ -58,12 +58,12 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model with the current values. It shares their buffers: the next train step deletes them."""
+        """The model with the current values. It shares their buffers, which the next train step deletes."""
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
 
 
 def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
-    """``(graphdef, parameters, quantizer states, everything else)`` of a model; undo with ``nnx.merge``.
+    """Return ``(graphdef, parameters, quantizer states, other state)`` of a model; ``nnx.merge`` is the inverse.
 
     >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     >>> graphdef, params, quantizers, rest = split_model(model)
@@ -83,13 +83,13 @@ def create_train_state(
     mesh: Mesh | None = None,
     fp8_param: bool = False,
 ) -> TrainState:
-    """The state of a run at step 0.
+    """Return the state of a run at step 0.
 
-    With a mesh, parameters, masters and optimizer state are created where each Param's ``logical_axes`` put them, in
-    one compiled function: no device ever holds a whole sharded parameter that a function built. Everything else is
+    With a mesh, one compiled function creates parameters, masters and optimizer state in the sharding of each Param's
+    ``logical_axes``: no device ever holds a whole sharded parameter that a function built. Everything else is
     replicated. Values do not depend on the mesh.
 
-    Build under ``autocast(recipe)`` if the recipe has state.
+    Call it under ``autocast(recipe)`` if the recipe has state.
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
@@ -98,10 +98,10 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
-        fp8_param: hold all kernels quantized, see `quantize_parameters`, and fp32 masters of them; False: those of
-            layers whose own `ModuleRecipe` says so. Create the state,
-            and call the step, under the recipe. Kernels are quantized from their fp32 values: with fp32 parameters a
-            step gives the same bits as without, with bf16 ones it leaves out a rounding to bf16.
+        fp8_param: store all kernels quantized, see `quantize_parameters`, beside fp32 masters; False: only kernels of
+            layers whose own `ModuleRecipe` says so. Create the state, and call the step, under the recipe. Kernels are
+            quantized from their fp32 values: with fp32 parameters a step gives the same bits as without ``fp8_param``,
+            with bf16 ones it leaves out a rounding to bf16.
 
     Raises:
         TypeError: for a key that is not typed, or anything but a model or a function.
@@ -117,7 +117,7 @@ def create_train_state(
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         shardings = None if mesh is None else shardings_of(abstract, mesh)
-        # Inside auto_region an Explicit mesh gives the same program as an Auto one, so the same bits.
+        # Inside auto_region an Explicit mesh compiles the same program as an Auto one, which gives the same bits.
         axes = [axes for _, _, axes in leaves_with_axes(abstract)]
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
         leaves = jax.jit(init, out_shardings=shardings)(key, variables)
@@ -125,9 +125,9 @@ def create_train_state(
 
 
 def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
-    """The state to go on with under another recipe, e.g. FP8 after a start in bf16, or the other way round.
+    """Return the state for continuing under another recipe, e.g. FP8 after a start in bf16, or the reverse.
 
-    Quantizer states are made anew (empty histories), kernels that are held quantized are quantized anew from their
+    Quantizer states are fresh (empty histories), and kernels that are stored quantized are quantized again from their
     masters; everything else stays. Call the train step under the new recipe from then on.
 
     Args:
@@ -135,7 +135,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
         recipe: None for no quantization.
 
     Raises:
-        ValueError: if nothing in the model can be quantized, or for kernels held quantized and no recipe.
+        ValueError: if nothing in the model can be quantized, or for kernels stored quantized and no recipe.
 
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import DelayedScaling
@@ -145,20 +145,21 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest, copy=True)
     prepare_quantization(model, recipe)
-    held = [(path, module, kernel) for path, module, kernel in quantizable_kernels(model) if _is_held(module, kernel)]
-    if held and recipe is None:
+    stored = [kernel for kernel in quantizable_kernels(model) if _is_quantized(*kernel[1:])]
+    if stored and recipe is None:
         raise ValueError("kernels are held quantized (fp8_param), so there must be a recipe to quantize them with")
     exact = dict(nnx.to_flat_state(state.masters))
-    for path, module, kernel in held:
+    for path, module, kernel in stored:
+        # The parameter's own dtype, which the quantized kernel stands for, not the master's fp32.
         getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
     with autocast(recipe):
-        for _, module, kernel in held:
+        for _, module, kernel in stored:
             module.hold_quantized(kernel)
     graphdef, params, quantizers, rest = split_model(model)
     return replace(state, graphdef=graphdef, params=params, quantizers=quantizers, rest=rest)
 
 
-def _is_held(module: Any, kernel: str) -> bool:
+def _is_quantized(module: Any, kernel: str) -> bool:
     return isinstance(getattr(module, kernel).get_value(), QuantizedKernel)
 
 
@@ -171,7 +172,9 @@ def abstract_train_state(
     mesh: Mesh | None = None,
     fp8_param: bool = False,
 ) -> TrainState:
-    """What `create_train_state` gives, as ``jax.ShapeDtypeStruct`` with shardings: allocates nothing. For restoring.
+    """Return `create_train_state`'s result as ``jax.ShapeDtypeStruct`` with shardings, for restoring into.
+
+    Nothing is allocated.
 
     Args:
         key: only its kind matters. None: the default kind.
@@ -203,7 +206,7 @@ def _builder(
     mesh: Mesh | None,
     fp8_param: bool,
 ) -> tuple[Callable[[Array, PyTree], TrainState], PyTree]:
-    """``build(key, variables) -> TrainState``, to be traced, and the variables to give it."""
+    """``build(key, variables) -> TrainState``, to be traced, and the variables to call it with."""
     is_model = isinstance(model_or_fn, nnx.Module)
     if not is_model and not callable(model_or_fn):
         raise TypeError(f"expected a model or a function of nnx.Rngs that builds one, got {type(model_or_fn).__name__}")
@@ -216,6 +219,7 @@ def _builder(
         init_key, rng = jax.random.split(key)
         if is_model:
             definition: Any = graphdef
+            # Copies, because a train step donates the state's buffers, and the model must survive that.
             params, quantizers, rest = jax.tree.map(jnp.copy, variables)
         else:
             model: Any = model_or_fn(nnx.Rngs(init_key))
@@ -226,8 +230,10 @@ def _builder(
         if fp8_param or any(recipe is not None and recipe.holds_kernels for recipe in own):
             quantize_parameters(model, only_marked=not fp8_param)
             definition, params, quantizers, rest = split_model(model)
+        # Masters of the values before quantization, which loses them.
         masters = masters_of(exact, params)
-        with jax.numpy_dtype_promotion("standard"):  # optax relies on it; a caller may have set "strict"
+        # optax relies on implicit promotion; a caller may have set "strict".
+        with jax.numpy_dtype_promotion("standard"):
             opt_state = tx.init(full_precision(params, masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -25,35 +25,35 @@ from jax_te.typing import Array, PyTree
 def make_train_step(
     loss_fn: LossFn, tx: optax.GradientTransformation, *, microbatches: int = 1, keep_kernels: bool = True
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """A jitted ``step(state, batch) -> (state, metrics)`` that takes the state's buffers over (donates them).
+    """Return a jitted ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
 
-    Call it inside ``with autocast(recipe):``; under another recipe it is traced again.
+    Call the step inside ``with autocast(recipe):``; under another recipe it is traced again.
 
-    - The batch is cut into ``microbatches`` along its leading axis, in order; their gradients are summed in one
-      ``lax.scan``, in fp32, and averaged. Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
+    - The batch is split into ``microbatches`` along its leading axis, in order; one ``lax.scan`` sums their gradients
+      in fp32. Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
     - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`).
-      That state is no gradient: it is in no norm, and ``tx`` never sees it.
+      Quantizer state is in no norm, and ``tx`` never sees it.
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
     - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
     Args:
-        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over the batch it is given. What it changes in other
-            state of the model is kept.
+        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch. Its changes of other state of the model
+            persist.
         tx: the transformation that the state was created with.
-        microbatches: parts of a batch, >= 1.
-        keep_kernels: quantize each kernel once a step and keep it for all microbatches. False: in each of them, which
-            takes longer and saves the memory of one quantized copy of all kernels. The values are the same.
+        microbatches: number of microbatches, >= 1.
+        keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
+            of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
+            same.
 
-    The step's arguments and results:
-
-    - ``batch``: a pytree of arrays ``[b, ...]``; on a mesh each microbatch is split over the logical axis ``batch``.
-    - ``metrics``: fp32 ``[]`` each: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping),
-      ``skipped`` (0 or 1), ``loss_scale`` (the one this step used).
+    Returns:
+        The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the
+        logical axis ``batch``. Its ``metrics`` are fp32 ``[]``: ``loss`` (mean), ``grad_norm`` (of the unscaled mean
+        gradient, before clipping), ``skipped`` (0 or 1), ``loss_scale`` (the one that this step used).
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
-            microbatches and over the mesh's batch ranks, or a loss that is no scalar.
+            microbatches and over the mesh's batch axes, or a loss that is no scalar.
 
     Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining`` and
         ``Float16OptimizerWithFloat16Params.step``.
@@ -75,12 +75,13 @@ def make_train_step(
         if microbatches == 1:
             loss, grads, quantizers, rest = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
         else:
-            parts = _shard_batch(batch, microbatches)
+            batches = _shard_batch(batch, microbatches)
             loss, grads, quantizers, rest = accumulated_gradients(
-                loss_fn, state, parts, key, microbatches, keep_kernels
+                loss_fn, state, batches, key, microbatches, keep_kernels
             )
         grads = state.scaler.unscale(grads)
         finite = _all_finite((loss, grads))
+        # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
         next_quantizers = write_back(state.quantizers, quantizers, keep_old=~finite)
         updated = _apply(tx, state, next_quantizers, grads, loss) | {"rest": rest}
         metrics = {
@@ -103,9 +104,9 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
-    """A jitted ``eval_step(state, batch) -> loss``, fp32 ``[]``; the state stays as it is.
+    """Return a jitted ``eval_step(state, batch) -> loss``, fp32 ``[]``, which does not change the state.
 
-    The model is set to ``eval()`` and ``loss_fn`` gets the key None.
+    The model is set to ``eval()`` and ``loss_fn`` gets the key None: no dropout.
 
     >>> from jax_te.training.state import create_train_state
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 1, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
@@ -127,7 +128,8 @@ def _apply(
 ) -> dict[str, Any]:
     """Parameters, masters and optimizer state after an update."""
     full: Any = full_precision(state.params, state.masters)
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion; a caller may have set "strict"
+    # optax relies on implicit promotion; a caller may have set "strict".
+    with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = tx.update(grads, state.opt_state, full, value=loss)
         full = optax.apply_updates(full, updates)
     flat = dict(nnx.to_flat_state(full))
@@ -147,7 +149,7 @@ def _select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
-    """Leaves ``[b, ...]`` split over the batch axis; with ``microbatches``, ``[m, b / m, ...]``, each split so."""
+    """Leaves ``[b, ...]`` sharded over the batch axis; with ``microbatches``, ``[m, b / m, ...]``, each sharded so."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or () in shapes:
@@ -168,6 +170,7 @@ def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
         if microbatches is None:
             return constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
         axes = (None, "batch", *(None,) * (leaf.ndim - 1))
+        # An Explicit mesh cannot split a sharded axis by reshape, so its axes are Auto inside.
         cut = auto_region(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), axes)
         return constrain(cut(leaf), axes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import logging
 import os
 import shutil
 import signal
@@ -104,6 +105,24 @@ def test_damage_to_any_file_is_harmless_or_noticed(folder, damage):
 def damage_newest(folder):
     values = max((path for path in (folder / "20").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     flip(values)
+
+
+@ignore_given_up_reads
+def test_the_log_is_quiet_while_orbax_runs_and_is_left_as_it_was(folder):
+    """Orbax's threads log, too: the filter stays until the save has been waited for."""
+    logger = logging.getLogger("absl")
+    before = list(logger.filters)
+    damage_newest(folder)
+    with TrainCheckpointer(folder) as checkpointer:
+        with pytest.warns(DamagedCheckpointWarning):
+            checkpointer.restore(described())
+        assert logger.filters == before
+        checkpointer.save(make_state(30), None, 30)
+        assert len(logger.filters) == len(before) + 1
+        checkpointer.wait()
+        assert logger.filters == before
+        checkpointer.save(make_state(40), None, 40)
+    assert logger.filters == before
 
 
 @ignore_given_up_reads

@@ -1,11 +1,13 @@
 """The train step and quantizer state: split off, merged by max, written back, and in no norm, clipping or optimizer.
- `check` compares steps with a loop by hand. The tests below it take out one line of the package at a time, and expect
-it to notice.
+
+`check` compares steps with a loop written by hand. The tests below it replace one function of the state's handling at a
+time, wherever the package uses it, and expect `check` to fail.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +16,8 @@ import optax
 import pytest
 from flax import nnx
 
-import jax_te.training.gradients as gradients_module
-import jax_te.training.state as state_module
-import jax_te.training.step as step_module
-from jax_te.quantize import QuantizerState
-from jax_te.training import create_train_state, make_train_step
+from jax_te.quantize import QuantizerState, merge_quantizers, write_back
+from jax_te.training import create_train_state, make_train_step, split_model
 from tests.support.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
 
 MICROBATCHES = 4
@@ -82,6 +81,20 @@ def check():
         np.testing.assert_allclose(state.params[name][...], expected, rtol=1e-4, atol=1e-6)
 
 
+def replace(monkeypatch, function, other):
+    """Put ``other`` in place of a function of the package, in every module that has it, under whatever name."""
+    holders = [
+        (module, name)
+        for path, module in list(sys.modules.items())
+        if path.startswith("jax_te.")
+        for name, value in vars(module).items()
+        if value is function
+    ]
+    assert any(module.__name__.startswith("jax_te.training.") for module, _ in holders)
+    for module, name in holders:
+        monkeypatch.setattr(module, name, other)
+
+
 def test_steps_match_a_loop_by_hand():
     check()
 
@@ -95,14 +108,14 @@ def test_a_merge_other_than_max_is_noticed(monkeypatch, merge):
         "last": lambda leaf: leaf[-1],
     }
     by_hand()
-    monkeypatch.setattr(gradients_module, "merge_quantizers", lambda stacked: jax.tree.map(ways[merge], stacked))
+    replace(monkeypatch, merge_quantizers, lambda stacked: jax.tree.map(ways[merge], stacked))
     with pytest.raises(AssertionError):
         check()
 
 
 def test_old_state_that_wins_the_write_back_is_noticed(monkeypatch):
     by_hand()
-    monkeypatch.setattr(step_module, "write_back", lambda old, gradient, keep_old=None: old)
+    replace(monkeypatch, write_back, lambda old, gradient, keep_old=None: old)
     with pytest.raises(AssertionError):
         check()
 
@@ -110,15 +123,13 @@ def test_old_state_that_wins_the_write_back_is_noticed(monkeypatch):
 def test_state_in_the_norm_and_the_clipping_is_noticed(monkeypatch):
     """The state's next values are let into what is clipped and measured, as if they were gradients."""
     by_hand()
-    seen = []
-    accumulate, norm = step_module.accumulated_gradients, optax.tree.norm
+    seen, norm = [], optax.tree.norm
 
-    def spy(*args):
-        result = accumulate(*args)
-        seen.append(result[2])
-        return result
+    def spy(stacked):
+        seen.append(merge_quantizers(stacked))
+        return seen[-1]
 
-    monkeypatch.setattr(step_module, "accumulated_gradients", spy)
+    replace(monkeypatch, merge_quantizers, spy)
     monkeypatch.setattr(optax.tree, "norm", lambda grads: norm((grads, seen[-1])))
     with pytest.raises(AssertionError):
         check()
@@ -130,8 +141,7 @@ def test_state_left_among_the_parameters_is_noticed(monkeypatch):
         return graphdef, params, nnx.State({}), rest
 
     by_hand()
-    monkeypatch.setattr(state_module, "split_model", split)
-    monkeypatch.setattr(gradients_module, "split_model", split)
+    replace(monkeypatch, split_model, split)
     with pytest.raises((AssertionError, AttributeError)):
         check()
 
