@@ -56,6 +56,7 @@ class TrainCheckpointer:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
         check_positive(keep=keep)
+        # Absolute, because the process may change its working directory during a run.
         self._directory = Path(directory).absolute()
         if self._directory.exists() and not self._directory.is_dir():
             raise ValueError(f"checkpoints need a folder, and {directory} is a file; give another one")
@@ -90,6 +91,8 @@ class TrainCheckpointer:
             raise ValueError(f"step {step} is already saved in {self._directory}")
         leaves = named_leaves(state)
         body = {"data": data_state, "arrays": records(leaves), "checksums": checksums(leaves)}
+        # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided
+        # by the caller, not by a policy of Orbax.
         with contextlib.ExitStack() as quiet:
             quiet.enter_context(_quiet_orbax())
             with self._explained(step):
@@ -224,6 +227,7 @@ class TrainCheckpointer:
             target = self._directory / f"{step}.damaged"
             while target.exists():
                 target = target.with_name(target.name + "+")
+            # Several processes of a run share the folder: one of them renames.
             if jax.process_index() == 0:
                 (self._directory / str(step)).rename(target)
         self._damaged.clear()

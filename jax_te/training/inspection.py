@@ -129,7 +129,7 @@ def make_inspection(
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
         params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
-        observer.records.clear()
+        observer.records.clear()  # of the call before
         with observe_quantization(observer):
             for index in range(microbatches):
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)
@@ -236,6 +236,7 @@ def _microbatch(leaf: Any, *, index: int, microbatches: int) -> Any:
 
 
 def _statistics(observer: Observer) -> list[TensorStatistics]:
+    # Sorted, because callbacks run in no fixed order.
     return [
         TensorStatistics(module=module, role=role, format=observer.formats[module, role], **_merged(rows))
         for (module, role), rows in sorted(

@@ -30,6 +30,7 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None) -> nnx.State:
     ['a']
     """
     forms = dict(nnx.to_flat_state(params if stored is None else stored))
+    # Selected by what the model stores: a quantized kernel, too, was an fp32 array before.
     less = [
         (path, variable)
         for path, variable in nnx.to_flat_state(params)

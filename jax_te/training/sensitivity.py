@@ -62,6 +62,9 @@ def sensitivity(
         batches: at least one.
         recipe: the recipe to quantize with.
 
+    Returns:
+        One entry for each layer that a recipe can quantize.
+
     Raises:
         TypeError: if ``recipe`` is None.
         ValueError: without batches; if no layer can be quantized, or kernels are stored quantized (see `exact_model`).
@@ -177,6 +180,7 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
     """``measure(switches, batch) -> (loss, gradients)``, and the switches, all off; ``model``'s layers get switches."""
     for _, module in quantizable_modules(model):
         kind: Any = type(module)
+        # A subclass, not a module around it, so that the paths of parameters and rules do not change.
         module.__class__ = _switched(kind)
         setattr(module, "switch", _Switch(jnp.zeros((), bool)))  # noqa: B010 - an attribute of the class given above
     graphdef, switches, params, rest = nnx.split(model, _Switch, nnx.Param, ...)
@@ -199,6 +203,7 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
 
 
 def _turned_on(switches: nnx.State, path: str) -> nnx.State:
+    # Only values change, so the program is not compiled again.
     flat = [
         (key, variable.replace(jnp.asarray(".".join(map(str, key[:-1])) == path)))
         for key, variable in nnx.to_flat_state(switches)

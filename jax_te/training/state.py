@@ -115,6 +115,7 @@ def create_train_state(
     mesh = _mesh(mesh)
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
     with _use(mesh):
+        # Shapes first: the shardings, which jit needs before it runs, come from the Variables' logical axes.
         abstract = jax.eval_shape(build, key, variables)
         shardings = None if mesh is None else shardings_of(abstract, mesh)
         # Inside auto_region an Explicit mesh compiles the same program as an Auto one, which gives the same bits.
@@ -191,6 +192,7 @@ def abstract_train_state(
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
+        # Without a mesh every array is on the default device, whose sharding an array made there has.
         shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else shardings_of(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

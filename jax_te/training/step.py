@@ -67,11 +67,13 @@ def make_train_step(
     (1, ['grad_norm', 'loss', 'loss_scale', 'skipped'])
     """
     check_positive(microbatches=microbatches)
+    # The update passes the loss, which some transformations ask for; this makes the others ignore it.
     tx = optax.with_extra_args_support(tx)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.rng, state.step)
+        # A scan over one microbatch would hold fp32 sums beside its gradients.
         if microbatches == 1:
             loss, grads, quantizers, rest = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
         else:
