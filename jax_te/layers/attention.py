@@ -21,7 +21,11 @@ from jax_te.typing import Array
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
-    """Number of key/value heads ``g``; ValueError unless it divides the query heads."""
+    """Return the number of key/value heads ``g``, by default that of the query heads.
+
+    Raises:
+        ValueError: for numbers that are not positive, or groups that do not divide the query heads.
+    """
     groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
     check_positive(num_attention_heads=num_attention_heads, num_gqa_groups=groups)
     if num_attention_heads % groups:
@@ -30,8 +34,16 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
 
 
 def alibi_slopes(num_attention_heads: int) -> Array:
-    """ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``, and for an ``n`` that is no power of two those
-    of the next smaller power, then every second one of twice that many.
+    """Return ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``.
+
+    If ``n`` is no power of two, the slopes are those of the next smaller power ``p``, followed by every second one of
+    the slopes of ``2 p`` heads.
+
+    Args:
+        num_attention_heads: ``n``.
+
+    Raises:
+        ValueError: if ``n`` is not positive.
 
     Source: Press et al. 2021, "Train short, test long".
 
@@ -50,29 +62,32 @@ class DotProductAttention(ContextParallelModule):
 
     Args:
         num_attention_heads: query heads ``n``.
-        kv_channels: head size ``d``, or ``(d, dv)`` where values have another size than queries and keys.
+        kv_channels: head size ``d``, or ``(d, dv)`` if values have another size than queries and keys.
         num_gqa_groups: key/value heads ``g``, a divisor of ``n``; query head ``i`` reads group ``i // (n / g)``.
             None: ``n``.
         attention_dropout: dropout probability of the softmax's result, in [0, 1).
-        attn_mask_type: ``"causal"``, ``"no_mask"``, ``"padding"``, ``"padding_causal"``, the last queries aligned with
-            the last keys ``"causal_bottom_right"`` and ``"padding_causal_bottom_right"``, or ``"arbitrary"``. The
-            padding types take lengths or `PackedSeqParams` at the call, ``"arbitrary"`` a mask.
-        window_size: ``(left, right)`` positions seen beside a query's own, -1: all. None: no window.
+        attn_mask_type: ``"causal"``, ``"no_mask"``, ``"padding"``, ``"padding_causal"``, ``"causal_bottom_right"``,
+            ``"padding_causal_bottom_right"`` or ``"arbitrary"``. The bottom-right types align the last query with the
+            last key. The padding types take lengths or `PackedSeqParams` at the call, ``"arbitrary"`` takes a mask.
+        window_size: number of positions to the ``(left, right)`` that a query sees beside its own; -1: all. None: no
+            window.
         softmax_scale: None: ``1 / sqrt(d)``.
-        softmax_type: ``"vanilla"``; ``"off-by-one"``: 1 more in the denominator; ``"learnable"``:
-            ``exp(softmax_offset)`` more, a parameter ``[n]`` in fp32, 0 at first, whatever the backend.
+        softmax_type: ``"vanilla"``; ``"off-by-one"``: add 1 to the denominator; ``"learnable"``: add
+            ``exp(softmax_offset)`` to it, where ``softmax_offset [n]`` is an fp32 parameter with initial value 0.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
-        return_max_logit: calls also return the largest logit of each head, for `clip_qk`.
-        num_splits: kept as an attribute; it tunes one CUDA kernel and has no effect on results.
-        cp_comm_type: how the ranks of the mesh's context axis exchange keys and values: ``"p2p"``, ``"all_gather"``,
-            ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. Without such ranks it has no effect.
-        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, ranks that exchange heads, and groups on a ring.
+        return_max_logit: calls also return the max logit of each head, for `clip_qk`.
+        num_splits: stored as an attribute; it tunes one CUDA kernel and has no effect on results.
+        cp_comm_type: how the devices along the mesh's context axis exchange keys and values: ``"p2p"``,
+            ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. It has no effect if that
+            axis has one device.
+        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``: number of devices that exchange heads, and number of
+            such groups in the ring.
         cp_load_balanced: sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
-        rngs: taken like in every layer; there is nothing to draw.
+        rngs: accepted as in every layer; there is nothing to draw.
 
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
-            call lacks or does not use, or heads of another number or size.
+            mask type requires or does not use, or heads of another number or size.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
 
@@ -101,6 +116,7 @@ class DotProductAttention(ContextParallelModule):
         rngs: nnx.Rngs | None = None,
     ):
         del rngs
+        # Checked here and not at the first call, so that the traceback shows where the layer was built.
         self.num_gqa_groups = check_heads(num_attention_heads, num_gqa_groups)
         d, dv = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         check_positive(kv_channels=d, v_channels=dv)
@@ -128,6 +144,7 @@ class DotProductAttention(ContextParallelModule):
             hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             cp_load_balanced=cp_load_balanced,
         )
+        # In fp32 whatever the dtype of computation: TE's kernels read it so, and it enters an exponential.
         self.softmax_offset = (
             constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
         )
@@ -153,20 +170,21 @@ class DotProductAttention(ContextParallelModule):
         """Apply attention.
 
         Args:
-            query: ``[b, sq, n, d]``; or all three packed, ``[b, s, 3, n, d]``, without ``key`` and ``value``. With
-                ``packed_seq_params`` of one row also ``[t, n, d]``, as are then the others and the result.
+            query: ``[b, sq, n, d]``; or ``[b, s, 3, n, d]``, which packs queries, keys and values, without ``key`` and
+                ``value``. With ``packed_seq_params`` of one row also ``[t, n, d]``; keys, values and the result then
+                have three axes, too.
             key: ``[b, skv, g, d]``.
             value: ``[b, skv, g, dv]``.
             attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
-            q_lengths, kv_lengths: int32 ``[b]``, valid tokens at the start of each sequence; for the padding types.
-                ``q_lengths`` None: ``kv_lengths``.
-            packed_seq_params: several sequences in each row; for the padding types.
+            q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence; for the padding
+                types. ``q_lengths`` None: ``kv_lengths``.
+            packed_seq_params: boundaries of several sequences in each row; for the padding types.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
             core_attention_bias: broadcastable to ``[b, n, sq, skv]``.
             alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
-            dropout_key: turns dropout on.
-            attn_mask_type, window_size: in place of the layer's own.
-            checkpoint_core_attention: recompute in backward what attention computed, in place of keeping it.
+            dropout_key: turns dropout on; None is evaluation.
+            attn_mask_type, window_size: used in place of the layer's own.
+            checkpoint_core_attention: recompute attention in backward instead of saving its residuals.
 
         Returns:
             ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,
@@ -181,6 +199,7 @@ class DotProductAttention(ContextParallelModule):
             bias = _slopes(self.num_attention_heads) if alibi_slopes is None else alibi_slopes
         elif alibi_slopes is not None:
             raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")
+        # Megatron's thd format has no batch axis; the op has one format, rows of packed sequences.
         one_row = packed_seq_params is not None and query.ndim == 3
         if one_row:
             query = query[None]
@@ -216,6 +235,7 @@ class DotProductAttention(ContextParallelModule):
 
         with jax.named_scope("DotProductAttention"):
             qkv = (query,) if key is None or value is None else (query, key, value)
+            # The core alone: in plain JAX its probabilities [b, n, sq, skv] are the largest residual of a layer.
             recompute = checkpoint_core_attention or recomputed("core_attn")
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
@@ -224,8 +244,10 @@ class DotProductAttention(ContextParallelModule):
         return layer_output(y, max_logit=max_logit[0]) if max_logit else y
 
     def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
+        """Raise ValueError for heads of another number or size than the layer's."""
         n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
         q_shape = query.shape[2:]
+        # The op would accept any shapes that agree with each other.
         if key is None or value is None:
             fits = key is value and q_shape == (3, n, d) and (g, dv) == (n, d)
         else:
@@ -240,4 +262,4 @@ class DotProductAttention(ContextParallelModule):
         )
 
 
-_slopes = alibi_slopes  # a call's argument has the same name
+_slopes = alibi_slopes  # an argument of the call hides the name

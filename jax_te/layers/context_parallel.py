@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 CONTEXT_AXIS = "context"
-"""The mesh axis that stands for Transformer Engine's context-parallel process group."""
+"""Mesh axis that takes the place of Transformer Engine's context-parallel process group."""
 
 
 def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None) -> None:
@@ -61,8 +61,10 @@ class ContextParallelModule(nnx.Module):
         >>> core.context_parallel.cp_comm_type
         'all_gather'
         """
+        # Before the first change, so that a refused call leaves all cores as they were.
         check_cp_group(cp_group, cp_global_ranks, cp_stream)
         layer: Any
         for _, layer in nnx.iter_modules(self):
+            # By attribute and not by class: a core of one's own in place of `DotProductAttention` is found, too.
             if hasattr(layer, "context_parallel"):
                 layer.context_parallel = replace(layer.context_parallel, cp_comm_type=cp_comm_type)

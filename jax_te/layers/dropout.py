@@ -1,4 +1,4 @@
-"""Dropout."""
+"""Dropout of activations and of whole examples."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SEQUENCE = ("sequence", "sequence_parallel")
 
 
 def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigzag: bool = False) -> Array:
-    """Zero each element with probability ``rate`` and divide the rest by ``1 - rate``.
+    """Return ``x`` with each element set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
-    The identity for ``rate`` 0 or no key. Which elements are dropped depends on the key, the shape and positions in
-    the sequence alone: it is the same on every mesh, and in zig-zag order.
+    The function is the identity if ``rate`` is 0 or ``key`` None. Which elements are dropped depends only on the key,
+    the shape and the positions in the sequence: it is the same on every mesh, and in zig-zag order.
 
     Args:
-        x: any shape and floating dtype, which the result has too.
-        rate: in [0, 1).
+        x: array of any shape and floating dtype; the result has the same.
+        rate: probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
-        zigzag: context ranks have the axis that is called a sequence in zig-zag order.
+        zigzag: the sequence is in zig-zag order if context devices split it.
 
     >>> dropout(jnp.ones(3), 0.5, None, axes=(None,)).tolist()
     [1.0, 1.0, 1.0]
@@ -33,18 +33,21 @@ def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigz
         return x
 
     def drop(x: Array, key: Array) -> Array:
-        keep = _kept(key, 1.0 - rate, x.shape, axes, zigzag)
+        keep = _keep_mask(key, 1.0 - rate, x.shape, axes, zigzag)
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
     return auto_region(drop, axes)(x, key)
 
 
-def _kept(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalAxes, zigzag: bool) -> Array:
-    """Which elements stay. Every position has a key of its own, so that a rank draws for those that it has alone."""
+def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalAxes, zigzag: bool) -> Array:
+    """Return True for each element that is not dropped."""
+    # Each position has a key of its own: a device draws only for its own positions, and the order in which positions
+    # are stored (zig-zag) does not matter.
     axis = next((axis for axis, name in enumerate(axes) if name in _SEQUENCE), None)
     if axis is None:
         return jax.random.bernoulli(key, probability, shape)
     s, rest = shape[axis], (*shape[:axis], *shape[axis + 1 :])
+    # Without context devices, a load-balanced batch has its sequences in natural order.
     reordered = zigzag and axis_ranks("sequence") > 1
     positions = zigzag_positions(s) if reordered else jnp.arange(s, dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, positions)
@@ -52,14 +55,14 @@ def _kept(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalA
 
 
 def drop_path(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes) -> Array:
-    """Zero each example of a batch with probability ``rate`` and divide the rest by ``1 - rate``: stochastic depth, for
-    what a block adds to the residual stream.
+    """Return ``x`` with each example set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
-    The identity for ``rate`` 0 or no key. It is the same on every mesh.
+    This is stochastic depth if ``x`` is the output of a block that is added to the residual stream. The function is the
+    identity if ``rate`` is 0 or ``key`` None. The result is the same on every mesh.
 
     Args:
-        x: ``[b, ...]`` of any floating dtype, which the result has too.
-        rate: in [0, 1).
+        x: ``[b, ...]`` of any floating dtype; the result has the same.
+        rate: probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
 

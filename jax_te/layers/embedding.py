@@ -1,4 +1,4 @@
-"""Embedding tables: tokens and learned positions."""
+"""Embedding tables of tokens and learned positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 
 class Embedding(nnx.Module):
-    """Rows of a table ``[v, h]``.
+    """Table ``[v, h]`` whose rows are looked up by integer ids.
 
     Args:
         num_embeddings: ``v``.
@@ -53,7 +53,7 @@ class Embedding(nnx.Module):
         """Look up rows.
 
         Args:
-            ids: integers ``[...]`` in ``[0, v)``; an id outside gives a row of nan, so that it cannot pass unseen.
+            ids: integers ``[...]`` in ``[0, v)``. The row of any other id is nan.
             ids_axes: logical axes of ``ids``.
 
         Returns:
@@ -64,8 +64,10 @@ class Embedding(nnx.Module):
         out_axes = (*ids_axes, "hidden")
 
         def look_up(table: Array, ids: Array) -> Array:
-            # Rows are gathered over the fsdp ranks first, like any kernel; the gradient is scattered in the same way.
+            # All-gather the table over the fsdp devices first, as any kernel: the lookup in a table split along its
+            # hidden axis would give activations split so. The gradient is reduce-scattered.
             table = constrain(table, (self.axes[0], "hidden"))
+            # JAX clamps or wraps ids outside of the table by default, which hides mistakes of a tokenizer.
             return constrain(table.at[ids].get(mode="fill", wrap_negative_indices=False), out_axes)
 
         with jax.named_scope("Embedding"):

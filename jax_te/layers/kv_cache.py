@@ -1,4 +1,4 @@
-"""Keys and values kept between the steps of generation."""
+"""Caches of keys and values for generation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _AXES = ("batch", "sequence", "heads", None)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Keys and values of one attention layer for the tokens seen so far; a pytree, never changed in place.
+    """Keys and values of one attention layer for the tokens so far; a pytree that is never changed in place.
 
     Args:
         k, v: ``[b, max_len, g, d]``, split like activations over batch and heads; positions from ``length`` on are
             unused.
-        length: int32 ``[]``, tokens held.
+        length: int32 ``[]``, number of tokens in the cache.
 
     >>> cache = init_kv_cache(1, 8, 2, 4)
     >>> int(cache.append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4))).length)
@@ -36,14 +36,14 @@ class KVCache:
 
     @property
     def max_len(self) -> int:
-        """Tokens it can hold."""
+        """Number of tokens for which there is room."""
         return self.k.shape[1]
 
     def append(self, k: Array, v: Array) -> KVCache:
-        """The cache with ``k, v [b, s, g, d]`` after what it holds.
+        """Return the cache with ``k, v [b, s, g, d]`` appended.
 
-        ``length`` is known at run time only: whoever appends makes sure that ``length + s <= max_len``. Past the end,
-        the newest tokens overwrite the last places.
+        The caller makes sure that ``length + s <= max_len``: ``length`` is known at run time only. Past the end, the
+        newest tokens overwrite the last positions.
 
         Raises:
             ValueError: if ``s`` alone exceeds ``max_len``.
@@ -52,13 +52,15 @@ class KVCache:
             raise ValueError(f"{k.shape[1]} tokens do not fit a KV cache of max_len {self.max_len}; make it longer")
 
         def write(old: Array, new: Array, start: Array) -> Array:
+            # Neighbouring positions are one slice, which XLA writes in place where the step donates its cache.
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)
 
         put = auto_region(write, _AXES)
         return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])
 
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
-        """Mask type and lengths with which the newest ``sq`` tokens of ``b`` sequences, already appended, attend."""
+        """Return the mask type and the lengths for the newest ``sq`` tokens of ``b`` sequences, already appended."""
+        # Bottom-right: the newest query stands beside the last valid key, wherever the unused positions begin.
         ones = jnp.ones((b,), jnp.int32)
         return "padding_causal_bottom_right", {"q_lengths": ones * sq, "kv_lengths": ones * self.length}
 
@@ -66,12 +68,13 @@ class KVCache:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "length"], meta_fields=["left"])
 @dataclass(frozen=True, kw_only=True)
 class WindowKVCache:
-    """As `KVCache`, for attention in a window: a ring that forgets what no later token sees.
+    """A `KVCache` for attention in a window: a ring buffer that overwrites tokens that no later token sees.
 
     Args:
-        k, v: ``[b, c, g, d]``: position ``p`` is in place ``p % c``.
-        length: int32 ``[]``, tokens seen so far.
-        left: positions before its own that a token sees. ``c`` must be at least ``left`` plus the tokens of one call.
+        k, v: ``[b, c, g, d]``; the token at position ``p`` is in slot ``p % c``.
+        length: int32 ``[]``, number of tokens so far, of which the cache has the last ``c``.
+        left: number of positions before its own that a token sees. ``c`` must be at least ``left`` plus the number of
+            tokens in one call.
 
     >>> cache = init_window_kv_cache(1, 4, 2, 2, 8)
     >>> cache.k.shape, int(cache.append(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 2, 8))).length)
@@ -85,14 +88,14 @@ class WindowKVCache:
 
     @property
     def places(self) -> int:
-        """Tokens it holds at most."""
+        """Number of slots, ``c``."""
         return self.k.shape[1]
 
     def append(self, k: Array, v: Array) -> WindowKVCache:
-        """The cache with ``k, v [b, s, g, d]`` after what it holds.
+        """Return the cache with ``k, v [b, s, g, d]`` appended.
 
         Raises:
-            ValueError: if the first of the ``s`` tokens would no longer see its window.
+            ValueError: if the last of the ``s`` tokens would overwrite a token in the window of the first.
         """
         if k.shape[1] + self.left > self.places:
             raise ValueError(
@@ -102,6 +105,7 @@ class WindowKVCache:
         place = (self.length + jnp.arange(k.shape[1], dtype=jnp.int32)) % self.places
 
         def write(old: Array, new: Array, place: Array) -> Array:
+            # A scatter, because the slots of one call may wrap around the end of the ring.
             return old.at[:, place].set(new.astype(old.dtype))
 
         put = auto_region(write, _AXES)
@@ -110,9 +114,10 @@ class WindowKVCache:
         )
 
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
-        """Mask type and mask with which the newest ``sq`` tokens, already appended, attend."""
+        """Return the mask type and the mask for the newest ``sq`` tokens, already appended."""
         del b
         last = self.length - 1
+        # The position in each slot: the newest one that falls into it. Slots that are still empty come out negative.
         key = last - (last - jnp.arange(self.places, dtype=jnp.int32)) % self.places
         query = (last - sq + 1 + jnp.arange(sq, dtype=jnp.int32))[:, None]
         hidden = (key[None] < 0) | (key[None] > query) | (key[None] < query - self.left)
@@ -122,7 +127,7 @@ class WindowKVCache:
 def init_kv_cache(
     batch: int, max_len: int, num_gqa_groups: int, kv_channels: int, dtype: DTypeLike = jnp.float32
 ) -> KVCache:
-    """An empty cache for ``max_len`` tokens of ``batch`` sequences, with ``g`` key/value heads of size ``d``.
+    """Return an empty cache for ``max_len`` tokens of ``batch`` sequences, with ``g`` key/value heads of size ``d``.
 
     Raises:
         ValueError: for a size that is not positive or an unknown dtype.
@@ -133,7 +138,7 @@ def init_kv_cache(
     check_positive(batch=batch, max_len=max_len, num_gqa_groups=num_gqa_groups, kv_channels=kv_channels)
     shape = (batch, max_len, num_gqa_groups, kv_channels)
     dtype = float_dtype("dtype", dtype)
-    # Two arrays, not one twice: a jitted step may donate its cache.
+    # Two arrays and not one used twice: a jitted step may donate its cache, and a buffer can be donated once only.
     k, v = (constrain(jnp.zeros(shape, dtype), _AXES) for _ in range(2))
     return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
 
@@ -146,8 +151,12 @@ def init_window_kv_cache(
     kv_channels: int,
     dtype: DTypeLike = jnp.float32,
 ) -> WindowKVCache:
-    """An empty `WindowKVCache` for tokens that see ``left`` positions before their own, given ``tokens_per_call`` at a
-    time at most.
+    """Return an empty `WindowKVCache` for tokens that see ``left`` positions before their own.
+
+    Args:
+        batch, num_gqa_groups, kv_channels, dtype: as in `init_kv_cache`.
+        left: see `WindowKVCache`.
+        tokens_per_call: largest number of tokens that are appended in one call.
 
     Raises:
         ValueError: for a size that is not positive or an unknown dtype.

@@ -1,4 +1,4 @@
-"""Multi-head attention: the block around the core."""
+"""Multi-head attention: norm, projections, the core and the output projection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.norm import make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall, CoreOptions, LinearOptions, NormOptions
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import value_or_none
@@ -40,11 +40,11 @@ ATTENTION_TYPES = ("self", "cross")
 
 
 class MultiheadAttention(ContextParallelModule):
-    """Normalization, query/key/value projections, attention, output projection.
+    """Normalization, query/key/value projections, attention and output projection.
 
-    In self-attention one fused kernel ``[h, r + 2, g·d]`` with ``r = n / g`` gives queries, keys and values. In
-    cross-attention ``query [h, r, g·d]`` reads the input and ``key_value [h, 2, g·d]`` the encoder's output. Their last
-    axis and the first of the output kernel ``[n·d, h]`` are split over the mesh's tensor axis by whole groups.
+    In self-attention, one fused kernel ``[h, r + 2, g·d]`` with ``r = n / g`` computes queries, keys and values. In
+    cross-attention, ``query [h, r, g·d]`` reads the input and ``key_value [h, 2, g·d]`` reads the encoder's output. The
+    mesh's tensor axis splits their last axis, and the first axis of the output kernel ``[n·d, h]``, by whole groups.
 
     Args:
         hidden_size: ``h``.
@@ -52,26 +52,28 @@ class MultiheadAttention(ContextParallelModule):
         num_gqa_groups: key/value heads ``g``. None: ``n``.
         kv_channels: head size ``d``. None: ``h / n``.
         attention_dropout: dropout probability of the softmax's result.
-        layernorm_epsilon, normalization, zero_centered_gamma: of the norm in front.
-        input_layernorm: have that norm.
-        return_layernorm_output: also return its output.
+        layernorm_epsilon, normalization, zero_centered_gamma: options of the norm in front, see `LayerNormLinear`.
+        input_layernorm: whether there is a norm in front.
+        return_layernorm_output: also return the norm's output.
         attention_type: ``"self"`` or ``"cross"``.
         attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits,
             cp_comm_type, hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
-        qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and keys over its ``d``
-            channels, with parameters of their own. None: do not.
-        qk_norm_before_rope: do so before the rotation by position, not after it.
-        fuse_qkv_params: False: ``query``, ``key`` and ``value`` are layers of their own, after a norm that is shared.
-        set_parallel_mode: split the projections over the mesh's tensor axis; False keeps them whole on every rank.
+        qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and of keys over its ``d``
+            channels, each with parameters of its own. None: no such norms.
+        qk_norm_before_rope: normalize before the rotation by position, not after it.
+        fuse_qkv_params: False: ``query``, ``key`` and ``value`` are separate layers after a norm that they share.
+        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
         sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
-        return_bias: do not add the output projection's bias but return it.
-        bias: biases in all projections.
-        init_method, output_layer_init_method: initializers of the projections and of the output's. None: N(0, 0.023²).
+        return_bias: return the output projection's bias instead of adding it.
+        bias: learn biases in all projections.
+        init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
+        output_layer_init_method: initializer of the output projection. None: N(0, 0.023²).
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for sizes that are not positive or do not divide, unknown names, options that exclude each other.
+        ValueError: for sizes that are not positive or do not divide, unknown names and options that exclude each other;
+            when called, for arguments that the layer does not take.
 
     Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
     and keys: Henry et al. 2020.
@@ -146,8 +148,14 @@ class MultiheadAttention(ContextParallelModule):
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         r, epsilon, split = n // g, options.layernorm_epsilon, options.set_parallel_mode
+        # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
         heads = "heads" if split else None
         linear: dict[str, Any] = {"bias": options.bias, **options.keywords(LinearOptions), "rngs": rngs}
+        norm: dict[str, Any] = {
+            "zero_centered_gamma": options.zero_centered_gamma,
+            "params_dtype": options.params_dtype,
+            "rngs": rngs,
+        }
         column = {"parallel_mode": "column" if split else None, "init_method": options.init_method, **linear}
 
         def project(features: tuple[int, ...]) -> Linear:
@@ -167,16 +175,10 @@ class MultiheadAttention(ContextParallelModule):
                 **column,
             )
 
-        def norm(normalization: str, size: int, **others: Any) -> LayerNorm | RMSNorm:
-            gamma, dtype = options.zero_centered_gamma, options.params_dtype
-            return make_norm(
-                normalization, size, epsilon, zero_centered_gamma=gamma, params_dtype=dtype, rngs=rngs, **others
-            )
-
         separate = self.attention_type == "self" and not options.fuse_qkv_params
         # One norm in front of the three projections, which fused layers would each compute anew.
         self.layernorm = (
-            norm(options.normalization, h, sequence_parallel=options.sequence_parallel)
+            make_norm(options.normalization, h, epsilon, sequence_parallel=options.sequence_parallel, **norm)
             if separate and options.input_layernorm
             else None
         )
@@ -190,8 +192,8 @@ class MultiheadAttention(ContextParallelModule):
             self.key = project((g * d,))
             self.value = project((g * d,))
         qk_norm = options.qk_norm_type
-        self.q_norm = None if qk_norm is None else norm(qk_norm, d)
-        self.k_norm = None if qk_norm is None else norm(qk_norm, d)
+        self.q_norm = None if qk_norm is None else make_norm(qk_norm, d, epsilon, **norm)
+        self.k_norm = None if qk_norm is None else make_norm(qk_norm, d, epsilon, **norm)
         self.proj = Linear(
             n * d,
             h,
@@ -226,20 +228,22 @@ class MultiheadAttention(ContextParallelModule):
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """Attention over ``x``, or from ``x`` to the encoder's output.
+        """Apply attention within ``x``, or from ``x`` to the encoder's output.
 
         Args:
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
             attention_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out; for mask type
                 ``"arbitrary"``.
             encoder_output: ``[b, skv, h]``, in cross-attention.
-            sequence_lengths: int32 ``[b]``, valid tokens at the start of each sequence of ``x``; for the padding types.
-            encoder_lengths: likewise of ``encoder_output``; with it, ``sequence_lengths`` None is all of ``x``.
-            packed_seq_params: several sequences in each row.
+            sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
+                padding types.
+            encoder_lengths: the same for ``encoder_output``. If it is given, ``sequence_lengths`` None means all of
+                ``x``.
+            packed_seq_params: boundaries of several sequences in each row.
             rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
             core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
                 `DotProductAttention`.
-            dropout_key: turns dropout on.
+            dropout_key: turns dropout on; None is evaluation.
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: recompute the attention core in backward.
             is_first_microbatch: as in `Linear`, for all projections.
@@ -365,6 +369,7 @@ class MultiheadAttention(ContextParallelModule):
             q = split_query(self.query(inner, **first), g, d)  # type: ignore[arg-type]
             k = split_key(self.key(inner, **first), g, d)  # type: ignore[arg-type]
             v = split_key(self.value(inner, **first), g, d)  # type: ignore[arg-type]
+        # The two orders differ: the norms' scales do not commute with the rotation, which mixes pairs of channels.
         if self.qk_norm_before_rope:
             q, k = self._normalize(q, k)
         if rotary is not None:

@@ -34,6 +34,7 @@ class Options:
         >>> NormOptions.of({"normalization": "LayerNorm", "bias": True}, zero_centered_gamma=False)
         NormOptions(normalization='LayerNorm', zero_centered_gamma=False)
         """
+        # By name, so that an option is not spelled a second and third time between its keyword and its field.
         names = {field.name for field in fields(cls)} & arguments.keys()
         return cls(**{name: arguments[name] for name in names} | others)
 
@@ -43,6 +44,7 @@ class Options:
         >>> NormOptions(normalization="RMSNorm", zero_centered_gamma=True).keywords()
         {'normalization': 'RMSNorm', 'zero_centered_gamma': True}
         """
+        # dataclasses.asdict would copy the values: an initializer may be an object that cannot be copied.
         return {field.name: getattr(self, field.name) for field in fields(group or self)}
 
 
@@ -86,7 +88,7 @@ class CoreOptions(Options):
     softmax_scale: float | None
     softmax_type: str
     logit_softcap: float | None
-    return_max_logit: bool = False
+    return_max_logit: bool = False  # here and below, a default stands where `TransformerLayer` has no such keyword
     num_splits: int | None
     cp_comm_type: str
     hierarchical_context_parallel_sizes: tuple[int, int] | None

@@ -1,4 +1,4 @@
-"""Packed sequences in Megatron's words."""
+"""Packed sequences, described in Megatron's words."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from jax_te.typing import Array
 )
 @dataclass(frozen=True, kw_only=True)
 class PackedSeqParams:
-    """Where the sequences lie that are packed one after another into a row of tokens (``thd``).
+    """Boundaries of sequences that are packed one after another into a row of tokens (``thd``).
 
-    Every sequence is attended to as if it were alone. The number of sequences ``m`` is the arrays' size, and so is
-    static: repeat the last entry for sequences that are not there.
+    A token attends to tokens of its own sequence only. The number of sequences ``m`` follows from the arrays' size and
+    is static: to describe fewer sequences, repeat the last entry.
 
     Args:
         qkv_format: ``"thd"``.
-        cu_seqlens_q: int32 ``[m + 1]`` for one row, ``[b, m + 1]`` for a batch of rows: 0, then the sum of the lengths
-            so far.
-        cu_seqlens_kv: of keys and values. None: as the queries'.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: where each sequence begins, if there is padding between them. None:
+        cu_seqlens_q: cumulative lengths of the queries' sequences, beginning with 0: int32 ``[m + 1]`` for one row,
+            ``[b, m + 1]`` for a batch of rows.
+        cu_seqlens_kv: cumulative lengths of keys and values. None: those of the queries.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: offsets of the sequences, if there is padding between them. None:
             they follow one another without a gap.
-        max_seqlen_q, max_seqlen_kv: longest sequence; what CUDA kernels reserve. Here the row's length bounds it.
+        max_seqlen_q, max_seqlen_kv: length of the longest sequence, which CUDA kernels reserve memory for. Not read:
+            the row's length is static and bounds it.
 
     Raises:
         ValueError: for another format.
@@ -61,19 +62,21 @@ class PackedSeqParams:
 
     @property
     def segments(self) -> Segments:
-        """For `jax_te.ops.dot_product_attention`."""
+        """Offsets and lengths of the sequences, as `jax_te.ops.dot_product_attention` takes them."""
+        # Computed at each use and not stored: arrays that follow from others would be leaves of the pytree, too.
         return segments_from_cu_seqlens(
             self.cu_seqlens_q, self.cu_seqlens_kv, self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
         )
 
     def positions(self, size: int) -> Array:
-        """Position of each of a row's ``size`` tokens in its own sequence, int32 ``[b, size]``: for rotary embeddings.
-        Padding has 0.
+        """Return the position of each of a row's ``size`` tokens in its own sequence, int32 ``[b, size]``.
+
+        Rotary embeddings take these positions. Padding has position 0.
         """
         segments = self.segments
         return places(segments.q_offsets, segments.q_lengths, size).position
 
     def segment_ids(self, size: int) -> Array:
-        """Number of the sequence of each token, from 1, int32 ``[b, size]``; padding has 0: for masking a loss."""
+        """Return the number of each token's sequence, from 1, int32 ``[b, size]``; padding has 0, to mask a loss."""
         segments = self.segments
         return places(segments.q_offsets, segments.q_lengths, size).segment

@@ -1,4 +1,4 @@
-"""Clipping of query and key weights whose logits grow too large."""
+"""QK clipping: scaling down of query and key weights whose attention logits grow too large."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from jax_te.typing import Array
 def clip_qk(
     attention: MultiheadAttention, max_logit: Array, *, threshold: float = 100.0, alpha: float = 0.5
 ) -> MultiheadAttention:
-    """Scale down the query and key projections of groups whose largest logit exceeds ``threshold``; values stay.
+    """Scale down the query and key projections of groups whose max logit exceeds ``threshold``.
 
-    With ``eta = min(threshold / max_logit, 1)`` of a group's heads, its query kernels are multiplied by ``eta**alpha``
-    and its key kernel by ``eta**(1 - alpha)``, biases alike, so that the same inputs give logits up to the threshold.
-    Call it after the optimizer's update, on the model; under jit it is a function of pytrees like any other. A layer
-    that holds masters or quantized kernels elsewhere must be given them anew (`jax_te.training.create_train_state`).
+    With ``eta = min(threshold / max_logit, 1)`` over the heads of a group, the group's query kernels are multiplied by
+    ``eta**alpha`` and its key kernel by ``eta**(1 - alpha)``, biases likewise, so that the same inputs give logits up
+    to the threshold. Value projections stay as they are. Call the function on the model after the optimizer's update;
+    it may run under jit. Masters and quantized kernels that are stored elsewhere must be made anew
+    (`jax_te.training.create_train_state`).
 
     Args:
         attention: self-attention with ``return_max_logit``; changed in place.
-        max_logit: fp32 ``[n]``, from the layer's calls since the last clipping, merged by maximum.
-        threshold: logits up to here are left alone.
-        alpha: share of the factor that queries take.
+        max_logit: fp32 ``[n]``, the maximum over the layer's calls since the last clipping.
+        threshold: largest logit that is not clipped.
+        alpha: share of the exponent that queries take.
 
     Returns:
         ``attention``.
@@ -49,6 +50,7 @@ def clip_qk(
     if max_logit.shape != (core.num_attention_heads,):
         raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")
     r = core.num_attention_heads // core.num_gqa_groups
+    # The heads of a group share one key kernel, so the group is scaled by the factor of its largest logit.
     largest = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
     eta = jnp.where(largest > threshold, threshold / largest, jnp.ones((), jnp.float32))
     by_component = jnp.stack([eta**alpha] * r + [eta ** (1.0 - alpha), jnp.ones_like(eta)])
@@ -56,6 +58,7 @@ def clip_qk(
     for variable in (attention.qkv.kernel, attention.qkv.bias):
         if isinstance(variable, nnx.Variable):
             value = variable.get_value()
+            # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
             scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)
             variable.set_value(scaled.astype(value.dtype))
     return attention

@@ -16,6 +16,7 @@ HEAD_AXES: LogicalAxes = ("batch", "sequence", "heads", None)
 
 def pack_qkv(qkv: Array, groups: int, d: int) -> Array:
     """Return the fused projection ``[b, s, 3, g·d]`` as ``[b, s, 3, g, d]``, which cuDNN reads without a copy."""
+    # The shape is bound and not an argument: a function in an auto_region takes arrays only.
     reshape = functools.partial(jnp.reshape, shape=(*qkv.shape[:3], groups, d))
     return auto_region(reshape, ("batch", "sequence", "components", "heads", None))(qkv)
 

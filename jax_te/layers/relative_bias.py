@@ -1,4 +1,4 @@
-"""Relative position bias of attention scores."""
+"""Relative position bias of attention scores, as in T5."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from jax_te.typing import Array, DTypeLike, Initializer
 
 
 def relative_buckets(distance: np.ndarray, num_buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
-    """Bucket of each distance of a key from its query, key's position less the query's.
+    """Return the bucket of each distance, the key's position minus the query's.
 
-    Half of the buckets hold one distance each, the rest are spread over the logarithm of the distances up to
-    ``max_distance``, and what is farther away shares the last one. Bidirectional: half of all buckets for keys ahead;
-    else keys ahead share bucket 0 with distance 0.
+    Half of the buckets stand for one distance each. The other half divides the distances up to ``max_distance``
+    evenly by their logarithm; larger distances share the last bucket. If ``bidirectional``, half of all buckets are for
+    keys ahead of the query; else keys ahead share bucket 0 with distance 0.
+
+    Args:
+        distance: integers of any shape.
+        num_buckets, max_distance, bidirectional: see `RelativePositionBias`.
 
     Source: Raffel et al. 2020 (T5), section 2.1.
 
@@ -35,20 +39,20 @@ def relative_buckets(distance: np.ndarray, num_buckets: int, max_distance: int, 
     else:
         distance = np.maximum(-distance, 0)
     exact = num_buckets // 2
-    # In fp32, as the models that are out there were trained with.
+    # In fp32, as published models were trained: fp64 puts some distances at a boundary into another bucket.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / exact) / np.float32(math.log(max_distance / exact))
     far = np.minimum(exact + (ratio * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
     return ahead + np.where(distance < exact, distance, far)
 
 
 class RelativePositionBias(nnx.Module):
-    """A learned number for each head and bucket of distances, added to the scaled scores; T5's.
+    """Learned bias for each head and bucket of distances, which attention adds to the scaled scores.
 
     Args:
         num_attention_heads: ``n``.
-        num_buckets: of distances; even, and with ``bidirectional`` divisible by four.
-        max_distance: from which on all distances share a bucket.
-        bidirectional: tell keys ahead from keys behind: for encoders.
+        num_buckets: number of buckets; even, and with ``bidirectional`` divisible by four.
+        max_distance: distance from which on all distances share a bucket.
+        bidirectional: distinguish keys ahead of the query from keys behind it, for encoders.
         init_method: initializer of the table. None: N(0, 0.023²).
         params_dtype: dtype of ``embedding [num_buckets, n]``; its heads are split over the mesh's tensor axis.
         rngs: the ``params`` stream draws the table.
@@ -74,6 +78,7 @@ class RelativePositionBias(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_positive(num_attention_heads=num_attention_heads, num_buckets=num_buckets, max_distance=max_distance)
+        # Two directions, each with exact and logarithmic buckets.
         parts = 4 if bidirectional else 2
         if num_buckets % parts:
             raise ValueError(f"num_buckets must be divisible by {parts}, got {num_buckets}")
@@ -88,12 +93,13 @@ class RelativePositionBias(nnx.Module):
         self.bidirectional = bidirectional
 
     def __call__(self, q_length: int, kv_length: int, *, offset: int = 0) -> Array:
-        """The bias for ``q_length`` queries from position ``offset`` on and ``kv_length`` keys from position 0 on.
+        """Compute the bias for ``q_length`` queries from position ``offset`` on and ``kv_length`` keys from 0 on.
 
         Returns:
             ``[1, n, q_length, kv_length]`` in the table's dtype, split over heads, for ``core_attention_bias`` of type
             ``"post_scale_bias"``.
         """
+        # In NumPy: lengths are static, so the buckets are a constant of the program.
         distance = np.arange(kv_length)[None] - (np.arange(q_length)[:, None] + offset)
         buckets = relative_buckets(distance, self.num_buckets, self.max_distance, bidirectional=self.bidirectional)
         axes = (None, "heads", None, None)

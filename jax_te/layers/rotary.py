@@ -16,12 +16,12 @@ from jax_te.typing import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Angles of some positions, as `rotary_embedding` gives and `apply_rotary` takes them; a pytree.
+    """Cosines and sines of the angles of a sequence of positions, made by `rotary_embedding`; a pytree.
 
     Args:
-        cos, sin: of the angles, fp32 ``[..., s, r/2]``, where ``r`` features of a head are rotated.
-        head_size: ``d``, of the heads they are for.
-        interleaved: which features form a pair.
+        cos, sin: fp32 ``[..., s, r/2]``, where ``r`` features of a head are rotated.
+        head_size: ``d``, size of the heads.
+        interleaved: whether neighbouring features form a pair, see `rotary_embedding`.
 
     >>> angles = rotary_embedding(jnp.arange(3), 8)
     >>> angles.sin.shape, angles.head_size
@@ -44,19 +44,19 @@ def rotary_embedding(
     interleaved: bool = False,
     scaling: RotaryScaling | None = None,
 ) -> Rotary:
-    """Cosines and sines of ``position * base**(-2 i / r)`` for ``i`` in ``0 … r/2 - 1``.
+    """Compute cosines and sines of ``position * base**(-2 i / r)`` for ``i`` in ``0 … r/2 - 1``.
 
     Args:
         positions: integers ``[..., s]``.
         d: head size.
-        base: of the geometric series of wavelengths, > 0.
-        rotary_percent: part of a head's features that is rotated, the first ``r = int(d rotary_percent)``, an even
-            number. The others pass through.
+        base: base of the geometric series of wavelengths, > 0.
+        rotary_percent: fraction of a head's features that is rotated: the first ``r = int(d rotary_percent)``, an even
+            number. The other features stay as they are.
         interleaved: rotate the pairs ``(x[2 i], x[2 i + 1])``, as GPT-J does; False: ``(x[i], x[i + r/2])``, as Llama.
         scaling: change of the frequencies for longer contexts: `LinearScaling`, `Llama3Scaling` or `YarnScaling`.
 
     Returns:
-        Fp32 arrays ``[..., s, r/2]``, for `apply_rotary`.
+        Fp32 arrays ``[..., s, r/2]`` for `apply_rotary`.
 
     Raises:
         ValueError: for an odd ``r``, a percentage outside (0, 1] or a ``base`` that is not positive.
@@ -75,24 +75,26 @@ def rotary_embedding(
         raise ValueError(f"rotary embedding needs an even head size, got {r}{part or ';'} change kv_channels")
     if not base > 0.0:
         raise ValueError(f"rotary base must be > 0, got {base!r}")
+    # Frequencies in fp64, rounded once: an error of a frequency grows with the position that it is multiplied by.
     frequency = base ** (-np.arange(0, r, 2) / r)
     frequency = frequency if scaling is None else scaling.stretch(frequency, base)
     frequency = frequency.astype(np.float32).reshape((1,) * positions.ndim + (r // 2,))
     angle = positions.astype(jnp.float32)[..., None] * frequency
+    # The amplitude of a scaling is applied here, so that no layer needs to know of it.
     amplitude = 1.0 if scaling is None else scaling.amplitude
     cos, sin = (fn(angle) if amplitude == 1.0 else fn(angle) * amplitude for fn in (jnp.cos, jnp.sin))
     return Rotary(cos=cos, sin=sin, head_size=d, interleaved=interleaved)
 
 
 def apply_rotary(x: Array, rotary: Rotary) -> Array:
-    """Rotate pairs of features of every head by their angles.
+    """Rotate the pairs of features of every head by their angles.
 
     Args:
         x: ``[b, s, n, d]``.
         rotary: from `rotary_embedding`, for positions ``[s]`` or ``[b, s]``.
 
     Returns:
-        Like ``x``; what is rotated is computed in fp32.
+        Array like ``x``; the rotation is computed in fp32.
 
     Raises:
         ValueError: if the angles are for another head size.
@@ -107,6 +109,7 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
         cos, sin = cos[None], sin[None]
     cos, sin = cos[:, :, None], sin[:, :, None]
     half = cos.shape[-1]
+    # In fp32: in bf16 the cosines of large angles at neighbouring positions would round to one value.
     turned = x[..., : 2 * half].astype(jnp.float32)
     if rotary.interleaved:
         first, second = turned[..., ::2], turned[..., 1::2]

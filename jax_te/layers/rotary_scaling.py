@@ -1,4 +1,4 @@
-"""Rotary embedding over contexts longer than a model was first trained on: which wavelengths are stretched, how far."""
+"""Scaling of rotary frequencies, for contexts longer than the one that a model was first trained on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax_te.config.internal import check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Position interpolation: every position is divided by ``factor``.
+    """Position interpolation, which divides every position by ``factor``.
 
     Args:
-        factor: >= 1.
+        factor: ratio of the new context to the original one, >= 1.
 
     Source: Chen et al. 2023, "Extending context window of large language models via positional interpolation";
     Megatron-Core's ``seq_len_interpolation_factor``.
@@ -35,19 +35,21 @@ class LinearScaling:
         return 1.0
 
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies ``[d/2]`` to use in place of ``frequency``."""
+        """Return the scaled form of ``frequency [d/2]``."""
         del base
         return frequency / self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Long wavelengths are stretched by ``factor``, short ones are kept, those between are stretched in part.
+    """Llama 3's scaling, which stretches long wavelengths by ``factor`` and keeps short ones.
+
+    Wavelengths between the two limits are interpolated.
 
     Args:
-        factor: >= 1.
-        low_freq_factor: a wavelength that fits less often than this into the original context is long.
-        high_freq_factor: one that fits more often than this is short.
+        factor: ratio of the new context to the original one, >= 1.
+        low_freq_factor: a wavelength is long if it fits fewer times than this into the original context.
+        high_freq_factor: a wavelength is short if it fits more times than this into the original context.
         original_max_position_embeddings: length of the original context.
 
     Raises:
@@ -79,8 +81,9 @@ class Llama3Scaling:
         return 1.0
 
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies ``[d/2]`` to use in place of ``frequency``."""
+        """Return the scaled form of ``frequency [d/2]``."""
         del base
+        # The ramp is linear in the number of turns over the original context, the reciprocal of the wavelength.
         turns = self.original_max_position_embeddings * frequency / (2.0 * math.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return kept * frequency + (1.0 - kept) * frequency / self.factor
@@ -88,16 +91,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: as `Llama3Scaling` with a ramp over the index of the frequency; attention gets sharper with the factor.
+    """YaRN's scaling: `Llama3Scaling` with a ramp over the index of the frequency, and sharper attention.
 
     Args:
-        factor: >= 1.
+        factor: ratio of the new context to the original one, >= 1.
         original_max_position_embeddings: length of the original context.
-        beta_fast: a frequency that turns more often than this over the original context is kept.
-        beta_slow: one that turns less often than this is divided by ``factor``.
+        beta_fast: a frequency is kept if it turns more often than this over the original context.
+        beta_slow: a frequency is divided by ``factor`` if it turns less often than this.
         mscale, mscale_all_dim: cosines and sines are multiplied by ``m(mscale) / m(mscale_all_dim)`` with
             ``m(t) = 0.1 t ln(factor) + 1``. The defaults give the paper's ``0.1 ln(factor) + 1``.
-        attention_factor: what cosines and sines are multiplied by, in place of that. None: that.
+        attention_factor: factor of cosines and sines that replaces this ratio. None: use the ratio.
         round_range: round the ends of the ramp outward to whole indices, as in the paper's code.
 
     Raises:
@@ -129,31 +132,35 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor of the cosines and sines; scores get its square."""
+        """Factor of the cosines and sines. Scores are multiplied by its square."""
         if self.attention_factor is not None:
             return self.attention_factor
         over, under = (0.1 * scale * math.log(self.factor) + 1.0 for scale in (self.mscale, self.mscale_all_dim))
         return over / under
 
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies ``[d/2]``, a geometric series down from 1, to use in place of ``frequency``."""
+        """Return the scaled form of ``frequency [d/2]``, a geometric series that begins with 1."""
+        # With base 1 all frequencies are equal, and the ramp over their index has no meaning.
         if not base > 1.0:
             raise ValueError(f"YaRN needs a rotary base > 1, got {base!r}")
         half = len(frequency)
         first, last = self._index(self.beta_fast, half, base), self._index(self.beta_slow, half, base)
         if self.round_range:
             first, last = math.floor(first), math.ceil(last)
+        # The bound is the head size and not the number of frequencies, as in the paper's code and Megatron-Core.
         first, last = max(first, 0), min(last, 2 * half - 1)
+        # A ramp of length 0, for small heads, would divide by zero.
         stretched = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
         return (1.0 - stretched) * frequency + stretched * frequency / self.factor
 
     def _index(self, turns: float, half: int, base: float) -> float:
-        """Index, between whole ones, of the frequency that turns so often over the original context."""
+        """Return the (fractional) index of the frequency that turns ``turns`` times over the original context."""
+        # Solved for i: context * base**(-i / half) / (2 pi) = turns.
         return half * math.log(self.original_max_position_embeddings / (2.0 * math.pi * turns)) / math.log(base)
 
 
 RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
-"""What `rotary_embedding` takes as ``scaling``."""
+"""Types of the argument ``scaling`` of `rotary_embedding`."""
 
 
 def _check_factor(factor: float) -> None:

@@ -1,4 +1,4 @@
-"""Transformer layer."""
+"""Transformer layer: attention and feed-forward blocks with residual connections."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
 
 class TransformerLayer(ContextParallelModule):
-    """Self-attention block, in a decoder a cross-attention block, and feed-forward block, with residual connections.
+    """Self-attention, in a decoder cross-attention, and feed-forward block, each with a residual connection.
 
-    Every block adds to its input: ``x = x + drop_path(dropout(block(norm(x))))``.
+    Each block computes ``x = x + drop_path(dropout(block(norm(x))))``.
 
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
         num_attention_heads: query heads ``n``.
-        layernorm_epsilon: added to variances.
+        layernorm_epsilon: added to the variance or mean square in every norm.
         hidden_dropout: dropout probability of the blocks' outputs.
         attention_dropout: dropout probability of the softmax's result.
         init_method: initializer of the projections into attention and of the first MLP kernel. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projections. None: N(0, 0.023²).
-        apply_residual_connection_post_layernorm: take the residual connections from the norms' outputs.
-        layer_number: the layer's place in the stack, from 1; kept as an attribute.
-        apply_query_key_layer_scaling: in TE, divides scores by ``layer_number`` in half precision and multiplies again
-            in fp32. Scores are fp32 from the start here, so it changes nothing.
-        output_layernorm: normalize the layer's output, and not the self-attention block's input.
-        attention_softmax_in_fp32: TE's choice of the softmax's dtype; it is always fp32 here.
-        layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: cross-attention to an
-            encoder's output follows it.
+        apply_residual_connection_post_layernorm: begin the residual connections at the norms' outputs.
+        layer_number: the layer's number in the stack, from 1; stored as an attribute.
+        apply_query_key_layer_scaling: without effect. TE divides scores by ``layer_number`` in half precision and
+            multiplies them again in fp32; here scores are always fp32.
+        output_layernorm: normalize the layer's output instead of the self-attention block's input.
+        attention_softmax_in_fp32: without effect; the softmax is always fp32.
+        layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: self-attention, then
+            cross-attention to an encoder's output.
         kv_channels: head size ``d``. None: ``h / n``.
         self_attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, num_splits, cp_comm_type,
             hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
-        enc_dec_attn_mask_type, enc_dec_window_size: of cross-attention.
+        enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of cross-attention.
         qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
-        set_parallel_mode: split the projections over the mesh's tensor axis; False keeps them whole on every rank.
-        sequence_parallel: between the blocks, split activations over the tensor ranks along the sequence.
+        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
+        sequence_parallel: between the blocks, split activations over the mesh's tensor axis along the sequence.
         tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
         drop_path_rate: probability with which an example skips a block.
         num_gqa_groups: key/value heads ``g``. None: ``n``.
@@ -65,13 +65,13 @@ class TransformerLayer(ContextParallelModule):
         zero_centered_gamma: store the norms' scales as offsets from 1.
         activation: a key of `jax_te.config.ACTIVATIONS`.
         bias: biases in all linear layers.
-        seq_length, micro_batch_size: sizes that TE warms its kernels up with; nothing is to be warmed up here.
+        seq_length, micro_batch_size: without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1) and unknown names; when
-            called, for an input that is not ``[b, s, h]``, or an encoder's output where there should be none.
+            called, for an input that is not ``[b, s, h]``, or an encoder's output given to an encoder layer.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -144,7 +144,9 @@ class TransformerLayer(ContextParallelModule):
             return_layernorm_output=from_norm and not output_layernorm,
         )
         heads = num_attention_heads
+        # Attention is made before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
         self.self_attention = MultiheadAttention(hidden_size, heads, **options.keywords(), rngs=rngs)
+        # `output_layernorm` moves the norm of self-attention only.
         cross = replace(
             options,
             attention_type="cross",
@@ -206,15 +208,16 @@ class TransformerLayer(ContextParallelModule):
             encoder_output: ``[b, skv, h]``, for a decoder.
             enc_dec_attn_mask: bool, broadcastable to ``[b, n, s, skv]``, for cross-attention of mask type
                 ``"arbitrary"``.
-            sequence_lengths: int32 ``[b]``, valid tokens at the start of each sequence of ``x``; for the padding types.
-            encoder_lengths: likewise of ``encoder_output``.
-            packed_seq_params: several sequences in each row of ``x``; for the padding types.
+            sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
+                padding types.
+            encoder_lengths: the same for ``encoder_output``.
+            packed_seq_params: boundaries of several sequences in each row of ``x``; for the padding types.
             rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``.
-            core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention, see `DotProductAttention`.
-            self_attn_mask_type, enc_dec_attn_mask_type: in place of the layer's own.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: for self-attention, see `DotProductAttention`.
+            self_attn_mask_type, enc_dec_attn_mask_type: used in place of the layer's own.
             dropout_key: turns dropout and stochastic depth on; None is evaluation.
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
-            checkpoint_core_attention: recompute the attention cores in backward, in place of keeping their results.
+            checkpoint_core_attention: recompute the attention cores in backward instead of saving their residuals.
             is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
@@ -230,6 +233,7 @@ class TransformerLayer(ContextParallelModule):
         keys = (None,) * 5 if dropout_key is None else _keys(dropout_key)
         axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
+            # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
             x = constrain(x, axes)
             attended: Any = self.self_attention(
                 x,
@@ -247,7 +251,7 @@ class TransformerLayer(ContextParallelModule):
                 is_first_microbatch=is_first_microbatch,
             )
             if cache is not None:
-                *attended, cache = attended
+                *attended, cache = attended  # before it there may be the norm's output, which `_add` reads
             x = self._add(x, attended, keys[1], axes)
             if self.inter_attention is not None:
                 attended = self.inter_attention(
@@ -272,9 +276,11 @@ class TransformerLayer(ContextParallelModule):
         """Add a block's output to its input, or to the norm's output if the block returned that, too."""
         y, *normed = block if isinstance(block, (tuple, list)) else (block,)
         if key is not None:
+            # Dropout draws by position, so it must know the order in which context devices hold the sequence.
             zigzag = self.self_attention.core_attention.context_parallel.cp_load_balanced
             y = dropout(y, self.hidden_dropout, key, axes=axes, zigzag=zigzag)
             y = drop_path(y, self.drop_path_rate, jax.random.fold_in(key, 1), axes=axes)
+        # The constraint also holds for the gradient, which would otherwise take its layout from the next block.
         return constrain((normed[0] if normed else x) + y, axes)
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
