@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_te.ops import Segments, segments_from_cu_seqlens
-from jax_te.ops.internal import places
+from jax_te.ops.internal import segment_positions
 from jax_te.typing import Array
 
 
@@ -74,9 +74,9 @@ class PackedSeqParams:
         Rotary embeddings take these positions. Padding has position 0.
         """
         segments = self.segments
-        return places(segments.q_offsets, segments.q_lengths, size).position
+        return segment_positions(segments.q_offsets, segments.q_lengths, size).position
 
     def segment_ids(self, size: int) -> Array:
         """Return the number of each token's sequence, from 1, int32 ``[b, size]``; padding has 0, to mask a loss."""
         segments = self.segments
-        return places(segments.q_offsets, segments.q_lengths, size).segment
+        return segment_positions(segments.q_offsets, segments.q_lengths, size).segment

@@ -1,6 +1,7 @@
 """Differentiable functions on arrays, free of Flax, each on the backends that support it."""
 
 from jax_te.config import ActivationParams
+from jax_te.ops.attention.checks import attention_spec
 from jax_te.ops.attention.context_parallel import ContextParallel, reorder_to_zigzag, undo_zigzag, zigzag_positions
 from jax_te.ops.attention.dot_product import dot_product_attention
 from jax_te.ops.attention.segments import Segments, segments_from_cu_seqlens
@@ -31,6 +32,7 @@ __all__ = [
     "SoftmaxType",
     "Window",
     "activation",
+    "attention_spec",
     "dense",
     "dot_product_attention",
     "explain_backend",

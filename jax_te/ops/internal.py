@@ -1,8 +1,9 @@
 """Names of `jax_te.ops` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.ops import te
-from jax_te.ops.attention.segments import places
-from jax_te.ops.attention.spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, normal_window
+from jax_te.ops.attention.masks import normal_window
+from jax_te.ops.attention.segments import segment_positions
+from jax_te.ops.attention.spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays
 from jax_te.ops.linear.spec import check_activation_params
 from jax_te.ops.te.load import available
 
@@ -14,6 +15,6 @@ __all__ = [
     "available",
     "check_activation_params",
     "normal_window",
-    "places",
+    "segment_positions",
     "te",
 ]

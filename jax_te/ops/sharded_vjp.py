@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ class Shards:
         args: PartitionSpecs of the arguments, a tree prefix of them.
         out: of the output.
         cotangents: of the arguments' cotangents.
+        out_cotangents: of the output's cotangents; None in place of one that the backward rule does not read. None: as
+            ``out``.
         sinks: of the sinks' cotangents.
         axis_names: mesh axes that are manual inside of the rules; None: all.
     """
@@ -35,6 +37,7 @@ class Shards:
     args: Any
     out: Any
     cotangents: Any
+    out_cotangents: Any = None
     sinks: Any = None
     axis_names: MeshAxes | None = None
 
@@ -50,6 +53,22 @@ class Shards:
     def per_device(self) -> PartitionSpec:
         """PartitionSpec of an array with one entry for each device in front."""
         return PartitionSpec(self.mesh.axis_names if self.axis_names is None else self.axis_names)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _ShardedResiduals:
+    """Residuals of all devices: those that are arguments of the op as they came in, the others device by device.
+
+    An argument that passed through ``shard_map`` would be another array to JAX: a scan over layers would then stack a
+    mask that is the same in all of them.
+    """
+
+    arguments: tuple[Any, ...]
+    per_device: OpaqueTree
+    specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
+    sources: tuple[int | None, ...] = field(metadata={"static": True})
+    treedef: Any = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -136,22 +155,47 @@ def sharded_vjp(
     return call
 
 
+def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _ShardedResiduals]:
+    out, residuals = _run_forward(fwd, spec, shards, args)
+    leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
+    used = [source for source in residuals.sources if source is not None]
+    arguments, arg_specs = tuple([leaves[source] for source in used]), tuple([specs[source] for source in used])
+    return out, replace(residuals, arguments=arguments, specs=arg_specs)
+
+
 # Both under a jit of their own, for calls that no jit surrounds: an eager shard_map runs one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> Any:
-    def on_device(args: Any) -> Any:
+def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _ShardedResiduals]:
+    def on_device(args: Any) -> tuple[Any, _ShardedResiduals]:
         out, residuals = fwd(spec, args)
-        return out, OpaqueTree.pack(residuals, per_device=True)
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(args))}
+        leaves, treedef = jax.tree.flatten(residuals)
+        sources = tuple([numbers.get(id(leaf)) for leaf in leaves])
+        own = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+        return out, _ShardedResiduals(
+            arguments=(), per_device=OpaqueTree.pack(own, per_device=True), specs=(), sources=sources, treedef=treedef
+        )
 
     return shards.map(on_device, (shards.args,), (shards.out, shards.per_device))(args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: OpaqueTree, g: Any) -> Any:
-    def on_device(residuals: OpaqueTree, g: Any) -> Any:
-        return bwd(spec, residuals.unpack(), g)
+def _backward_on_devices(
+    bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: _ShardedResiduals, g: Any
+) -> Any:
+    def on_device(arguments: tuple[Any, ...], per_device: OpaqueTree, g: Any) -> Any:
+        given, own = iter(arguments), iter(per_device.unpack())
+        leaves = [next(own if source is None else given) for source in residuals.sources]
+        return bwd(spec, jax.tree.unflatten(residuals.treedef, leaves), g)
 
-    return shards.map(on_device, (shards.per_device, shards.out), (shards.cotangents, shards.sinks))(residuals, g)
+    g_specs = shards.out
+    if shards.out_cotangents is not None:
+        # Dropped, not passed on as zeros: Shardy crashes on inputs of a shard_map that nothing reads (jax 0.11.2, GPU).
+        g_specs = shards.out_cotangents
+        g = jax.tree.map(lambda spec, x: None if spec is None else x, g_specs, g, is_leaf=lambda node: node is None)
+    in_specs = (residuals.specs, shards.per_device, g_specs)
+    mapped = shards.map(on_device, in_specs, (shards.cotangents, shards.sinks))
+    return mapped(residuals.arguments, residuals.per_device, g)
 
 
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:

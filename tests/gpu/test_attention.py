@@ -13,8 +13,8 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import dot_product_attention, explain_backend, segments_from_cu_seqlens
-from jax_te.ops.attention.segments import places
-from jax_te.ops.attention.spec import describe
+from jax_te.ops.attention.checks import attention_spec
+from jax_te.ops.attention.segments import segment_positions
 from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
 
 pytestmark = pytest.mark.gpu
@@ -81,14 +81,14 @@ def test_short_sequences_are_refused_with_the_reason():
     qkv = tuple(draw(name, (B, 64, N, D), jnp.bfloat16) for name in "qkv")
     with pytest.raises(BackendUnavailableError, match="reads outside its arrays in backward"):
         dot_product_attention(qkv, mask_type="causal", backend="te")
-    spec = describe(qkv, "causal", None, 0.0)
+    spec = attention_spec(qkv, "causal", None, 0.0)
     assert explain_backend("dot_product_attention", attention=spec).backend == "xla"
 
 
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
 def test_the_xla_backends_cudnn_path(mask_type):
     qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)
-    spec = describe(qkv, mask_type, None, 0.0)
+    spec = attention_spec(qkv, mask_type, None, 0.0)
     assert explain_backend("dot_product_attention", attention=spec, backend="xla").backend == "xla"
     out, gradients = attend("xla", qkv, g, mask_type=mask_type)
     te_out, te_gradients = attend("te", qkv, g, mask_type=mask_type)
@@ -107,13 +107,14 @@ def test_scale():
 
 def test_auto_takes_te_and_falls_back_with_the_reason():
     qkv = operands(N)
-    assert explain_backend("dot_product_attention", attention=describe(qkv, "causal", None, 0.0)).backend == "te"
-    choice = explain_backend("dot_product_attention", attention=describe(qkv, "arbitrary", None, 0.0))
+    assert explain_backend("dot_product_attention", attention=attention_spec(qkv, "causal", None, 0.0)).backend == "te"
+    choice = explain_backend("dot_product_attention", attention=attention_spec(qkv, "arbitrary", None, 0.0))
     assert choice.backend == "xla"
     assert "no 'arbitrary' mask" in choice.reason
     wide = tuple(a.astype(jnp.float32) for a in qkv)
     assert (
-        "not float32" in explain_backend("dot_product_attention", attention=describe(wide, "causal", None, 0.0)).reason
+        "not float32"
+        in explain_backend("dot_product_attention", attention=attention_spec(wide, "causal", None, 0.0)).reason
     )
 
 
@@ -155,7 +156,7 @@ def test_options_of_te_against_plain_jax(case):
     qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)
     learned = tuple(name for name in LEARNED if name in arguments)
     rest = {name: value for name, value in arguments.items() if name not in learned}
-    spec = describe(
+    spec = attention_spec(
         qkv,
         arguments["mask_type"],
         window=arguments.get("window"),
@@ -197,7 +198,7 @@ def test_packed_sequences_of_te_against_plain_jax(mask_type):
     )
     qkv, g = operands(2), draw("g", (B, S, N, D), jnp.bfloat16)
     out, gradients = attend("te", qkv, g, mask_type=mask_type, segments=segments)
-    inside = places(segments.q_offsets, segments.q_lengths, S).segment[:, :, None, None] > 0
+    inside = segment_positions(segments.q_offsets, segments.q_lengths, S).segment[:, :, None, None] > 0
     with jax.default_matmul_precision("highest"):
         wide = tuple(a.astype(jnp.float32) for a in qkv)
         expected, wanted = attend("xla", wide, g.astype(jnp.float32), mask_type=mask_type, segments=segments)
@@ -209,7 +210,7 @@ def test_packed_sequences_of_te_against_plain_jax(mask_type):
 def test_largest_logits_of_te():
     """Where cuDNN can give them beside what backward needs; else auto takes XLA's and says why."""
     qkv = operands(2)
-    choice = explain_backend("dot_product_attention", attention=describe(qkv, "causal", return_max_logit=True))
+    choice = explain_backend("dot_product_attention", attention=attention_spec(qkv, "causal", return_max_logit=True))
     if choice.backend == "xla":
         assert re.match(r"TE cannot: \S+", choice.reason), choice.reason
         with pytest.raises(BackendUnavailableError):
@@ -225,7 +226,7 @@ def test_largest_logits_of_te():
 def test_value_heads_of_another_size():
     q, k = (draw(name, (B, S, heads, 64), jnp.bfloat16) for name, heads in (("q", N), ("k", 2)))
     v, g = draw("v", (B, S, 2, 128), jnp.bfloat16), draw("g", (B, S, N, 128), jnp.bfloat16)
-    choice = explain_backend("dot_product_attention", attention=describe((q, k, v), "causal"))
+    choice = explain_backend("dot_product_attention", attention=attention_spec((q, k, v), "causal"))
     print(choice)
     out, _ = attend(choice.backend, (q, k, v), g, mask_type="causal")
     with jax.default_matmul_precision("highest"):

@@ -26,7 +26,7 @@ from jax_te.ops import (
     use_backend,
     zigzag_positions,
 )
-from jax_te.ops.attention.segments import places
+from jax_te.ops.attention.segments import segment_positions
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.context import AXES, host
 from tests.support.meshes import shard
@@ -76,7 +76,7 @@ def check(mesh: Any, context_parallel: ContextParallel, arguments: dict[str, Any
     segments = arguments.get("segments")
     inside = jnp.ones((B, S), bool)
     if segments is not None:
-        inside = places(segments.q_offsets, segments.q_lengths, S).segment > 0
+        inside = segment_positions(segments.q_offsets, segments.q_lengths, S).segment > 0
         g = jnp.where(inside[..., None, None], g, jnp.zeros_like(g))
 
     def only_inside(x: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, Choice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
-from jax_te.ops.attention.spec import describe
+from jax_te.ops.attention.checks import attention_spec
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.numerics import without_type_checker
 
@@ -57,7 +57,7 @@ def test_supports_is_asked_about_this_call(monkeypatch):
     explain_backend("dense", recipe=recipe)
     qkv = (jnp.ones((1, 4, 2, 8)),) * 3
     dot_product_attention(qkv, mask_type="no_mask")
-    spec = describe(qkv, "no_mask", None, 0.0)
+    spec = attention_spec(qkv, "no_mask", None, 0.0)
     assert asked == [
         (("dense",), {"recipe": recipe, "attention": None, "ranks": None}),
         (("dot_product_attention",), {"recipe": None, "attention": spec, "ranks": None}),

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jax_te.ops import explain_backend, segments_from_cu_seqlens
-from jax_te.ops.attention.segments import places
-from jax_te.ops.attention.spec import describe
+from jax_te.ops.attention.checks import attention_spec
+from jax_te.ops.attention.segments import segment_positions
 from tests.support.numerics import draw
 
 pytestmark = pytest.mark.te
@@ -27,7 +27,7 @@ def test_packed_sequences_are_described_as_te_does_from_segment_numbers(case):
 
     lengths, padded = CASES[case]
     segments = segments_from_cu_seqlens(lengths, None, padded)
-    where = places(segments.q_offsets, segments.q_lengths, SIZE)
+    where = segment_positions(segments.q_offsets, segments.q_lengths, SIZE)
     theirs = SequenceDescriptor.from_segment_ids_and_pos((where.segment,) * 2, (where.position,) * 2)
     arguments = (AttnMaskType.PADDING_MASK, QKVLayout.THD_THD_THD, (-1, -1), 3)
     ours, expected = (d.get_seqlens_and_offsets(*arguments) for d in (_packed_descriptor(segments), theirs))
@@ -59,7 +59,7 @@ def test_what_te_lacks_on_any_gpu(options, reason):
 
     from jax_te.ops.te.attention import _lacks
 
-    spec = describe(tuple(draw(name, (1, 128, 2, 64), jnp.bfloat16) for name in "qkv"), "causal")
+    spec = attention_spec(tuple(draw(name, (1, 128, 2, 64), jnp.bfloat16) for name in "qkv"), "causal")
     lacks = _lacks(dataclasses.replace(spec, **options))
     assert lacks is None if reason is None else reason in lacks
     if reason is not None:

@@ -1,15 +1,112 @@
-"""Whether the arrays of an attention call go with what the call says it is."""
+"""Build the description of an attention call, and check the call's arrays against it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
-from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
+from jax_te.ops.attention.masks import normal_window
+from jax_te.ops.attention.spec import (
+    BIAS_TYPES,
+    MASK_TYPES,
+    QKV,
+    SOFTMAX_TYPES,
+    AttentionArrays,
+    AttentionSpec,
+    MaskType,
+    Window,
+)
 from jax_te.typing import Array
 
 
+def attention_spec(
+    qkv: QKV,
+    mask_type: MaskType,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    *,
+    window: Window | None = None,
+    **options: Any,
+) -> AttentionSpec:
+    """Return the description of a call, checked.
+
+    Args:
+        qkv: queries, keys and values, or anything with their shapes and dtype.
+        mask_type, scale, dropout_rate, window: see `dot_product_attention`.
+        **options: other fields of `AttentionSpec` than sizes.
+
+    Raises:
+        ValueError: for shapes that do not agree, an unknown mask, bias or softmax type, or a softcap that is not
+            positive.
+
+    >>> q = jnp.ones((1, 4, 2, 8))
+    >>> attention_spec((q, q, q), "causal", logit_softcap=30.0).window
+    (-1, 0)
+    """
+    b, sq, skv, n, g, d, dv = shape_of(qkv)
+    for name, value, allowed in (
+        ("mask_type", mask_type, MASK_TYPES),
+        ("bias_type", options.get("bias_type", "no_bias"), BIAS_TYPES),
+        ("softmax_type", options.get("softmax_type", "vanilla"), SOFTMAX_TYPES),
+    ):
+        if value not in allowed:
+            raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
+    spec = AttentionSpec(
+        dtype=jnp.dtype(qkv[0].dtype),
+        batch=b,
+        q_length=sq,
+        kv_length=skv,
+        heads=n,
+        groups=g,
+        head_dim=d,
+        v_head_dim=dv,
+        mask_type=mask_type,
+        window=normal_window(window, mask_type),
+        scale=d**-0.5 if scale is None else float(scale),
+        dropout_rate=float(dropout_rate),
+        packed=len(qkv) == 1,
+        **options,
+    )
+    if spec.logit_softcap is not None and not spec.logit_softcap > 0.0:
+        raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {spec.logit_softcap!r}")
+    if spec.max_segments and not spec.is_padding:
+        raise ValueError(
+            f"packed sequences need a padding mask type, got {mask_type!r}; take 'padding' in place of 'no_mask', "
+            "'padding_causal' in place of 'causal'"
+        )
+    return spec
+
+
+def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
+    """Return ``b, sq, skv, n, g, d, dv`` of queries, keys and values.
+
+    Raises:
+        ValueError: for shapes that do not go together.
+    """
+    if len(qkv) == 1:
+        shape = qkv[0].shape
+        if len(shape) != 5 or shape[2] != 3:
+            raise ValueError(f"a packed qkv has shape [b, s, 3, n, d], got {shape}")
+        b, s, _, n, d = shape
+        return b, s, s, n, n, d, d
+    q, k, v = qkv
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "q must be [b, sq, n, d], k [b, skv, g, d] and v [b, skv, g, dv]; "
+            f"got q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+    b, sq, n, d = q.shape
+    _, skv, g, _ = k.shape
+    if k.shape[0] != b or k.shape[3] != d:
+        raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and head size")
+    if n % g:
+        raise ValueError(f"the number of query heads {n} is not divisible by the key/value heads {g}")
+    return b, sq, skv, n, g, d, v.shape[3]
+
+
 def check_arrays(spec: AttentionSpec, arrays: AttentionArrays) -> None:
-    """Raise ValueError or TypeError for an array that the call lacks or does not use, or of another shape or dtype."""
+    """Raise ValueError or TypeError for an array that is missing or unused, or whose shape or dtype is wrong."""
     _check_mask(spec, arrays.mask)
     _check_lengths(spec, arrays)
     _check_bias(spec, arrays.bias)
@@ -20,7 +117,7 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) == len(full) and all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
 
 
-def _full(spec: AttentionSpec) -> tuple[int, ...]:
+def _scores(spec: AttentionSpec) -> tuple[int, ...]:
     return (spec.batch, spec.heads, spec.q_length, spec.kv_length)
 
 
@@ -29,10 +126,13 @@ def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
         raise ValueError(f"mask_type {spec.mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
     if mask is None:
         return
+    # Other masks are 0 where masked out as often as 1: no guess.
     if mask.dtype != bool:
         raise TypeError(f"mask must be bool (True hides), got {mask.dtype}; compare it first, for example mask == 0")
-    if not _broadcasts(mask.shape, _full(spec)):
-        raise ValueError(f"mask must have four axes, each 1 or as in [b, n, sq, skv] = {_full(spec)}, got {mask.shape}")
+    if not _broadcasts(mask.shape, _scores(spec)):
+        raise ValueError(
+            f"mask must have four axes, each 1 or as in [b, n, sq, skv] = {_scores(spec)}, got {mask.shape}"
+        )
 
 
 def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
@@ -72,8 +172,10 @@ def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:
     if spec.bias_type == "alibi":
         if bias.shape not in ((spec.heads,), (spec.batch, spec.heads)):
             raise ValueError(f"ALiBi slopes must be [n] = ({spec.heads},) or [b, n], got {bias.shape}")
-    elif not _broadcasts(bias.shape, _full(spec)):
-        raise ValueError(f"bias must have four axes, each 1 or as in [b, n, sq, skv] = {_full(spec)}, got {bias.shape}")
+    elif not _broadcasts(bias.shape, _scores(spec)):
+        raise ValueError(
+            f"bias must have four axes, each 1 or as in [b, n, sq, skv] = {_scores(spec)}, got {bias.shape}"
+        )
 
 
 def _check_softmax_offset(spec: AttentionSpec, offset: Array | None) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh
 
 from jax_te.config.internal import check_rate
-from jax_te.ops.attention.checks import check_arrays
+from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
-from jax_te.ops.attention.context_parallel.call import MeshCall, mesh_call
-from jax_te.ops.attention.context_parallel.checks import check_call, choose
-from jax_te.ops.attention.context_parallel.run import attention_on_mesh
+from jax_te.ops.attention.context_parallel.checks import check_sharding, choose_backend
+from jax_te.ops.attention.context_parallel.on_mesh import attention_on_mesh
+from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, attention_sharding
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import (
     QKV,
@@ -25,7 +25,6 @@ from jax_te.ops.attention.spec import (
     MaskType,
     SoftmaxType,
     Window,
-    describe,
 )
 from jax_te.ops.backend import BackendName, primitives, select
 from jax_te.sharding import auto_region, constrain, current_mesh
@@ -54,20 +53,21 @@ def dot_product_attention(
     out_axes: LogicalAxes | None = None,
     backend: BackendName | None = None,
 ) -> Any:
-    """``softmax(scale q k^T) v`` for every head; scores and softmax are fp32.
+    """Return ``softmax(scale q k^T) v`` for every head; scores and softmax are fp32.
 
     Args:
         qkv: ``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, dv])``; query head
-            ``i`` uses key/value head ``i // (n / g)``. Packed is faster where it is there already: cuDNN reads it
-            without a copy.
-        mask_type: ``"no_mask"``; ``"causal"`` (position ``i`` sees ``0..i``); ``"causal_bottom_right"`` (the last
-            query sees all keys, the one before it all but the last); ``"padding"``, ``"padding_causal"`` and
+            ``i`` uses key/value head ``i // (n / g)``. A projection that gives the packed form should pass it on: cuDNN
+            reads it without a copy.
+        mask_type: ``"no_mask"``; ``"causal"`` (position ``i`` attends to ``0..i``); ``"causal_bottom_right"`` (the last
+            query attends to all keys, the one before it to all but the last); ``"padding"``, ``"padding_causal"`` and
             ``"padding_causal_bottom_right"`` with lengths or ``segments``; ``"arbitrary"`` with ``mask``. Queries past
             their length give zeros.
-        mask: bool, broadcastable to ``[b, n, sq, skv]`` with four axes; True hides.
+        mask: bool, broadcastable to ``[b, n, sq, skv]`` with four axes; True is masked out.
         q_lengths, kv_lengths: int32 ``[b]`` valid positions; ``q_lengths`` None: ``kv_lengths``.
-        segments: several sequences in each row (``thd``), each of which sees itself only. Padding mask types.
-        window: ``(left, right)`` positions seen beside a query's own; -1: all. Counted along the mask type's diagonal.
+        segments: several sequences in each row (``thd``), each of which attends to itself only. Padding mask types.
+        window: ``(left, right)`` positions attended to beside a query's own; -1: all. Counted along the mask type's
+            diagonal.
         bias_type: ``"pre_scale_bias"`` is added to ``q k^T``, ``"post_scale_bias"`` to ``scale q k^T``; ``"alibi"``
             takes slopes and subtracts slope times distance (Press et al. 2021).
         bias: floating point, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or ``[b, n]``.
@@ -76,11 +76,11 @@ def dot_product_attention(
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
         dropout_rate: of the probabilities; needs ``dropout_key``. Without a key there is no dropout.
-        return_max_logit: also return the largest logit of each head, after scale, cap and bias.
-        context_parallel: how the ranks exchange keys and values among which the mesh in use splits the sequence. None:
-            as `ContextParallel`'s defaults.
-        out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values, which are split
-            likewise; required on a mesh with Explicit axes, for context parallelism and for ``te`` on a mesh.
+        return_max_logit: also return the max logit of each head, after scale, softcap and bias.
+        context_parallel: how devices exchange keys and values if the mesh in use shards the sequence. None:
+            `ContextParallel`'s defaults.
+        out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values; required on a mesh
+            with Explicit axes, for context parallelism and for ``te`` on a mesh.
         backend: None for the ambient one.
 
     Returns:
@@ -88,10 +88,10 @@ def dot_product_attention(
         whole batch, without a gradient.
 
     Raises:
-        ValueError: for shapes, or an array that the call lacks or does not use; for sizes that do not divide over the
-            context axis, and what the way of exchange does not have.
-        TypeError: for a mask that is not bool, lengths that are no integers, a bias that is not floating point.
-        BackendUnavailableError: if the backend asked for has no kernel for this call; the message says why.
+        ValueError: for shapes that do not agree, and for an array that is missing or unused; for sizes that do not
+            divide over the context axis, and options that the kind of exchange does not have.
+        TypeError: for a mask that is not bool, lengths that are not integers, a bias that is not floating point.
+        BackendUnavailableError: if ``backend`` was named and has no kernel for this call; the message says why.
 
     Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups); Beltagy
     et al. 2020 (windows).
@@ -102,7 +102,7 @@ def dot_product_attention(
     (1, 4, 2, 8)
     """
     check_rate(dropout_rate=dropout_rate)
-    spec = describe(
+    spec = attention_spec(
         qkv,
         mask_type,
         scale,
@@ -119,62 +119,65 @@ def dot_product_attention(
     check_arrays(spec, arrays)
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
-    if context_parallel is not None and out_axes is None:
-        _check_whole(spec)
-    name, call = _where(spec, arrays, out_axes, context_parallel or ContextParallel(), backend)
-    fn = functools.partial(_attention, name, call or spec, out_axes)
-    axes: Any = (out_axes, None if out_axes is None else (out_axes[2],)) if return_max_logit else out_axes
-    return auto_region(fn, axes)(qkv, arrays)
+    name, sharding = _resolve(spec, arrays, out_axes, context_parallel, backend)
+    with jax.named_scope("dot_product_attention"):
+        if sharding is not None:
+            out, max_logit = attention_on_mesh(sharding, qkv, arrays)
+            return (out, max_logit) if return_max_logit else out
+
+        def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
+            out, max_logit = primitives(name).attention(qkv, spec, arrays)
+            out = checkpoint_name(constrain(out, out_axes), "context")
+            return (out, max_logit) if return_max_logit else out
+
+        axes: Any = (out_axes, None if out_axes is None else (out_axes[2],)) if return_max_logit else out_axes
+        return auto_region(attend, axes)(qkv, arrays)
 
 
-def _check_whole(spec: AttentionSpec) -> None:
-    """Raise ValueError where the mesh in use splits sequences and a call without axes does not say so."""
-    mesh, sequences = current_mesh(), (None, "sequence", None, None)
-    call = None if mesh is None else mesh_call(spec, sequences, mesh, ContextParallel())
-    if call is not None and call.context:
-        raise ValueError(
-            f"context_parallel is given, the mesh has {call.context_ranks} context ranks, and out_axes=None does not "
-            "say that they split the sequence; give out_axes, e.g. ('batch', 'sequence', 'heads', None), or leave "
-            "context_parallel out"
-        )
-
-
-def _where(
+def _resolve(
     spec: AttentionSpec,
     arrays: AttentionArrays,
     axes: LogicalAxes | None,
-    context_parallel: ContextParallel,
+    context_parallel: ContextParallel | None,
     backend: BackendName | None,
-) -> tuple[str, MeshCall | None]:
-    """Which backend runs a call, and how on each device of the mesh; None: on one, or as the compiler splits it."""
+) -> tuple[str, AttentionSharding | None]:
+    """Return the backend that runs a call, and how the call runs on each device by itself.
+
+    The latter is None on one device, and where the compiler partitions the call.
+    """
     mesh = current_mesh()
-    call = None if mesh is None or axes is None else mesh_call(spec, axes, mesh, context_parallel)
-    if call is None:
-        free = 1 if mesh is None else mesh.size // prod(mesh.shape[name] for name in mesh.manual_axes)
-        lacks = f"out_axes {axes} do not say how heads and examples are split" if free > 1 else None
-        return select("dot_product_attention", attention=spec, backend=backend, ranks=lacks), None
-    if call.context:
-        check_call(call, arrays)
-        choice = choose(call, arrays, backend)
-        return choice.backend, replace(call, backend=choice.backend)
-    try:
-        check_call(call, arrays)
-    except ValueError as error:  # the compiler splits what does not divide
-        return select("dot_product_attention", attention=spec, backend=backend, ranks=str(error)), None
-    choice = choose(call, arrays, backend)
-    # The compiler can split plain JAX as well as we, and jax.nn's kernel.
-    return choice.backend, None if choice.backend == "xla" else replace(call, backend=choice.backend)
+    if mesh is None:
+        return select("dot_product_attention", attention=spec, backend=backend), None
+    if axes is None and context_parallel is not None:
+        _check_whole_sequences(spec, mesh, context_parallel)
+    cp = context_parallel or ContextParallel()
+    sharding = None if axes is None else attention_sharding(spec, axes, mesh, cp)
+    reason = None
+    if sharding is not None:
+        try:
+            check_sharding(sharding, arrays)
+        except ValueError as error:
+            if sharding.context:
+                raise
+            # Without context parallelism the compiler can partition plain JAX, also into shards of different sizes.
+            sharding, reason = None, str(error)
+    elif prod([size for name, size in mesh.shape.items() if name not in mesh.manual_axes]) > 1:
+        reason = f"out_axes {axes} do not say how heads and examples are split"
+    if sharding is None:
+        return select("dot_product_attention", attention=spec, backend=backend, ranks=reason), None
+    name = choose_backend(sharding, arrays, backend).backend
+    if name == "xla" and not sharding.context:
+        # The compiler partitions plain JAX, and jax.nn's call of cuDNN, as well as rules of our own would.
+        return name, None
+    return name, replace(sharding, backend=name)
 
 
-def _attention(
-    backend: str, spec: AttentionSpec | MeshCall, out_axes: LogicalAxes | None, qkv: QKV, arrays: AttentionArrays
-) -> Any:
-    with jax.named_scope("dot_product_attention"):
-        if isinstance(spec, MeshCall):
-            result: Any = attention_on_mesh(spec, qkv, arrays)
-            spec = spec.spec
-        else:
-            result = primitives(backend).attention(qkv, spec, arrays)
-    out, max_logit = result
-    out = checkpoint_name(constrain(out, out_axes), "context")
-    return (out, max_logit) if spec.return_max_logit else out
+def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_parallel: ContextParallel) -> None:
+    """Raise ValueError where the mesh shards sequences and a call without axes does not say so."""
+    sharding = attention_sharding(spec, (None, "sequence", None, None), mesh, context_parallel)
+    if sharding is not None and sharding.context:
+        raise ValueError(
+            f"context_parallel is given, the mesh has {sharding.context_shards} context ranks, and out_axes=None does "
+            "not say that they split the sequence; give out_axes, e.g. ('batch', 'sequence', 'heads', None), or leave "
+            "context_parallel out"
+        )

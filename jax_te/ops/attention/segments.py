@@ -1,4 +1,4 @@
-"""Sequences packed one after another into one row, as attention is told of them."""
+"""Packed sequences: several sequences one after another in each row of a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Segments(NamedTuple):
 
     Args:
         q_offsets, kv_offsets: int32 ``[b, m]``, first position of each of at most ``m`` sequences, in rising order.
-        q_lengths, kv_lengths: int32 ``[b, m]``, valid positions of each. What lies between the end of a sequence and
-            the beginning of the next one is padding. Sequences of length 0 stand at the end.
+        q_lengths, kv_lengths: int32 ``[b, m]``, valid positions of each. Positions between the end of a sequence and
+            the beginning of the next one are padding. Sequences of length 0 are last.
 
     Source: ``transformer_engine.jax.attention.SequenceDescriptor``; ``thd`` in ``transformer_engine.pytorch``.
     """
@@ -26,13 +26,13 @@ class Segments(NamedTuple):
     kv_lengths: Array
 
 
-class Places(NamedTuple):
-    """Where every position of a row lies: ``[b, s]`` each.
+class SegmentPositions(NamedTuple):
+    """The packed sequence of every position of a row, and the position within that sequence: ``[b, s]`` each.
 
     Args:
-        segment: int32, from 1; 0 is padding.
+        segment: int32, number of the sequence from 1; 0 is padding.
         position: int32, from 0 in each sequence.
-        length: int32, of the sequence that the position belongs to.
+        length: int32, length of the sequence.
     """
 
     segment: Array
@@ -46,14 +46,14 @@ def segments_from_cu_seqlens(
     cu_seqlens_q_padded: Array | None = None,
     cu_seqlens_kv_padded: Array | None = None,
 ) -> Segments:
-    """`Segments` from cumulative lengths, Megatron's and FlashAttention's form.
+    """Return `Segments` from cumulative lengths, Megatron's and FlashAttention's form.
 
     Args:
         cu_seqlens_q: int32 ``[m + 1]`` or ``[b, m + 1]``: 0, then the sum of the lengths so far. Unused entries at the
             end repeat the last one.
-        cu_seqlens_kv: likewise for keys and values. None: as the queries'.
+        cu_seqlens_kv: likewise for keys and values. None: those of the queries.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: where each sequence begins in memory, if there is padding between
-            sequences. None: there is none. For keys also None with ``cu_seqlens_kv`` None: as the queries'.
+            sequences. None: there is none. Where both arrays for keys are None, those of the queries are taken.
 
     Raises:
         TypeError: for arrays that are not integers.
@@ -65,6 +65,8 @@ def segments_from_cu_seqlens(
     q_offsets, q_lengths = _offsets_and_lengths("q", cu_seqlens_q, cu_seqlens_q_padded)
     if cu_seqlens_kv is None:
         if cu_seqlens_kv_padded is None:
+            # The same arrays, not equal ones: that keys have the queries' lengths is then known while tracing, which
+            # lets an all-gather align both at the end of each sequence.
             return Segments(q_offsets, q_lengths, q_offsets, q_lengths)
         cu_seqlens_kv = cu_seqlens_q
     kv_offsets, kv_lengths = _offsets_and_lengths("kv", cu_seqlens_kv, cu_seqlens_kv_padded)
@@ -91,26 +93,27 @@ def _offsets_and_lengths(name: str, cu_seqlens: Array, padded: Array | None) -> 
     return starts[:, :-1], cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
 
 
-def places(offsets: Array, lengths: Array, size: int) -> Places:
-    """`Places` of the ``size`` positions of each row, from offsets and lengths ``[b, m]``.
+def segment_positions(offsets: Array, lengths: Array, size: int) -> SegmentPositions:
+    """Return the `SegmentPositions` of the ``size`` positions of each row, from offsets and lengths ``[b, m]``.
 
-    >>> places(jnp.array([[0, 4]]), jnp.array([[3, 2]]), 8).segment.tolist()
+    >>> segment_positions(jnp.array([[0, 4]]), jnp.array([[3, 2]]), 8).segment.tolist()
     [[1, 1, 1, 0, 2, 2, 0, 0]]
     """
-    return places_at(offsets, lengths, jnp.arange(size, dtype=jnp.int32))
+    return segment_positions_at(offsets, lengths, jnp.arange(size, dtype=jnp.int32))
 
 
-def places_at(offsets: Array, lengths: Array, positions: Array) -> Places:
-    """`Places` of some positions, int32 ``[s]``, of each row: a device's part of it, in the order that it has them.
+def segment_positions_at(offsets: Array, lengths: Array, positions: Array) -> SegmentPositions:
+    """Return the `SegmentPositions` of some positions, int32 ``[s]`` in any order: those of a device's shard.
 
-    >>> places_at(jnp.array([[0, 4]]), jnp.array([[3, 2]]), jnp.array([5, 0])).segment.tolist()
+    >>> segment_positions_at(jnp.array([[0, 4]]), jnp.array([[3, 2]]), jnp.array([5, 0])).segment.tolist()
     [[2, 1]]
     """
     index = positions[None, :, None]
     inside = (index >= offsets[:, None, :]) & (index < (offsets + lengths)[:, None, :])  # [b, s, m]
 
+    # Masked sums, not a gather: XLA fuses them, and padding, which is in no sequence, gets zeros.
     def pick(values: Array) -> Array:
         return jnp.sum(jnp.where(inside, values, jnp.zeros((), jnp.int32)), axis=-1, dtype=jnp.int32)
 
     number = jnp.arange(1, offsets.shape[-1] + 1, dtype=jnp.int32)[None, None, :]
-    return Places(pick(number), pick(index - offsets[:, None, :]), pick(lengths[:, None, :]))
+    return SegmentPositions(pick(number), pick(index - offsets[:, None, :]), pick(lengths[:, None, :]))

@@ -1,4 +1,4 @@
-"""What a sum of exponentials without the softmax's offset becomes with it."""
+"""Softmax with an extra term in its denominator: ``exp(s) / (exp(offset) + sum exp(s))``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jax_te.typing import Array
 
 
 def offset_of(spec: AttentionSpec, arrays: AttentionArrays) -> Array | None:
-    """Exponent of what the denominator has beside the scores', fp32 ``[1, n, 1]``: 0 for ``"off-by-one"``; or None.
+    """Return the exponent of the extra term, fp32 ``[1, n, 1]``: 0 for ``"off-by-one"``; None without one.
 
-    >>> from jax_te.ops.attention.spec import describe
+    >>> from jax_te.ops.attention.checks import attention_spec
     >>> q = jnp.ones((1, 4, 2, 8))
-    >>> spec = describe((q, q, q), "causal", softmax_type="off-by-one")
+    >>> spec = attention_spec((q, q, q), "causal", softmax_type="off-by-one")
     >>> offset_of(spec, AttentionArrays()).shape
     (1, 2, 1)
     """
@@ -25,17 +25,20 @@ def offset_of(spec: AttentionSpec, arrays: AttentionArrays) -> Array | None:
 
 
 def offset_gradient(offset: Array, log_sum: Array, out: Array, g: Array) -> Array:
-    """Gradient ``[n]`` of a learnable offset: what its share of the softmax takes from the output.
+    """Return the gradient ``[n]`` of a learnable offset.
+
+    The extra term is a key with a value of zero: its gradient is minus its probability times ``sum(out * g)``.
 
     Args:
         offset: fp32 ``[n]``.
-        log_sum: logarithm of the denominator, fp32 ``[b, n, s]``; anything where the output is zero.
+        log_sum: logarithm of the denominator, fp32 ``[b, n, s]``; any value where the output is zero.
         out, g: the output and its gradient, ``[b, s, n, dv]``.
 
     >>> one = jnp.ones((1, 1, 1, 1))
     >>> offset_gradient(jnp.zeros(1), jnp.log(jnp.full((1, 1, 1), 4.0)), one, one).tolist()
     [-0.25]
     """
-    taken = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [b, n, s]
-    share = jnp.exp(offset.astype(jnp.float32).reshape(1, -1, 1) - log_sum)
-    return -jnp.sum(jnp.where(taken == 0.0, 0.0, share * taken), axis=(0, 2))
+    weighted = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [b, n, s]
+    probability = jnp.exp(offset.astype(jnp.float32).reshape(1, -1, 1) - log_sum)
+    # For a query that attends to nothing log_sum may be -inf or unwritten, and inf * 0 would be nan.
+    return -jnp.sum(jnp.where(weighted == 0.0, 0.0, probability * weighted), axis=(0, 2))

@@ -1,11 +1,9 @@
-"""What an attention call is, apart from its numbers: shared by the op and the backends."""
+"""The static description of an attention call, and its arrays: what the op and the backends share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
-
-import jax.numpy as jnp
 
 from jax_te.ops.attention.segments import Segments
 from jax_te.typing import Array, DTypeLike
@@ -28,7 +26,7 @@ SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 SOFTMAX_TYPES: tuple[str, ...] = get_args(SoftmaxType)
 
 Window = tuple[int, int]
-"""Positions seen to the left and to the right of a query's own, which is seen as well; -1 means all."""
+"""How many positions to the left and to the right of a query's own it attends to, beside its own; -1 means all."""
 
 QKV = tuple[Array] | tuple[Array, Array, Array]
 """``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, dv])``."""
@@ -37,9 +35,9 @@ QKV = tuple[Array] | tuple[Array, Array, Array]
 class AttentionArrays(NamedTuple):
     """The arrays of a call beside queries, keys and values; see `dot_product_attention`.
 
-    The last three say which part of the whole call a device has, for plain JAX: int32 places ``[sq]`` and ``[skv]`` of
-    its queries and keys, and for dropout ``[b, n]``, the number of each head's first row among the rows of all heads.
-    None: it has the whole.
+    The last three locate a device's shard within the whole call, for plain JAX: int32 positions ``[sq]`` and ``[skv]``
+    of its queries and keys, and for dropout int32 ``[b, n]``, the global index of each head's first softmax row. None:
+    the device has the whole call.
     """
 
     mask: Array | None = None
@@ -56,7 +54,7 @@ class AttentionArrays(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Everything about an attention call that is known before it runs; what `supports` decides on.
+    """Everything about an attention call that is known before it runs; backends accept or refuse it by this.
 
     Args:
         dtype: of queries, keys and values.
@@ -64,7 +62,7 @@ class AttentionSpec:
         mask_type, window, bias_type, softmax_type, scale, logit_softcap, dropout_rate, return_max_logit: see
             `dot_product_attention`.
         bias_shape: of the bias array.
-        max_segments: packed sequences in a row at most; 0: rows hold one sequence each.
+        max_segments: the most packed sequences in a row; 0: each row holds one sequence.
         packed: whether queries, keys and values are one array.
     """
 
@@ -90,22 +88,22 @@ class AttentionSpec:
 
     @property
     def is_padding(self) -> bool:
-        """Whether sequence lengths are needed."""
+        """Whether the mask depends on sequence lengths."""
         return self.mask_type.startswith("padding")
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query sees nothing behind its own position."""
+        """Whether a query attends to no key after its own position."""
         return "causal" in self.mask_type
 
     @property
     def is_bottom_right(self) -> bool:
-        """Whether the last query's position is the last key's, not the first one's the first."""
+        """Whether the diagonal ends at the last query and key, rather than starting at the first ones."""
         return self.mask_type.endswith("bottom_right")
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but scores, a mask type and dropout."""
+        """Whether the call has nothing but scores, a mask type and dropout."""
         return (
             self.window[0] < 0
             and (self.is_causal or self.window[1] < 0)
@@ -119,120 +117,8 @@ class AttentionSpec:
 
 
 def unpack(qkv: QKV) -> tuple[Array, Array, Array]:
-    """Query, key and value, whichever form they came in."""
+    """Return query, key and value of either form."""
     if len(qkv) == 1:
         packed = qkv[0]
         return packed[:, :, 0], packed[:, :, 1], packed[:, :, 2]
     return qkv
-
-
-def normal_window(window: Window | None, mask_type: str) -> Window:
-    """``(left, right)`` with -1 for all, and 0 to the right where the mask is causal.
-
-    Raises:
-        ValueError: for anything but two integers >= -1, or positions to the right under a causal mask.
-
-    >>> normal_window((128, -1), "causal")
-    (128, 0)
-    """
-    causal = "causal" in mask_type
-    if window is None:
-        return (-1, 0 if causal else -1)
-    if (
-        not isinstance(window, tuple | list)
-        or len(window) != 2
-        or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window)
-    ):
-        raise ValueError(f"window_size must be (left, right), two integers >= -1 (-1: all), got {window!r}")
-    left, right = window
-    if causal and right > 0:
-        raise ValueError(
-            f"window_size {tuple(window)} shows {right} positions ahead, mask type {mask_type!r} none; take "
-            f"({left}, 0), or a mask type that is not causal"
-        )
-    return (left, 0 if causal else right)
-
-
-def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
-    """``b, sq, skv, n, g, d, dv`` of queries, keys and values.
-
-    Raises:
-        ValueError: for shapes that do not go together.
-    """
-    if len(qkv) == 1:
-        shape = qkv[0].shape
-        if len(shape) != 5 or shape[2] != 3:
-            raise ValueError(f"a packed qkv has shape [b, s, 3, n, d], got {shape}")
-        b, s, _, n, d = shape
-        return b, s, s, n, n, d, d
-    q, k, v = qkv
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            "q must be [b, sq, n, d], k [b, skv, g, d] and v [b, skv, g, dv]; "
-            f"got q {q.shape}, k {k.shape}, v {v.shape}"
-        )
-    b, sq, n, d = q.shape
-    _, skv, g, _ = k.shape
-    if k.shape[0] != b or k.shape[3] != d:
-        raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and head size")
-    if n % g:
-        raise ValueError(f"the number of query heads {n} is not divisible by the key/value heads {g}")
-    return b, sq, skv, n, g, d, v.shape[3]
-
-
-def describe(
-    qkv: QKV,
-    mask_type: MaskType,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    *,
-    window: Window | None = None,
-    bias_type: BiasType = "no_bias",
-    bias_shape: tuple[int, ...] | None = None,
-    softmax_type: SoftmaxType = "vanilla",
-    logit_softcap: float | None = None,
-    return_max_logit: bool = False,
-    max_segments: int = 0,
-) -> AttentionSpec:
-    """The spec of a call, checked.
-
-    Raises:
-        ValueError: for shapes that do not go together, an unknown mask, bias or softmax type, or a soft cap that is not
-            positive.
-    """
-    for name, value, allowed in (
-        ("mask_type", mask_type, MASK_TYPES),
-        ("bias_type", bias_type, BIAS_TYPES),
-        ("softmax_type", softmax_type, SOFTMAX_TYPES),
-    ):
-        if value not in allowed:
-            raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
-    if logit_softcap is not None and not logit_softcap > 0.0:
-        raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {logit_softcap!r}")
-    if max_segments and not mask_type.startswith("padding"):
-        raise ValueError(
-            f"packed sequences need a padding mask type, got {mask_type!r}; take 'padding' in place of 'no_mask', "
-            "'padding_causal' in place of 'causal'"
-        )
-    b, sq, skv, n, g, d, dv = shape_of(qkv)
-    return AttentionSpec(
-        dtype=jnp.dtype(qkv[0].dtype),
-        batch=b,
-        q_length=sq,
-        kv_length=skv,
-        heads=n,
-        groups=g,
-        head_dim=d,
-        v_head_dim=dv,
-        mask_type=mask_type,
-        window=normal_window(window, mask_type),
-        bias_type=bias_type,
-        bias_shape=bias_shape,
-        softmax_type=softmax_type,
-        scale=d**-0.5 if scale is None else float(scale),
-        logit_softcap=None if logit_softcap is None else float(logit_softcap),
-        dropout_rate=float(dropout_rate),
-        return_max_logit=return_max_logit,
-        max_segments=max_segments,
-        packed=len(qkv) == 1,
-    )

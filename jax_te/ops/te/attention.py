@@ -47,17 +47,17 @@ def _layout(spec: AttentionSpec) -> QKVLayout:
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """As TE counts: a causal mask alone is no window."""
+    """Return the window in TE's form, in which a causal mask alone is no window."""
     return spec.window if spec.window[0] >= 0 or not spec.is_causal else (-1, -1)
 
 
+# With fewer positions backward ended in CUDA_ERROR_ILLEGAL_ADDRESS in every layout (64 positions, heads of 64 and 128,
+# cuDNN of jax 0.11.2's CUDA 13 wheels, H200).
 _SHORTEST = 128
-"""Below it, backward ended in CUDA_ERROR_ILLEGAL_ADDRESS (64 positions, heads of 64 and 128, cuDNN of jax 0.11.2's
-CUDA 13 wheels, H200)."""
 
 
 def _lacks(spec: AttentionSpec) -> str | None:
-    """Why TE cannot run the call on any GPU, or None."""
+    """Return why TE cannot run the call on any GPU, or None."""
     if spec.mask_type not in _MASKS:
         return f"TE's fused attention has no {spec.mask_type!r} mask"
     if spec.bias_type not in _BIASES:
@@ -65,6 +65,8 @@ def _lacks(spec: AttentionSpec) -> str | None:
     if spec.logit_softcap is not None:
         return "TE's fused attention has no soft cap of the logits"
     if spec.dropout_rate > 0.0:
+        # TE adds a counter of its own calls to the seed: the same key drops other elements at each call, and recompute
+        # would differentiate through another mask than the one that ran.
         return "TE's fused attention counts its calls and drops others at each, whatever the key"
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {jnp.dtype(spec.dtype).name}"
@@ -76,9 +78,10 @@ def _lacks(spec: AttentionSpec) -> str | None:
     return None
 
 
+# Cached: cuDNN is asked by building a graph, and every layer of a model asks about the same call.
 @functools.cache
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
-    """Whether cuDNN has a kernel for the call, and if not what it said."""
+    """Return whether cuDNN has a kernel for the call, and its answer if not."""
     if runs_as_plain_jax() or jax.default_backend() != "gpu":
         return False, "TE's fused attention needs a GPU"
     lacks = _lacks(spec)
@@ -117,13 +120,16 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
 
 
 def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-    """As the plain form, by cuDNN's kernel. `attention_supports` refuses calls with a mask, slopes or dropout."""
+    """Return output and max logits as `xla.attention`, by cuDNN's kernel.
+
+    `attention_supports` refuses calls with a mask, ALiBi slopes or dropout.
+    """
     result: Any = _fused(spec, qkv, arrays)
     out, max_logit = result
     return out, jax.lax.stop_gradient(max_logit) if max_logit is not None else None
 
 
-# TE's own function of this name leaves backward outside of `inside_te`.
+# A derivative rule of our own: in TE's, backward would run outside of `inside_te`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Array, Array | None]:
     return _forward(spec, qkv, arrays)[0]
@@ -131,7 +137,7 @@ def _fused(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Arra
 
 def _forward(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Any, Any]:
     out, log_sum, max_logit = attention_forward(qkv, spec, arrays)
-    # The name under which te.jax saves them too: a remat policy that keeps it does not run attention again.
+    # The name under which te.jax saves them, too: a remat policy that saves it does not run attention again.
     out, log_sum = (checkpoint_name(a, "context") for a in (out, log_sum))
     return (out, max_logit), (qkv, arrays, log_sum, out)
 
@@ -146,9 +152,9 @@ _fused.defvjp(_forward, _backward)
 
 
 def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array, Array | None]:
-    """Output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and largest logits.
+    """Return output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and max logits.
 
-    Not differentiable. Garbage may stand where packed sequences have padding.
+    Not differentiable. The padding of packed sequences may hold garbage.
     """
     with inside_te():
         out, softmax_aux, _, max_logit = tex.fused_attn_fwd(
@@ -168,15 +174,16 @@ def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) ->
 def attention_backward(
     qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
 ) -> tuple[QKV, Array | None, Array | None]:
-    """Gradients of queries, keys and values, in the form that they came in, of the bias, and of the softmax's offset.
+    """Return the gradients of queries, keys and values, in their own form, of the bias, and of the softmax's offset.
 
     Args:
-        qkv, spec, arrays: as in forward; the keys may be some of those that the output is made of.
-        out, log_sum: of `attention_forward`, or of all parts put together.
+        qkv, spec, arrays: as in forward; the keys may be one block of those that the output attends to.
+        out, log_sum: of `attention_forward`, or of all blocks merged.
         g: gradient of the output.
     """
     softmax_aux = jnp.transpose(log_sum, _order(spec))[..., None]
-    rng_state = jnp.zeros((2 * len(jax.devices()), 4), jnp.uint32)  # as in forward; nothing is drawn
+    # TE's shape of it, for every device; nothing is drawn, as dropout is refused.
+    rng_state = jnp.zeros((2 * len(jax.devices()), 4), jnp.uint32)
     with inside_te():
         d_qkv, d_bias, _ = tex.fused_attn_bwd(
             qkv,
@@ -191,17 +198,16 @@ def attention_backward(
         )
     gradients: Any = _where_read(arrays, *d_qkv)
     bias, offset = arrays.bias, arrays.softmax_offset
-    # Not cuDNN's own: that of jax 0.11.2's CUDA 13 wheels lacks the factor exp(offset) (measured on an H200).
+    # cuDNN's own gradient of the offset lacks the factor exp(offset) (jax 0.11.2's CUDA 13 wheels, seen on an H200).
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
     return gradients, None if bias is None else d_bias.astype(bias.dtype), d_offset
 
 
 def _where_read(arrays: AttentionArrays, *results: Array) -> tuple[Array, ...]:
-    """Results ``[b, ...]``, zero for examples without a query or without a key: for those cuDNN writes nothing (seen on
-    an H200). Of packed sequences TE clears the results first.
-    """
+    """Return results ``[b, ...]``, zero for examples without queries or without keys."""
     if arrays.q_lengths is None or arrays.kv_lengths is None:
         return results
+    # For such examples cuDNN writes nothing (seen on an H200). TE clears the results of packed sequences itself.
     read = (arrays.q_lengths > 0) & (arrays.kv_lengths > 0)
     return tuple(jnp.where(read.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)) for x in results)
 
@@ -216,12 +222,11 @@ def _offset(arrays: AttentionArrays) -> Array | None:
 
 
 def _order(spec: AttentionSpec) -> tuple[int, int, int]:
-    """From cuDNN's log-sum-exp, ``[b, n, s]``, or packed ``[b, s, n]``, to ``[b, n, s]``, or back."""
+    """Return the axes that bring cuDNN's log-sum-exp, packed ``[b, s, n]``, to ``[b, n, s]`` and back."""
     return (0, 2, 1) if spec.max_segments else (0, 1, 2)
 
 
 def _options(spec: AttentionSpec) -> dict[str, Any]:
-    window = _window(spec)
     return {
         "attn_bias_type": _BIASES[spec.bias_type],
         "attn_mask_type": _MASKS[spec.mask_type],
@@ -231,7 +236,7 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
         "dropout_probability": 0.0,
         "is_training": True,
         "max_segments_per_seq": max(spec.max_segments, 1),
-        "window_size": None if window == (-1, -1) else window,
+        "window_size": _window(spec),
     }
 
 
@@ -249,11 +254,9 @@ def _descriptor(spec: AttentionSpec, arrays: AttentionArrays) -> SequenceDescrip
 
 
 def _packed_descriptor(segments: Segments) -> SequenceDescriptor:
-    """TE marks sequences that are not there by -1.
-
-    It takes the i-th length that is not -1, over all rows, to belong to the i-th such offset: there must be as many of
-    the one as of the other, for keys as for queries. Its arrays of offsets have one entry more than those of lengths.
-    """
+    """Return TE's descriptor: -1 marks absent sequences; rows of offsets have one entry more than rows of lengths."""
+    # TE pairs the i-th length that is not -1, over all rows, with the i-th such offset: queries and keys must mark the
+    # same sequences, so one without queries or without keys is absent on both sides.
     there, minus = (segments.q_lengths > 0) & (segments.kv_lengths > 0), jnp.full((), -1, jnp.int32)
 
     def lengths(array: Array) -> Array:

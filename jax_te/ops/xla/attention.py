@@ -1,4 +1,4 @@
-"""Dot-product attention in plain JAX, and cuDNN's through ``jax.nn`` where it applies."""
+"""Dot-product attention in plain JAX, and by cuDNN through ``jax.nn`` where it has the call."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
-from jax_te.ops.xla.attention_scores import drop, largest, scores_of
+from jax_te.ops.xla.attention_scores import drop, max_logits, scores_of
 from jax_te.typing import Array
 
 
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
-    """Plain JAX runs every combination."""
+    """Return True, since plain JAX runs every combination, and what would run the call."""
     kernel = "cuDNN through jax.nn" if _use_cudnn(spec) else "plain JAX"
     return True, kernel
 
 
 def _use_cudnn(spec: AttentionSpec) -> bool:
+    # What cuDNN takes through jax.nn, which raises for anything else that is handed to it by name.
     return (
         jax.default_backend() == "gpu"
         and spec.is_plain
@@ -30,25 +31,26 @@ def _use_cudnn(spec: AttentionSpec) -> bool:
 
 
 def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-    """``softmax(q k^T scale) v`` with all that the spec says, and the largest logit of each head if asked for.
+    """Return ``softmax(q k^T scale) v`` with the options of the spec, and the max logit of each head if asked for.
 
-    Scores and softmax are fp32; the output is ``[b, sq, n, dv]`` in the input's dtype. A query that sees nothing gives
-    zeros.
+    Scores and softmax are fp32; the output is ``[b, sq, n, dv]`` in the input's dtype. It is zero for a query that
+    attends to no key.
     """
     q, k, v = unpack(qkv)
     if _use_cudnn(spec):
         out = jax.nn.dot_product_attention(q, k, v, scale=spec.scale, is_causal=spec.is_causal, implementation="cudnn")
         return out, None
-    scores, out_of_sight = scores_of(q, k, spec, arrays)
-    max_logit = largest(scores, out_of_sight) if spec.return_max_logit else None
-    probs = drop(_softmax(scores, out_of_sight, spec, arrays.softmax_offset), spec, arrays)
+    scores, masked = scores_of(q, k, spec, arrays)
+    max_logit = max_logits(scores, masked) if spec.return_max_logit else None
+    probs = drop(_softmax(scores, masked, spec, arrays.softmax_offset), spec, arrays)
     out = jnp.einsum("bgrst,btgd->bsgrd", probs.astype(v.dtype), v)
     return out.reshape(*q.shape[:3], spec.v_head_dim), max_logit
 
 
-def _softmax(scores: Array, out_of_sight: Array | None, spec: AttentionSpec, offset: Array | None) -> Array:
-    if out_of_sight is not None:
-        scores = jnp.where(out_of_sight, jnp.finfo(jnp.float32).min, scores)
+def _softmax(scores: Array, masked: Array | None, spec: AttentionSpec, offset: Array | None) -> Array:
+    if masked is not None:
+        # The lowest number, not -inf: softmax over a row of -inf is nan, and so would its gradient be.
+        scores = jnp.where(masked, jnp.finfo(jnp.float32).min, scores)
     probs = jax.nn.softmax(scores, axis=-1)
     if spec.softmax_type != "vanilla":
         # exp(s) / (exp(a) + sum exp(s)) = softmax(s) · sigmoid(logsumexp(s) - a); off-by-one has a = 0.
@@ -56,4 +58,5 @@ def _softmax(scores: Array, out_of_sight: Array | None, spec: AttentionSpec, off
         if offset is not None:
             a = offset.astype(jnp.float32).reshape(1, spec.groups, -1, 1, 1)
         probs = probs * jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1, keepdims=True) - a)
-    return probs if out_of_sight is None else jnp.where(out_of_sight, 0.0, probs)
+    # A row that is masked out as a whole has equal probabilities, not zeros.
+    return probs if masked is None else jnp.where(masked, 0.0, probs)

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys in plain JAX, with what is needed to put such parts together."""
+"""Attention of some queries to some keys in plain JAX, with the log-sum-exp that merges such blocks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import jax.numpy as jnp
 
 from jax_te.ops.attention.softmax_offset import offset_gradient, offset_of
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
-from jax_te.ops.xla.attention_scores import drop, largest, scores_of
+from jax_te.ops.xla.attention_scores import drop, max_logits, scores_of
 from jax_te.typing import Array
 
 
 def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array, Array | None]:
-    """Output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and largest logits.
+    """Return output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and max logits.
 
-    The logarithm is minus infinity for a query that sees nothing.
+    The logarithm is minus infinity for a query that attends to no key.
     """
     q, k, v = unpack(qkv)
-    scores, out_of_sight = scores_of(q, k, spec, arrays)
-    max_logit = largest(scores, out_of_sight) if spec.return_max_logit else None
-    if out_of_sight is not None:
-        scores = jnp.where(out_of_sight, -jnp.inf, scores)
+    scores, masked = scores_of(q, k, spec, arrays)
+    max_logit = max_logits(scores, masked) if spec.return_max_logit else None
+    if masked is not None:
+        scores = jnp.where(masked, -jnp.inf, scores)
     log_sum = _log_sum(scores, spec, arrays)
     probs = drop(_probabilities(scores, log_sum, spec), spec, arrays)
     out = jnp.einsum("bgrst,btgd->bsgrd", probs.astype(v.dtype), v)
@@ -30,20 +30,21 @@ def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) ->
 def attention_backward(
     qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
 ) -> tuple[QKV, Array | None, Array | None]:
-    """Gradients of queries, keys and values, in the form that they came in, of the bias, and of the softmax's offset.
+    """Return the gradients of queries, keys and values, in their own form, of the bias, and of the softmax's offset.
 
     Args:
-        qkv, spec, arrays: as in forward; the keys may be some of those that the output is made of.
-        out, log_sum: of `attention_forward`, or of all parts put together.
+        qkv, spec, arrays: as in forward; the keys may be one block of those that the output attends to.
+        out, log_sum: of `attention_forward`, or of all blocks merged.
         g: gradient of the output.
     """
     q, k, v = unpack(qkv)
-    # Scores, soft cap and biases have no collectives and are differentiated by JAX; the softmax is not.
-    _, out_of_sight = scores_of(q, k, spec, arrays)
+    # JAX differentiates scores, softcap and biases; not the softmax, whose denominator is that of all blocks.
+    _, masked = scores_of(q, k, spec, arrays)
     scores, vjp = jax.vjp(lambda q, k, bias: scores_of(q, k, spec, arrays._replace(bias=bias))[0], q, k, arrays.bias)
-    seen = scores if out_of_sight is None else jnp.where(out_of_sight, -jnp.inf, scores)
-    probs = _probabilities(seen, log_sum, spec)
+    visible = scores if masked is None else jnp.where(masked, -jnp.inf, scores)
+    probs = _probabilities(visible, log_sum, spec)
     grouped = g.reshape(*g.shape[:2], spec.groups, -1, spec.v_head_dim)
+    # The probabilities are rounded to the operands' dtype for the GEMM only, as in forward.
     dv = jnp.einsum("bgrst,bsgrd->btgd", drop(probs, spec, arrays).astype(g.dtype), grouped)
     d_probs = jnp.einsum("bsgrd,btgd->bgrst", grouped, v, preferred_element_type=jnp.float32)
     mean = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)  # [b, s, n]: sum of probs · d_probs
@@ -58,6 +59,7 @@ def attention_backward(
 
 def _log_sum(scores: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:
     top = jnp.max(scores, axis=-1, keepdims=True)
+    # A query that attends to no key has -inf everywhere, and -inf - -inf is nan.
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     log_sum = (jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)) + top)[..., 0]
     log_sum = log_sum.reshape(log_sum.shape[0], -1, log_sum.shape[-1])
@@ -66,6 +68,6 @@ def _log_sum(scores: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Arr
 
 
 def _probabilities(scores: Array, log_sum: Array, spec: AttentionSpec) -> Array:
-    """From scores that are minus infinity where nothing is seen."""
-    whole = jnp.where(jnp.isfinite(log_sum), log_sum, 0.0)
-    return jnp.exp(scores - whole.reshape(*scores.shape[:4], 1))
+    """Return probabilities from scores that are minus infinity where masked out."""
+    total = jnp.where(jnp.isfinite(log_sum), log_sum, 0.0)
+    return jnp.exp(scores - total.reshape(*scores.shape[:4], 1))

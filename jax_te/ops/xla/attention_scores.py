@@ -1,4 +1,4 @@
-"""Scores of queries and keys, and which of their probabilities dropout keeps: what plain attention is made of."""
+"""Attention scores and dropout of their probabilities, in plain JAX."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
+from jax_te.ops.attention.masks import distance, hidden, kv_positions, q_positions
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
-from jax_te.ops.xla.attention_mask import distance, hidden, kv_positions, q_positions
 from jax_te.typing import Array
 
 
 def by_group(x: Array, spec: AttentionSpec) -> Array:
-    """``[b | 1, n | 1, …]`` as ``[b | 1, g | 1, r | 1, …]``."""
+    """Return ``[b | 1, n | 1, …]`` as ``[b | 1, g | 1, r | 1, …]``."""
     if x.shape[1] == 1:
         return x[:, :, None]
     return x.reshape(x.shape[0], spec.groups, -1, *x.shape[2:])
 
 
 def scores_of(q: Array, k: Array, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-    """Logits fp32 ``[b, g, r, sq, skv]``, and which of them count as minus infinity."""
+    """Return logits, fp32 ``[b, g, r, sq, skv]``, and a mask of those that count as minus infinity, or None."""
+    # Query heads are grouped rather than keys repeated: no copy of the keys for each of r heads.
     grouped = q.reshape(*q.shape[:2], spec.groups, -1, spec.head_dim)
     scores = jnp.einsum("bsgrd,btgd->bgrst", grouped, k, preferred_element_type=jnp.float32)
     bias = None if arrays.bias is None else arrays.bias.astype(jnp.float32)
@@ -28,6 +29,7 @@ def scores_of(q: Array, k: Array, spec: AttentionSpec, arrays: AttentionArrays) 
     scores = scores * spec.scale
     if spec.logit_softcap is not None:
         scores = spec.logit_softcap * jnp.tanh(scores / spec.logit_softcap)
+    # ALiBi and windows both need the distance, which is computed once for the two.
     away = distance(spec, arrays) if spec.bias_type == "alibi" else None
     if spec.bias_type == "post_scale_bias" and bias is not None:
         scores = scores + jnp.broadcast_to(by_group(bias, spec), scores.shape)
@@ -35,23 +37,23 @@ def scores_of(q: Array, k: Array, spec: AttentionSpec, arrays: AttentionArrays) 
         slopes = jnp.atleast_2d(bias)[:, :, None, None]
         alibi = -slopes * jnp.abs(away).astype(jnp.float32)[:, None]
         scores = scores + jnp.broadcast_to(by_group(alibi, spec), scores.shape)
-    out_of_sight = hidden(spec, arrays, away)
-    if out_of_sight is not None:
-        out_of_sight = jnp.broadcast_to(by_group(out_of_sight, spec), scores.shape)
-    return scores, out_of_sight
+    masked = hidden(spec, arrays, away)
+    if masked is not None:
+        masked = jnp.broadcast_to(by_group(masked, spec), scores.shape)
+    return scores, masked
 
 
-def largest(scores: Array, out_of_sight: Array | None) -> Array:
-    """Largest logit of each head that is seen, fp32 ``[n]``, without a gradient; minus infinity where nothing is."""
-    seen = scores if out_of_sight is None else jnp.where(out_of_sight, -jnp.inf, scores)
-    return jax.lax.stop_gradient(jnp.max(seen, axis=(0, 3, 4)).reshape(-1))
+def max_logits(scores: Array, masked: Array | None) -> Array:
+    """Return the max logit of each head, fp32 ``[n]``, without a gradient; minus infinity if all are masked out."""
+    visible = scores if masked is None else jnp.where(masked, -jnp.inf, scores)
+    return jax.lax.stop_gradient(jnp.max(visible, axis=(0, 3, 4)).reshape(-1))
 
 
 def drop(probs: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:
-    """Probabilities ``[b, g, r, sq, skv]`` with a part of them dropped and the others scaled up; linear in them.
+    """Return probabilities ``[b, g, r, sq, skv]`` with some dropped and the others scaled up; linear in them.
 
-    What is dropped depends on the key, and on example, head and positions in the whole call: a device that has a part
-    of them, in whatever order, drops what one device would.
+    Which are dropped depends on the key, and on example, head and positions in the whole call: a device that has a
+    shard of them, in any order, drops the same ones as a single device.
     """
     if arrays.dropout_key is None or spec.dropout_rate == 0.0:
         return probs
@@ -62,6 +64,8 @@ def drop(probs: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:
     row = rows[:, :, None] + q_positions(spec, arrays)[None, None]
     row = jnp.broadcast_to(by_group(row, spec)[..., None], probs.shape).astype(jnp.uint32)
     column = jnp.broadcast_to(kv_positions(spec, arrays), probs.shape).astype(jnp.uint32)
+    # The hash itself, not jax.random.bits: that counts along the array's own axes, of which a device has a shard.
     bits, _ = threefry2x32_p.bind(words[0], words[1], row, column)
     kept = 1.0 - spec.dropout_rate
+    # 2^32, where a rate near 0 rounds to, does not fit in uint32.
     return jnp.where(bits < jnp.uint32(min(int(kept * 2**32), 2**32 - 1)), probs / kept, 0.0)

@@ -24,8 +24,8 @@ from jax_te.ops import (
     xla,
     zigzag_positions,
 )
-from jax_te.ops.attention.context_parallel import checks, part
-from jax_te.ops.attention.spec import shape_of
+from jax_te.ops.attention.checks import shape_of
+from jax_te.ops.attention.context_parallel import block, checks
 from jax_te.sharding import named_sharding
 from tests.support.context import AXES, B, D, N, S, attend, compare, context_mesh, host, operands, way
 from tests.support.numerics import TOLERANCE, assert_close, draw, without_type_checker
@@ -321,7 +321,7 @@ class Diagonals:
 def diagonals(monkeypatch: pytest.MonkeyPatch) -> Diagonals:
     backend = Diagonals()
     monkeypatch.setattr(checks, "explain_backend", backend.explain)
-    monkeypatch.setattr(part, "primitives", lambda name: {"te": backend, "xla": xla}[name])
+    monkeypatch.setattr(block, "primitives", lambda name: {"te": backend, "xla": xla}[name])
     return backend
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_te.ops import dot_product_attention, segments_from_cu_seqlens
-from jax_te.ops.attention.segments import places
+from jax_te.ops.attention.segments import segment_positions
 from jax_te.sharding import constrain
 from tests.support import oracles
 from tests.support.numerics import TOLERANCE, assert_close, draw, quick_jit, value_and_vjp, wide, without_type_checker
@@ -190,7 +190,7 @@ def test_packed_sequences_equal_each_one_alone(mask_type, window):
 
 
 def test_places_in_a_row():
-    got = places(jnp.array([[0, 4, 7]]), jnp.array([[3, 2, 0]]), 8)
+    got = segment_positions(jnp.array([[0, 4, 7]]), jnp.array([[3, 2, 0]]), 8)
     assert got.segment.tolist() == [[1, 1, 1, 0, 2, 2, 0, 0]]
     assert got.position.tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
     assert got.length.tolist() == [[3, 3, 3, 0, 2, 2, 0, 0]]

@@ -1,6 +1,9 @@
-"""Attention on a mesh: every device has a part of the batch, the heads and the sequence."""
+"""Attention on a mesh, where every device has a shard of the batch, the heads and the sequence.
 
-from jax_te.ops.attention.context_parallel.call import ContextParallel
-from jax_te.ops.attention.context_parallel.order import reorder_to_zigzag, undo_zigzag, zigzag_positions
+`on_mesh` runs it, by one of the schemes in `ring`, `all_gather` and `ulysses`; `zigzag` is the load-balanced order.
+"""
+
+from jax_te.ops.attention.context_parallel.sharding import ContextParallel
+from jax_te.ops.attention.context_parallel.zigzag import reorder_to_zigzag, undo_zigzag, zigzag_positions
 
 __all__ = ["ContextParallel", "reorder_to_zigzag", "undo_zigzag", "zigzag_positions"]

@@ -1,9 +1,9 @@
-"""Every rank gathers all keys and values; its own are queries.
+"""All-gather: every device has the keys and values of all, and its own shard of the queries.
 
-Plain JAX is told the places of queries and keys, whatever their order. cuDNN has masks along a diagonal only: for it,
-keys are put in natural order, and each chunk of queries sees those up to its own end, aligned with its last query.
-Which keys those are depends on the rank: every rank has a program of its own, or, where only the devices know the
-lengths of sequences, tells cuDNN how many there are.
+Plain JAX takes the positions of queries and keys, in any order. cuDNN has masks along a diagonal only: for it, keys are
+put in natural order, and each chunk of queries attends to the keys up to its own end, aligned with its last query.
+Which keys those are depends on the device: every device has a branch of its own, or, where sequence lengths are known
+on the devices only, tells cuDNN how many keys there are.
 """
 
 from __future__ import annotations
@@ -15,183 +15,195 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.ops.attention.context_parallel import part
-from jax_te.ops.attention.context_parallel.call import MeshCall, rank_positions
-from jax_te.ops.attention.context_parallel.order import chunk_order
+from jax_te.ops.attention.context_parallel import block
+from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput
+from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, shard_positions
+from jax_te.ops.attention.context_parallel.zigzag import chunk_order
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
 from jax_te.typing import Array
 
 
-def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
-    """Attention of a rank's queries."""
-    q, k, v = unpack(qkv)
-    k, v = _gather(call, k), _gather(call, v)
-    if call.backend == "xla":
-        return part.forward(call, (q, k, v), *_placed(call, arrays))
-
-    def attend(rank: Any) -> part.Result:
-        results = [
-            part.forward(call, (q[:, view.rows], k[:, view.columns], v[:, view.columns]), view.spec, view.arrays)
-            for view in _views(call, arrays, rank)
-        ]
-        logits = [result.max_logit for result in results if result.max_logit is not None]
-        return part.Result(
-            jnp.concatenate([result.out for result in results], axis=1),
-            jnp.concatenate([result.log_sum for result in results], axis=2),
-            functools.reduce(jnp.maximum, logits) if logits else None,
-        )
-
-    return _of_rank(call, attend)
-
-
-def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
-    """Gradients of a rank's queries, and of its keys and values, summed over all ranks."""
-    q, k, v = unpack(qkv)
-    k, v = _gather(call, k), _gather(call, v)
-
-    def differentiate(rank: Any) -> part.Gradients:
-        d_queries, d_keys, d_values, d_offsets = [], [], [], []
-        for view in _views(call, arrays, rank):
-            rows, columns = view.rows, view.columns
-            here = (q[:, rows], k[:, columns], v[:, columns])
-            found = part.backward(call, here, view.spec, view.arrays, out[:, rows], log_sum[:, :, rows], g[:, rows])
-            dq, dk, dv = unpack(found.qkv)
-            d_queries.append(dq)
-            d_keys.append(_among_all(call, view, dk))
-            d_values.append(_among_all(call, view, dv))
-            d_offsets += [] if found.offset is None else [found.offset]
-        dq = jnp.concatenate(d_queries, axis=1)
-        dk, dv = (part.total(parts).astype(k.dtype) for parts in (d_keys, d_values))
-        return part.Gradients((dq, dk, dv), None, functools.reduce(jnp.add, d_offsets) if d_offsets else None)
-
-    if call.backend == "xla":
-        found = part.backward(call, (q, k, v), *_placed(call, arrays), out, log_sum, g)
-    else:
-        found = _of_rank(call, differentiate)
-    dq, dk, dv = unpack(found.qkv)
-    return found._replace(qkv=(dq, _scatter(call, dk), _scatter(call, dv)))
-
-
-class View(NamedTuple):
-    """Some of a rank's queries, and the keys that cuDNN is given with them."""
+class QueryChunk(NamedTuple):
+    """Some of a device's queries, and the keys that cuDNN is given with them."""
 
     rows: slice
     columns: slice
     spec: AttentionSpec
     arrays: AttentionArrays
-    seen: Array | None
-    """Which of these keys the queries see at all, bool ``[b | 1, columns]``; None: all of them."""
+    visible: Array | None
+    """Which of these keys the queries attend to at all, bool ``[b | 1, columns]``; None: all of them."""
 
 
-def part_specs(call: MeshCall) -> list[AttentionSpec]:
-    """What cuDNN is asked for: the descriptions of all chunks."""
-    if not _is_static(call):
-        return [_chunk_spec(call)]
-    chunks = [chunk for rank in range(call.context_ranks) for chunk in _chunks(call, rank)]
-    return list(dict.fromkeys(_static_view(call, rows, start)[1] for rows, start in chunks))
+def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> BlockOutput:
+    """Return attention of a device's queries to all keys."""
+    q, k, v = unpack(qkv)
+    k, v = _all_gather(sharding, k), _all_gather(sharding, v)
+    if sharding.backend == "xla":
+        return block.forward(sharding, (q, k, v), *_with_positions(sharding, arrays))
+
+    def attend(device: Any) -> BlockOutput:
+        results = [
+            block.forward(sharding, (q[:, c.rows], k[:, c.columns], v[:, c.columns]), c.spec, c.arrays)
+            for c in _query_chunks(sharding, arrays, device)
+        ]
+        logits = [result.max_logit for result in results if result.max_logit is not None]
+        return BlockOutput(
+            jnp.concatenate([result.out for result in results], axis=1),
+            jnp.concatenate([result.log_sum for result in results], axis=2),
+            functools.reduce(jnp.maximum, logits) if logits else None,
+        )
+
+    return _on_device(sharding, attend)
 
 
-def _is_static(call: MeshCall) -> bool:
-    """Whether it is known before the call which keys a chunk sees."""
-    return call.spec.is_causal and not call.spec.is_padding
+def backward(
+    sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
+) -> BlockGradients:
+    """Return the gradients of a device's queries, and of its keys and values, summed over all devices."""
+    q, k, v = unpack(qkv)
+    # All-gathered again: residuals are shards, and a layer's gathered keys would live until its backward.
+    k, v = _all_gather(sharding, k), _all_gather(sharding, v)
+
+    def differentiate(device: Any) -> BlockGradients:
+        d_queries, d_keys, d_values, d_offsets = [], [], [], []
+        for chunk in _query_chunks(sharding, arrays, device):
+            rows, columns = chunk.rows, chunk.columns
+            operands = (q[:, rows], k[:, columns], v[:, columns])
+            gradients = block.backward(
+                sharding, operands, chunk.spec, chunk.arrays, out[:, rows], log_sum[:, :, rows], g[:, rows]
+            )
+            dq, dk, dv = unpack(gradients.qkv)
+            d_queries.append(dq)
+            d_keys.append(_of_all_keys(sharding, chunk, dk))
+            d_values.append(_of_all_keys(sharding, chunk, dv))
+            d_offsets += [] if gradients.offset is None else [gradients.offset]
+        dq = jnp.concatenate(d_queries, axis=1)
+        dk, dv = (block.sum_float32(chunks).astype(k.dtype) for chunks in (d_keys, d_values))
+        return BlockGradients((dq, dk, dv), None, functools.reduce(jnp.add, d_offsets) if d_offsets else None)
+
+    if sharding.backend == "xla":
+        gradients = block.backward(sharding, (q, k, v), *_with_positions(sharding, arrays), out, log_sum, g)
+    else:
+        gradients = _on_device(sharding, differentiate)
+    dq, dk, dv = unpack(gradients.qkv)
+    return gradients._replace(qkv=(dq, _reduce_scatter(sharding, dk), _reduce_scatter(sharding, dv)))
 
 
-def _of_rank(call: MeshCall, compute: Any) -> Any:
-    rank = jax.lax.axis_index(call.context_name)
-    if not _is_static(call):
-        return compute(rank)
-    return jax.lax.switch(rank, [functools.partial(compute, other) for other in range(call.context_ranks)])
+def block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
+    """Return the descriptions of all calls of cuDNN."""
+    if not _is_static(sharding):
+        return [_dynamic_spec(sharding)]
+    chunks = [chunk for device in range(sharding.context_shards) for chunk in _chunks(sharding, device)]
+    return list(dict.fromkeys(_static_columns(sharding, rows, start)[1] for rows, start in chunks))
 
 
-def _views(call: MeshCall, arrays: AttentionArrays, rank: Any) -> list[View]:
-    views = []
-    for rows, start in _chunks(call, rank):
-        if _is_static(call):
-            columns, spec = _static_view(call, rows, start)
-            views.append(View(rows, columns, spec, arrays, None))
+def _is_static(sharding: AttentionSharding) -> bool:
+    """Return whether the keys that a chunk attends to are known while tracing."""
+    return sharding.spec.is_causal and not sharding.spec.is_padding
+
+
+def _on_device(sharding: AttentionSharding, compute: Any) -> Any:
+    index = jax.lax.axis_index(sharding.context)
+    if not _is_static(sharding):
+        return compute(index)
+    # A branch for each device, with just the keys that its queries attend to: cuDNN's sizes are static, and the first
+    # device would otherwise compute as much as the last.
+    return jax.lax.switch(index, [functools.partial(compute, device) for device in range(sharding.context_shards)])
+
+
+def _query_chunks(sharding: AttentionSharding, arrays: AttentionArrays, device: Any) -> list[QueryChunk]:
+    chunks = []
+    for rows, start in _chunks(sharding, device):
+        if _is_static(sharding):
+            columns, spec = _static_columns(sharding, rows, start)
+            chunks.append(QueryChunk(rows, columns, spec, arrays, None))
         else:
-            spec, there = _chunk(call, arrays, start)
-            seen = None if there.kv_lengths is None and there.segments is None else _seen(spec, there)
-            views.append(View(rows, slice(0, call.spec.kv_length), spec, there, seen))
-    return views
+            spec, local = _dynamic_chunk(sharding, arrays, start)
+            visible = None if local.kv_lengths is None and local.segments is None else _visible(spec, local)
+            chunks.append(QueryChunk(rows, slice(0, sharding.spec.kv_length), spec, local, visible))
+    return chunks
 
 
-def _static_view(call: MeshCall, rows: slice, start: int) -> tuple[slice, AttentionSpec]:
-    """The keys that a chunk sees, and its description."""
-    size, spec = rows.stop - rows.start, call.spec
+def _static_columns(sharding: AttentionSharding, rows: slice, start: int) -> tuple[slice, AttentionSpec]:
+    """Return the keys that a chunk attends to, and its description."""
+    size, spec = rows.stop - rows.start, sharding.spec
     behind = spec.kv_length - spec.q_length if spec.is_bottom_right else 0
     first = max(start + behind - spec.window[0], 0) if spec.window[0] >= 0 else 0
     columns = slice(first, start + size + behind)
-    return columns, call.part(size, columns.stop - columns.start, "causal_bottom_right")
+    return columns, sharding.shard_spec(size, columns.stop - columns.start, "causal_bottom_right")
 
 
-def _among_all(call: MeshCall, view: View, gradient: Array) -> Array:
-    """The gradient of a view's keys among those of all; a kernel need not write those that its queries do not see."""
-    if view.seen is not None:
-        gradient = jnp.where(view.seen[..., None, None], gradient, jnp.zeros_like(gradient))
-    return part.put(gradient, view.columns, 1, call.spec.kv_length)
+def _of_all_keys(sharding: AttentionSharding, chunk: QueryChunk, gradient: Array) -> Array:
+    """Return the gradient of a chunk's keys as that of all keys."""
+    if chunk.visible is not None:
+        # cuDNN need not write the gradients of keys that no query attends to: there may be garbage.
+        gradient = jnp.where(chunk.visible[..., None, None], gradient, jnp.zeros_like(gradient))
+    return block.pad_to(gradient, chunk.columns, 1, sharding.spec.kv_length)
 
 
-def _chunk_spec(call: MeshCall) -> AttentionSpec:
-    mask_type = "padding_causal_bottom_right" if call.spec.is_causal else call.spec.mask_type
-    (rows, _), *_ = _chunks(call, 0)
-    return call.part(rows.stop - rows.start, call.spec.kv_length, mask_type)
+def _dynamic_spec(sharding: AttentionSharding) -> AttentionSpec:
+    mask_type = "padding_causal_bottom_right" if sharding.spec.is_causal else sharding.spec.mask_type
+    (rows, _), *_ = _chunks(sharding, 0)
+    return sharding.shard_spec(rows.stop - rows.start, sharding.spec.kv_length, mask_type)
 
 
-def _gather(call: MeshCall, x: Array) -> Array:
-    x = jax.lax.all_gather(x, call.context_name, axis=1, tiled=True)
-    return _reordered(call, x, back=True) if _natural(call) else x
+def _all_gather(sharding: AttentionSharding, x: Array) -> Array:
+    x = jax.lax.all_gather(x, sharding.context, axis=1, tiled=True)
+    return _reordered(sharding, x, back=True) if _needs_natural_order(sharding) else x
 
 
-def _scatter(call: MeshCall, x: Array) -> Array:
-    x = _reordered(call, x, back=False) if _natural(call) else x
-    return jax.lax.psum_scatter(x, call.context_name, scatter_dimension=1, tiled=True)
+def _reduce_scatter(sharding: AttentionSharding, x: Array) -> Array:
+    x = _reordered(sharding, x, back=False) if _needs_natural_order(sharding) else x
+    return jax.lax.psum_scatter(x, sharding.context, scatter_dimension=1, tiled=True)
 
 
-def _natural(call: MeshCall) -> bool:
-    return call.load_balanced and call.backend != "xla" and call.spec.mask_type != "no_mask"
+def _needs_natural_order(sharding: AttentionSharding) -> bool:
+    # Plain JAX compares positions, and without a mask the order of keys changes nothing: both save a copy of all keys.
+    return sharding.load_balanced and sharding.backend != "xla" and sharding.spec.mask_type != "no_mask"
 
 
-def _reordered(call: MeshCall, x: Array, *, back: bool) -> Array:
-    order = chunk_order(call.context_ranks)
+def _reordered(sharding: AttentionSharding, x: Array, *, back: bool) -> Array:
+    order = chunk_order(sharding.context_shards)
     chunks = jnp.split(x, len(order), axis=1)
-    return jnp.concatenate([chunks[place] for place in (np.argsort(order) if back else order)], axis=1)
+    return jnp.concatenate([chunks[index] for index in (np.argsort(order) if back else order)], axis=1)
 
 
-def _placed(call: MeshCall, arrays: AttentionArrays) -> tuple[AttentionSpec, AttentionArrays]:
-    rank, total = jax.lax.axis_index(call.context_name), call.spec.kv_length
-    keys = jnp.concatenate([rank_positions(call, other, total) for other in range(call.context_ranks)])
-    return part.placed(call, arrays, rank_positions(call, rank, call.spec.q_length), keys)
+def _with_positions(sharding: AttentionSharding, arrays: AttentionArrays) -> tuple[AttentionSpec, AttentionArrays]:
+    index, total = jax.lax.axis_index(sharding.context), sharding.spec.kv_length
+    keys = jnp.concatenate([shard_positions(sharding, other, total) for other in range(sharding.context_shards)])
+    return block.with_positions(sharding, arrays, shard_positions(sharding, index, sharding.spec.q_length), keys)
 
 
-def _chunks(call: MeshCall, rank: Any) -> list[tuple[slice, Any]]:
-    """Which rows of a rank's queries belong together, and the place of the first of them."""
-    ranks = call.context_ranks
-    if not call.load_balanced or call.spec.mask_type == "no_mask":
-        size = call.spec.q_length // ranks
-        return [(slice(0, size), rank * size)]
-    size = call.spec.q_length // (2 * ranks)
-    return [(slice(0, size), rank * size), (slice(size, 2 * size), (2 * ranks - 1 - rank) * size)]
+def _chunks(sharding: AttentionSharding, device: Any) -> list[tuple[slice, Any]]:
+    """Return the rows of a device's queries whose positions are contiguous, and the first of these positions."""
+    shards = sharding.context_shards
+    if not sharding.load_balanced or sharding.spec.mask_type == "no_mask":
+        size = sharding.spec.q_length // shards
+        return [(slice(0, size), device * size)]
+    size = sharding.spec.q_length // (2 * shards)
+    return [(slice(0, size), device * size), (slice(size, 2 * size), (2 * shards - 1 - device) * size)]
 
 
-def _chunk(call: MeshCall, arrays: AttentionArrays, start: Array) -> tuple[AttentionSpec, AttentionArrays]:
-    """One chunk for cuDNN, by how many of its queries there are, and how many keys up to the last of them."""
-    spec = _chunk_spec(call)
+def _dynamic_chunk(
+    sharding: AttentionSharding, arrays: AttentionArrays, start: Array
+) -> tuple[AttentionSpec, AttentionArrays]:
+    """Return spec and arrays of a chunk that tell cuDNN its number of queries, and of keys up to the last of them."""
+    spec = _dynamic_spec(sharding)
     segments = arrays.segments
     if segments is not None:
-        return spec, arrays._replace(segments=_segments_in(segments, start, spec))
+        return spec, arrays._replace(segments=_segments_of_chunk(segments, start, spec))
     if arrays.q_lengths is None or arrays.kv_lengths is None:
         return spec, arrays
     queries, keys = jnp.clip(arrays.q_lengths - start, 0, spec.q_length), arrays.kv_lengths
     if spec.is_causal:
-        behind = arrays.kv_lengths - arrays.q_lengths if call.spec.is_bottom_right else 0
+        behind = arrays.kv_lengths - arrays.q_lengths if sharding.spec.is_bottom_right else 0
         keys = jnp.clip(start + queries + behind, 0, arrays.kv_lengths)
     return spec, arrays._replace(q_lengths=queries, kv_lengths=keys.astype(jnp.int32))
 
 
-def _segments_in(segments: Segments, start: Array, spec: AttentionSpec) -> Segments:
-    """The parts of packed sequences whose queries lie in a chunk."""
+def _segments_of_chunk(segments: Segments, start: Array, spec: AttentionSpec) -> Segments:
+    """Return the packed sequences whose queries lie in a chunk, cut off at its ends."""
     end = segments.q_offsets + segments.q_lengths
     first, last = jnp.maximum(segments.q_offsets, start), jnp.minimum(end, start + spec.q_length)
     queries = jnp.maximum(last - first, 0)
@@ -201,8 +213,8 @@ def _segments_in(segments: Segments, start: Array, spec: AttentionSpec) -> Segme
     )
 
 
-def _seen(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
-    """Keys that a chunk sees, bool ``[b | 1, skv]``: a kernel need not write the gradients of the others."""
+def _visible(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
+    """Return the keys that any query of a chunk attends to, bool ``[b | 1, skv]``."""
     index = jnp.arange(spec.kv_length)[None]
     if arrays.segments is not None:
         s = arrays.segments

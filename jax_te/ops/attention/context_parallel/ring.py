@@ -1,7 +1,9 @@
-"""Keys and values travel around a ring of ranks; each adds its queries' attention to those that are with it.
+"""Ring attention: keys and values travel around a ring of devices, and each adds its queries' attention to the keys at
+hand.
 
-Under a causal mask a rank sees, of keys from elsewhere, all or none in natural order, and in zig-zag order always one
-half of the scores: all queries and the early keys of a rank before it, the late queries and all keys of one behind it.
+Under a causal mask in natural order, a device's queries attend to all keys of an earlier shard and to none of a later
+one. In zig-zag order they attend to one half of the scores of any other shard: all queries to the early keys of an
+earlier shard, the late queries to all keys of a later one.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Transformer Engine's ring attention.
 """
@@ -15,8 +17,9 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.attention.context_parallel import part
-from jax_te.ops.attention.context_parallel.call import MeshCall, rank_positions
+from jax_te.ops.attention.context_parallel import block
+from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput
+from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, shard_positions
 from jax_te.ops.attention.softmax_offset import offset_gradient, offset_of
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, MaskType, unpack
 from jax_te.typing import Array
@@ -24,54 +27,16 @@ from jax_te.typing import Array
 T = TypeVar("T")
 
 
-class Share(NamedTuple):
-    """What a rank computes of its queries' scores with some keys: which rows and columns, under which mask."""
+class RingStep(NamedTuple):
+    """The scores that a device computes at a step: which rows (queries) and columns (keys), under which mask."""
 
     rows: slice
     columns: slice
     mask_type: MaskType
 
 
-TOGETHER = 4
-"""Parts that are added up at a time: each addition reads and writes a sum in fp32, and each part takes memory."""
-
-
-def forward(call: MeshCall, qkv: QKV, arrays: AttentionArrays) -> part.Result:
-    """Attention of a rank's queries."""
-    q, k, v = unpack(qkv)
-    parts: list[part.Result] = []
-    for step in range(call.ring_ranks):
-        (k, v), parts = jax.lax.optimization_barrier(((k, v), parts))  # or all moves would come first
-        ahead = _move(call, k, v) if step + 1 < call.ring_ranks else (k, v)  # under way while the rest is computed
-
-        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> part.Result:
-            rows, columns = share.rows, share.columns
-            spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
-            out, log_sum, max_logit = part.forward(call, (q[:, rows], k[:, columns], v[:, columns]), spec, there)
-            size = q.shape[1]
-            return part.Result(part.put(out, rows, 1, size), part.put(log_sum, rows, 2, size, fill=-jnp.inf), max_logit)
-
-        parts.append(_seen_at(call, step, attend, _nothing, (q.shape[1], k.shape[1])))
-        if len(parts) == TOGETHER or step + 1 == call.ring_ranks:
-            parts = [part.merge(parts)]
-        k, v = ahead
-    out, log_sum, max_logit = parts[0]
-    offset = offset_of(call.part(q.shape[1], k.shape[1]), arrays)
-    if offset is not None:
-        whole = jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
-        out, log_sum = out * part.per_query(part.share(log_sum, whole)), whole
-    return part.Result(out.astype(q.dtype), log_sum, max_logit)
-
-
-def _nothing(like: part.Result) -> part.Result:
-    """Of no keys."""
-    out, log_sum, max_logit = like
-    low = None if max_logit is None else jnp.full(max_logit.shape, -jnp.inf, max_logit.dtype)
-    return part.Result(jnp.zeros(out.shape, out.dtype), jnp.full(log_sum.shape, -jnp.inf, log_sum.dtype), low)
-
-
-class Found(NamedTuple):
-    """Gradients of one step, of all of a rank's queries, keys and values, and of the bias."""
+class RingGradients(NamedTuple):
+    """Gradients of one step, of all of a device's queries, of the keys and values at hand, and of the bias."""
 
     q: Array
     k: Array
@@ -79,117 +44,181 @@ class Found(NamedTuple):
     bias: Array | None
 
 
-def backward(call: MeshCall, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array) -> part.Gradients:
-    """Gradients of a rank's queries, keys and values; those of keys and values follow them, a step behind."""
+# Each addition reads and writes a sum in fp32, each pending block takes memory: four share one addition.
+MERGED_BLOCKS = 4
+
+
+def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> BlockOutput:
+    """Return attention of a device's queries to all keys."""
+    q, k, v = unpack(qkv)
+    blocks: list[BlockOutput] = []
+    for step in range(sharding.ring_size):
+        # Each send waits for the step before. XLA runs one exchange at a time beside computation, and would otherwise
+        # make all sends first, which overlap with nothing and hold the keys of all devices at once.
+        (k, v), blocks = jax.lax.optimization_barrier(((k, v), blocks))
+        # Sent before it is used, so that it is under way while this step is computed.
+        received = _send(sharding, k, v) if step + 1 < sharding.ring_size else (k, v)
+
+        def attend(part: RingStep, k: Array = k, v: Array = v, step: int = step) -> BlockOutput:
+            rows, columns, size = part.rows, part.columns, q.shape[1]
+            spec, local = _block(sharding, arrays, step, part, (size, k.shape[1]))
+            out, log_sum, max_logit = block.forward(sharding, (q[:, rows], k[:, columns], v[:, columns]), spec, local)
+            log_sum = block.pad_to(log_sum, rows, 2, size, fill=-jnp.inf)
+            return BlockOutput(block.pad_to(out, rows, 1, size), log_sum, max_logit)
+
+        blocks.append(_at_step(sharding, step, attend, _no_keys, (q.shape[1], k.shape[1])))
+        if len(blocks) == MERGED_BLOCKS or step + 1 == sharding.ring_size:
+            blocks = [block.merge(blocks)]
+        k, v = received
+    out, log_sum, max_logit = blocks[0]
+    # Blocks are vanilla softmaxes, and the offset enters once, at the end: it would otherwise count once a step.
+    offset = offset_of(sharding.shard_spec(q.shape[1], k.shape[1]), arrays)
+    if offset is not None:
+        total = jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
+        out, log_sum = out * block.per_query(block.softmax_weight(log_sum, total)), total
+    return BlockOutput(out.astype(q.dtype), log_sum, max_logit)
+
+
+def backward(
+    sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
+) -> BlockGradients:
+    """Return the gradients of a device's queries, keys and values.
+
+    The gradients of keys and values follow them around the ring, one step behind.
+    """
     q, k, v = unpack(qkv)
     dq: list[Array] = []
     d_bias: list[Array] = []
-    behind: tuple[Array, ...] = ()  # gradients of the keys and values of the last step, on their way
-    for step in range(call.ring_ranks):
+    behind: tuple[Array, ...] = ()  # the sums so far for the keys and values of the step before
+    last = sharding.ring_size - 1
+    for step in range(sharding.ring_size):
+        # As in forward: keeps each send beside the attention of its own step.
         (k, v), behind, dq = jax.lax.optimization_barrier(((k, v), behind, dq))
-        moved = _move(call, *((k, v) if step + 1 < call.ring_ranks else ()), *behind)
-        ahead, behind = (moved[:2], moved[2:]) if step + 1 < call.ring_ranks else ((k, v), moved)
+        received = _send(sharding, *((k, v) if step < last else ()), *behind)
+        ahead, behind = (received[:2], received[2:]) if step < last else ((k, v), received)
 
-        def attend(share: Share, k: Array = k, v: Array = v, step: int = step) -> Found:
-            rows, columns = share.rows, share.columns
-            spec, there = _part(call, arrays, step, share, q.shape[1], k.shape[1])
-            here = (q[:, rows], k[:, columns], v[:, columns])
-            found = part.backward(call, here, spec, there, out[:, rows], log_sum[:, :, rows], g[:, rows])
-            dq, dk, dv = unpack(found.qkv)
-            size = k.shape[1]
-            dk, dv = part.put(dk, columns, 1, size), part.put(dv, columns, 1, size)
-            return Found(part.put(dq, rows, 1, q.shape[1]), dk, dv, found.bias)
+        def attend(part: RingStep, k: Array = k, v: Array = v, step: int = step) -> RingGradients:
+            rows, columns, sizes = part.rows, part.columns, (q.shape[1], k.shape[1])
+            spec, local = _block(sharding, arrays, step, part, sizes)
+            operands = (q[:, rows], k[:, columns], v[:, columns])
+            gradients = block.backward(sharding, operands, spec, local, out[:, rows], log_sum[:, :, rows], g[:, rows])
+            dq, dk, dv = unpack(gradients.qkv)
+            dk, dv = block.pad_to(dk, columns, 1, sizes[1]), block.pad_to(dv, columns, 1, sizes[1])
+            return RingGradients(block.pad_to(dq, rows, 1, sizes[0]), dk, dv, gradients.bias)
 
-        found = _seen_at(call, step, attend, _zeros, (q.shape[1], k.shape[1]))
-        dq, d_bias = [*dq, found.q], [*d_bias, *(() if found.bias is None else (found.bias,))]
-        if len(dq) == TOGETHER or step + 1 == call.ring_ranks:
-            dq, d_bias = [part.total(dq)], [part.total(d_bias)] if d_bias else []
-        behind = (found.k + behind[0], found.v + behind[1]) if behind else (found.k, found.v)
+        gradients = _at_step(sharding, step, attend, _zeros, (q.shape[1], k.shape[1]))
+        dq, d_bias = [*dq, gradients.q], [*d_bias, *(() if gradients.bias is None else (gradients.bias,))]
+        if len(dq) == MERGED_BLOCKS or step == last:
+            dq, d_bias = [block.sum_float32(dq)], [block.sum_float32(d_bias)] if d_bias else []
+        behind = (gradients.k + behind[0], gradients.v + behind[1]) if behind else (gradients.k, gradients.v)
         k, v = ahead
-    dk, dv = _move(call, *behind)
+    # A last send: the keys at hand are the next device's own.
+    dk, dv = _send(sharding, *behind)
     offset = arrays.softmax_offset
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
-    whole_bias = None if not d_bias or arrays.bias is None else d_bias[0].astype(arrays.bias.dtype)
-    return part.Gradients((dq[0].astype(q.dtype), dk, dv), whole_bias, d_offset)
+    bias_gradient = None if not d_bias or arrays.bias is None else d_bias[0].astype(arrays.bias.dtype)
+    return BlockGradients((dq[0].astype(q.dtype), dk, dv), bias_gradient, d_offset)
 
 
-def _zeros(like: Found) -> Found:
+def is_structured(sharding: AttentionSharding) -> bool:
+    """Return whether a device attends to all, half or none of the keys of any other, without comparing positions."""
+    spec = sharding.spec
+    no_window = spec.window[0] < 0 and (spec.is_causal or spec.window[1] < 0)
+    square = spec.q_length == spec.kv_length
+    return no_window and (spec.mask_type == "no_mask" or (spec.mask_type == "causal" and square))
+
+
+def block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
+    """Return the descriptions of all calls of cuDNN."""
+    sizes = sharding.spec.q_length // sharding.ring_size, sharding.spec.kv_length // sharding.ring_size
+    specs: list[AttentionSpec] = []
+    for step in range(sharding.ring_size):
+        for part in _parts_of_step(sharding, step, sizes):
+            if part is not None:
+                specs.append(_spec(sharding, part, *_taken(part, sizes)))
+    return list(dict.fromkeys(specs))
+
+
+def _no_keys(like: BlockOutput) -> BlockOutput:
+    """Return attention to no keys."""
+    out, log_sum, max_logit = like
+    low = None if max_logit is None else jnp.full(max_logit.shape, -jnp.inf, max_logit.dtype)
+    return BlockOutput(jnp.zeros(out.shape, out.dtype), jnp.full(log_sum.shape, -jnp.inf, log_sum.dtype), low)
+
+
+def _zeros(like: RingGradients) -> RingGradients:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
-def is_structured(call: MeshCall) -> bool:
-    """Whether a rank sees all, half or none of the keys of any other, which it then need not compare by position."""
-    spec = call.spec
-    whole = spec.window[0] < 0 and (spec.is_causal or spec.window[1] < 0)
-    return whole and (spec.mask_type == "no_mask" or (spec.mask_type == "causal" and spec.q_length == spec.kv_length))
+def _parts_of_step(
+    sharding: AttentionSharding, step: int, sizes: tuple[int, int]
+) -> tuple[RingStep | None, RingStep | None]:
+    """Return what a device computes with the keys from ``step`` devices before it: of an earlier shard, and, where the
+    ring has wrapped around, of a later one.
+    """
+    queries, keys = slice(0, sizes[0]), slice(0, sizes[1])
+    if step == 0 or not is_structured(sharding) or sharding.spec.mask_type == "no_mask":
+        part = RingStep(queries, keys, sharding.spec.mask_type)
+        return part, part
+    if not sharding.load_balanced:
+        return RingStep(queries, keys, "no_mask"), None
+    early_keys, late_queries = slice(0, sizes[1] // 2), slice(sizes[0] // 2, sizes[0])
+    return RingStep(queries, early_keys, "no_mask"), RingStep(late_queries, keys, "no_mask")
 
 
-def part_specs(call: MeshCall) -> list[AttentionSpec]:
-    """What cuDNN is asked for: the descriptions of all shares."""
-    sizes = call.spec.q_length // call.ring_ranks, call.spec.kv_length // call.ring_ranks
-    specs: list[AttentionSpec] = []
-    for share in (share for step in range(call.ring_ranks) for share in _shares(call, step, sizes)):
-        if share is not None:
-            spec = _spec(call, share, *(len(range(size)[taken]) for size, taken in zip(sizes, share[:2], strict=True)))
-            specs += [] if spec in specs else [spec]
-    return specs
-
-
-def _shares(call: MeshCall, step: int, sizes: tuple[int, int]) -> tuple[Share | None, Share | None]:
-    """What a rank sees of the keys from ``step`` ranks before it, and, if it has no such before it, behind it."""
-    everything = slice(0, sizes[0]), slice(0, sizes[1])
-    if step == 0 or not is_structured(call) or call.spec.mask_type == "no_mask":
-        share = Share(*everything, call.spec.mask_type)
-        return share, share
-    if not call.load_balanced:
-        return Share(*everything, "no_mask"), None
-    early = slice(0, sizes[1] // 2)
-    late = slice(sizes[0] // 2, sizes[0])
-    return Share(everything[0], early, "no_mask"), Share(late, everything[1], "no_mask")
-
-
-def _seen_at(
-    call: MeshCall, step: int, attend: Callable[[Share], T], nothing: Callable[[T], T], sizes: tuple[int, int]
+def _at_step(
+    sharding: AttentionSharding,
+    step: int,
+    attend: Callable[[RingStep], T],
+    nothing: Callable[[T], T],
+    sizes: tuple[int, int],
 ) -> T:
-    """``attend`` to what a rank sees at a step; where that is nothing, ``nothing`` of a result's shape."""
-    before, behind = _shares(call, step, sizes)
-    assert before is not None
-    if before == behind:
-        return attend(before)
+    """Return ``attend`` of what a device computes at a step; where that is nothing, ``nothing`` of a result's shape."""
+    earlier, later = _parts_of_step(sharding, step, sizes)
+    assert earlier is not None
+    if earlier == later:
+        return attend(earlier)
+    # A branch, not a mask: half of the devices would otherwise compute scores that they drop.
     return jax.lax.cond(
-        step <= _place(call),
-        lambda: attend(before),
-        lambda: nothing(jax.eval_shape(lambda: attend(before))) if behind is None else attend(behind),
+        step <= _index(sharding),
+        lambda: attend(earlier),
+        lambda: nothing(jax.eval_shape(lambda: attend(earlier))) if later is None else attend(later),
     )
 
 
-def _part(
-    call: MeshCall, arrays: AttentionArrays, step: int, share: Share, rows: int, columns: int
+def _block(
+    sharding: AttentionSharding, arrays: AttentionArrays, step: int, part: RingStep, sizes: tuple[int, int]
 ) -> tuple[AttentionSpec, AttentionArrays]:
-    if call.backend != "xla":
-        rows, columns = len(range(rows)[share.rows]), len(range(columns)[share.columns])
-        return _spec(call, share, rows, columns), arrays._replace(softmax_offset=None)
-    place = _place(call)
-    queries = rank_positions(call, place, call.spec.q_length)[share.rows]
-    keys = rank_positions(call, (place - step) % call.ring_ranks, call.spec.kv_length)[share.columns]
-    spec, there = part.placed(call, arrays._replace(softmax_offset=None), queries, keys)
-    if is_structured(call):
-        return _spec(call, share, spec.q_length, spec.kv_length), there
-    return dataclasses.replace(spec, softmax_type="vanilla"), there
+    """Return spec and arrays of a block, without the softmax's offset."""
+    arrays = arrays._replace(softmax_offset=None)
+    if sharding.backend != "xla":
+        return _spec(sharding, part, *_taken(part, sizes)), arrays
+    index = _index(sharding)
+    queries = shard_positions(sharding, index, sharding.spec.q_length)[part.rows]
+    keys = shard_positions(sharding, (index - step) % sharding.ring_size, sharding.spec.kv_length)[part.columns]
+    spec, local = block.with_positions(sharding, arrays, queries, keys)
+    if is_structured(sharding):
+        return _spec(sharding, part, spec.q_length, spec.kv_length), local
+    return dataclasses.replace(spec, softmax_type="vanilla"), local
 
 
-def _spec(call: MeshCall, share: Share, rows: int, columns: int) -> AttentionSpec:
-    return call.part(rows, columns, share.mask_type, softmax_type="vanilla")
+def _taken(part: RingStep, sizes: tuple[int, int]) -> tuple[int, int]:
+    return len(range(sizes[0])[part.rows]), len(range(sizes[1])[part.columns])
 
 
-def _place(call: MeshCall) -> Array:
-    return jax.lax.axis_index(call.context_name) // call.exchange_ranks
+def _spec(sharding: AttentionSharding, part: RingStep, rows: int, columns: int) -> AttentionSpec:
+    return sharding.shard_spec(rows, columns, part.mask_type, softmax_type="vanilla")
 
 
-def _move(call: MeshCall, *arrays: Array) -> tuple[Array, ...]:
-    """To the next rank of the ring. Arrays of one shape go as one: one exchange at a time runs beside computation."""
-    ranks, stride = call.context_ranks, call.exchange_ranks
-    to_next = [(rank, (rank + stride) % ranks) for rank in range(ranks)]
+def _index(sharding: AttentionSharding) -> Array:
+    return jax.lax.axis_index(sharding.context) // sharding.ulysses_size
+
+
+def _send(sharding: AttentionSharding, *arrays: Array) -> tuple[Array, ...]:
+    """Return what the device before sends while ``arrays`` are sent to the next one."""
+    shards, stride = sharding.context_shards, sharding.ulysses_size
+    to_next = [(device, (device + stride) % shards) for device in range(shards)]
     if len({(x.shape, x.dtype) for x in arrays}) > 1:
-        return tuple(jax.lax.ppermute(x, call.context_name, to_next) for x in arrays)
-    return tuple(jax.lax.ppermute(jnp.stack(arrays), call.context_name, to_next)) if arrays else ()
+        return tuple(jax.lax.ppermute(x, sharding.context, to_next) for x in arrays)
+    # As one array: XLA runs one exchange at a time beside computation, and a second would have nothing to hide behind.
+    return tuple(jax.lax.ppermute(jnp.stack(arrays), sharding.context, to_next)) if arrays else ()

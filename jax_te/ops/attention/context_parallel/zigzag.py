@@ -1,4 +1,4 @@
-"""The zig-zag order, in which every rank has as much to do under a causal mask as any other."""
+"""The zig-zag order of a sequence, in which a causal mask gives every device as many scores to compute as any other."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from jax_te.typing import Array
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
-def chunk_order(ranks: int) -> list[int]:
-    """Which of ``2 ranks`` chunks stand one after another: those of rank 0, those of rank 1 and so on.
+def chunk_order(shards: int) -> list[int]:
+    """Return the order of the ``2 shards`` chunks: those of shard 0, those of shard 1 and so on.
 
     >>> chunk_order(2)
     [0, 3, 1, 2]
     """
-    return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
+    return [chunk for shard in range(shards) for chunk in (shard, 2 * shards - 1 - shard)]
 
 
 def zigzag_positions(s: int, ranks: int | None = None) -> Array:
-    """Position in its sequence of every token of one in zig-zag order, int32 ``[s]``: for rotary and other position
-    embeddings, and for ``labels`` that are made later.
+    """Return the position of every token of a sequence in zig-zag order, int32 ``[s]``.
 
-    A sequence is cut into twice as many chunks as there are context ranks ``C``; rank ``r`` has chunks ``r`` and
-    ``2 C - 1 - r``, an early one with few keys to see and a late one with many.
+    Rotary and other position embeddings need it, and ``labels`` that are made later. A sequence is cut into twice as
+    many chunks as the context axis has devices, ``C``; device ``i`` has chunks ``i`` and ``2 C - 1 - i``, an early one
+    that attends to few keys and a late one that attends to many.
 
     Args:
         s: tokens of a whole sequence, a multiple of ``2 C``.
-        ranks: ``C``. None: of the mesh in use, 1 without one.
+        ranks: ``C``. None: size of the context axis of the mesh in use, 1 without a mesh.
 
     Raises:
-        ValueError: if ``s`` is no multiple of ``2 C``.
+        ValueError: if ``s`` is not a multiple of ``2 C``.
 
     Source: Megatron-Core's ``get_batch_on_this_cp_rank``; ``reorder_causal_load_balancing`` in te.jax.
 
@@ -47,18 +47,18 @@ def zigzag_positions(s: int, ranks: int | None = None) -> Array:
 
 
 def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArray:
-    """``x`` with one axis, its sequence, brought into zig-zag order, see `zigzag_positions`.
+    """Return ``x`` with its sequence axis brought into zig-zag order, see `zigzag_positions`.
 
     Reorder tokens and labels, ``[b, s]``, where they are read, before they are put on the devices: that is cheaper than
-    to reorder activations, and an array that is split over the axis already would be sent around.
+    to reorder activations, and reordering an array that is sharded along the axis would need communication.
 
     Args:
         x: an array of NumPy or JAX; so is the result.
-        ranks: context ranks. None: of the mesh in use, 1 without one.
-        axis: the sequence's.
+        ranks: size of the context axis. None: that of the mesh in use, 1 without a mesh.
+        axis: the sequence axis.
 
     Raises:
-        ValueError: if the axis is no multiple of twice the ranks.
+        ValueError: if the axis is not a multiple of twice ``ranks``.
 
     >>> reorder_to_zigzag(np.arange(8)[None], 2).tolist()
     [[0, 1, 6, 7, 2, 3, 4, 5]]
@@ -67,7 +67,7 @@ def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> A
 
 
 def undo_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArray:
-    """The opposite of `reorder_to_zigzag`.
+    """Return ``x`` in natural order: the inverse of `reorder_to_zigzag`.
 
     >>> undo_zigzag(reorder_to_zigzag(jnp.arange(8)[None], 2), 2).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -87,6 +87,7 @@ def _order(s: int, ranks: int) -> np.ndarray:
 
 
 def _take(x: AnyArray, order: np.ndarray, axis: int) -> AnyArray:
+    # NumPy arrays stay NumPy's: data loaders reorder on the host, where jnp would put each batch on a device.
     if isinstance(x, jax.Array):
         return jnp.take(x, jnp.asarray(order), axis=axis)
     return np.take(x, order, axis=axis)

@@ -1,0 +1,176 @@
+"""How an attention call is sharded over a mesh: known before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from jax_te.config import CP_COMM_TYPES
+from jax_te.ops.attention.spec import AttentionSpec, MaskType
+from jax_te.sharding import logical_to_spec
+from jax_te.sharding.internal import MeshAxes
+from jax_te.typing import LogicalAxes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """How devices that shard a sequence exchange keys and values.
+
+    Args:
+        cp_comm_type: ``"p2p"``: keys and values travel around a ring (Liu et al. 2023); ``"all_gather"``: every device
+            all-gathers them; ``"a2a"``: devices exchange shards of the sequence for heads (Ulysses, Jacobs et al.
+            2023); ``"a2a+p2p"``: Ulysses in groups of neighbours, a ring of groups (Fang and Zhao 2024).
+        hierarchical_context_parallel_sizes: how many neighbouring devices exchange heads, and how many such groups are
+            on a ring. Read, and then needed, by ``"a2a+p2p"`` on a mesh whose context axis is larger than 1.
+        cp_load_balanced: sequences are in zig-zag order, see `zigzag_positions`.
+
+    Raises:
+        ValueError: for an unknown type, or sizes that are not two positive integers.
+
+    >>> ContextParallel(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 4)).cp_load_balanced
+    False
+    """
+
+    cp_comm_type: str = "p2p"
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
+    cp_load_balanced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_type not in CP_COMM_TYPES:
+            raise ValueError(f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)}, got {self.cp_comm_type!r}")
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes is None:
+            return
+        object.__setattr__(self, "hierarchical_context_parallel_sizes", tuple(sizes))
+        if len(sizes) != 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+            raise ValueError(
+                f"hierarchical_context_parallel_sizes must be (a2a ranks, p2p ranks), two integers >= 1, got {sizes!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSharding:
+    """An attention call sharded over a mesh. Hashable: its rules are traced once for each.
+
+    Args:
+        spec: the whole call, as if it ran on one device.
+        mesh: the mesh in use.
+        axis_names: its axes that no surrounding ``shard_map`` has made manual.
+        batch, context, heads: mesh axes larger than 1 that shard examples, sequence and heads.
+        batch_shards, context_shards, head_shards: how many shards these make.
+        cp: how devices exchange keys and values.
+        gathers: every device all-gathers keys and values.
+        ulysses_size: how many neighbours exchange shards of the sequence for heads; 1: none do.
+        ring_size: how many devices, or groups of such neighbours, a ring has; 1: there is none.
+        load_balanced: sequences are in zig-zag order.
+        backend: what runs on each device.
+    """
+
+    spec: AttentionSpec
+    mesh: AbstractMesh
+    axis_names: MeshAxes
+    batch: MeshAxes
+    context: MeshAxes
+    heads: MeshAxes
+    batch_shards: int
+    context_shards: int
+    head_shards: int
+    cp: ContextParallel
+    gathers: bool
+    ulysses_size: int
+    ring_size: int
+    load_balanced: bool
+    backend: str = "xla"
+
+    def shard_spec(
+        self, q_length: int, kv_length: int, mask_type: MaskType | None = None, **changes: Any
+    ) -> AttentionSpec:
+        """Return the description of what one device computes at a time: some of its queries and some keys.
+
+        Args:
+            q_length, kv_length: how many queries and keys.
+            mask_type: None: the whole call's.
+            **changes: fields that differ from the whole call's.
+        """
+        spec, heads = self.spec, self.head_shards * self.ulysses_size
+        if mask_type == "no_mask" and spec.is_causal:
+            changes["window"] = (-1, -1)  # or the causal mask, which is a window that ends at the query, would stay
+        shape = spec.bias_shape
+        if shape is not None and spec.bias_type != "alibi":
+            sizes = (spec.batch // self.batch_shards, spec.heads // heads, q_length, kv_length)
+            changes["bias_shape"] = tuple(1 if size == 1 else local for size, local in zip(shape, sizes, strict=True))
+        return dataclasses.replace(
+            spec,
+            batch=spec.batch // self.batch_shards,
+            q_length=q_length,
+            kv_length=kv_length,
+            heads=spec.heads // heads,
+            groups=spec.groups // heads,
+            mask_type=spec.mask_type if mask_type is None else mask_type,
+            packed=spec.packed and not self.context,  # context parallelism moves keys and values, not queries
+            **changes,
+        )
+
+
+def attention_sharding(
+    spec: AttentionSpec, axes: LogicalAxes, mesh: AbstractMesh, cp: ContextParallel
+) -> AttentionSharding | None:
+    """Return how a call whose result has logical axes ``axes`` is sharded over ``mesh``.
+
+    The result is None if a surrounding ``shard_map`` has made all axes larger than 1 manual, and if head sizes are
+    sharded.
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = tuple([name for name, kind in types if kind != AxisType.Manual])
+    if len(axes) != 4 or all(mesh.shape[name] == 1 for name in free):
+        return None
+    dims: list[MeshAxes] = []
+    for entry in logical_to_spec(axes, mesh):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        dims.append(tuple([name for name in names if name in free and mesh.shape[name] > 1]))
+    batch, context, heads, head_dim = dims
+    if head_dim:
+        return None
+    if spec.is_bottom_right and not spec.is_padding and spec.q_length == spec.kv_length:
+        # The same mask under the name for which the ring and cuDNN have more kernels.
+        spec = dataclasses.replace(spec, mask_type="causal")
+    batch_shards, context_shards, head_shards = [prod([mesh.shape[name] for name in dim]) for dim in dims[:3]]
+    gathers = cp.cp_comm_type == "all_gather" and context_shards > 1
+    sizes = cp.hierarchical_context_parallel_sizes
+    ulysses_size = {"a2a": context_shards, "a2a+p2p": sizes[0] if sizes and context else 1}.get(cp.cp_comm_type, 1)
+    return AttentionSharding(
+        spec=spec,
+        mesh=mesh,
+        axis_names=free,
+        batch=batch,
+        context=context,
+        heads=heads,
+        batch_shards=batch_shards,
+        context_shards=context_shards,
+        head_shards=head_shards,
+        cp=cp,
+        gathers=gathers,
+        ulysses_size=ulysses_size,
+        ring_size=1 if gathers else context_shards // ulysses_size,
+        load_balanced=cp.cp_load_balanced and context_shards > 1,
+    )
+
+
+def shard_positions(sharding: AttentionSharding, index: Any, total: int) -> Any:
+    """Return the positions, int32 ``[s]``, of shard ``index`` of a sequence of ``total``.
+
+    A shard belongs to one device, or to a group of neighbours that have exchanged sequence for heads.
+    """
+    shards = sharding.context_shards // sharding.ulysses_size
+    size = total // shards
+    steps = jnp.arange(size, dtype=np.int32)
+    if not sharding.load_balanced:
+        return index * size + steps
+    half = size // 2
+    return jnp.where(steps < half, index * half + steps, (2 * shards - 2 - index) * half + steps)
