@@ -122,7 +122,7 @@ def crc32(body: dict[str, Any]) -> int:
     >>> crc32({"a": 1, "b": 2}) == crc32({"b": 2, "a": 1})
     True
     """
-    # Keys are sorted, because Orbax may give them back in another order.
+    # Keys are sorted: a metadata file that is read back need not have them in the order of writing.
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 

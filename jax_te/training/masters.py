@@ -62,7 +62,7 @@ def parameters_of(full: nnx.State, params: nnx.State, model: nnx.Module) -> nnx.
 def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, value: Any) -> QuantizedKernel:
     if quantizer_for(module.recipe, "kernel") != old.quantizer:
         raise ValueError(
-            f"a kernel of {type(module).__name__} is held as {old.quantizer}, and the train step runs under "
+            f"a kernel of {type(module).__name__} is stored as {old.quantizer}, and the train step runs under "
             f"{module.recipe}; call the step under the recipe that the state was created with"
         )
     new = module.quantized(kernel, value, portable=True)

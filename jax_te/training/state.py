@@ -148,7 +148,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     prepare_quantization(model, recipe)
     stored = [kernel for kernel in quantizable_kernels(model) if _is_quantized(*kernel[1:])]
     if stored and recipe is None:
-        raise ValueError("kernels are held quantized (fp8_param), so there must be a recipe to quantize them with")
+        raise ValueError("kernels are stored quantized (fp8_param), so there must be a recipe to quantize them with")
     exact = dict(nnx.to_flat_state(state.masters))
     for path, module, kernel in stored:
         # The parameter's own dtype, which the quantized kernel stands for, not the master's fp32.
