@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_te.layers.internal import check_tp_group
 from jax_te.random import RNGStatesTracker, StreamState
-from jax_te.remat import checkpoint
+from jax_te.remat import remat
 
 
 def te_checkpoint(
@@ -19,7 +19,7 @@ def te_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return ``forward_func(*args, **kwargs)``, which backward recomputes; see `jax_te.remat.checkpoint`.
+    """Return ``forward_func(*args, **kwargs)``, which backward recomputes; see `jax_te.remat.remat`.
 
     The recipe of an ``autocast`` around the call applies to both passes, delayed scaling's scales are inputs of both,
     and its state gets its next value once.
@@ -34,7 +34,7 @@ def te_checkpoint(
 
     Raises:
         TypeError: for another ``tp_group``, or a ``get_rng_state_tracker`` that does not give a tracker.
-        ValueError: as `jax_te.remat.checkpoint`.
+        ValueError: as `jax_te.remat.remat`.
 
     Source: ``megatron.core.extensions.transformer_engine.te_checkpoint``.
 
@@ -47,7 +47,7 @@ def te_checkpoint(
     if not (tracker is None or isinstance(tracker, RNGStatesTracker)):
         raise TypeError(f"get_rng_state_tracker must give a RNGStatesTracker, got {type(tracker).__name__}")
     call = functools.partial(
-        checkpoint,
+        remat,
         *(functools.partial(_run, tracker), *args),
         distribute_saved_activations=distribute_saved_activations,
         forward_func=forward_func,

@@ -16,7 +16,7 @@ from jax_te.config import RecomputeConfig
 from jax_te.layers import TransformerLayer
 from jax_te.quantize import QuantizerState
 from jax_te.quantize.internal import as_float32_inside
-from jax_te.remat import RecomputePolicy, checkpoint, recompute_policy, selective_recompute
+from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
 
 _NO_RECOMPUTE = RecomputeConfig()
@@ -92,12 +92,12 @@ def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | st
         if config.recompute_granularity is None:
             return
         raise ValueError(f"recompute_policy={policy!r} keeps everything; leave recompute_granularity None for that")
-    if not full and not chosen.keeps_nothing:
+    if not full and not chosen.saves_nothing:
         raise ValueError(
             f"recompute_policy={policy!r} says what full recomputation keeps, and recompute_granularity is "
             f"{config.recompute_granularity!r}; set recompute_granularity='full' in the config"
         )
-    if config.distribute_saved_activations and not chosen.keeps_nothing:
+    if config.distribute_saved_activations and not chosen.saves_nothing:
         raise ValueError(
             "distribute_saved_activations=True goes with recompute_policy='full' only, under which inputs are all that "
             f"is kept; got {policy!r}"
@@ -122,7 +122,7 @@ def run_layers(
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
         recompute: which layers, or which of their modules, backward recomputes.
-        policy: which residuals full recomputation saves inside of the layers, see `jax_te.remat.checkpoint`. Leave it
+        policy: which residuals full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it
             at its default without full recomputation.
         scan: run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled once; if
             groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see `runs_scanned`.
@@ -145,7 +145,7 @@ def run_layers(
     # Bound, not passed along: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
     plain = functools.partial(_run_group, mask_types or {})
     saved = functools.partial(
-        checkpoint,
+        remat,
         plain,
         policy=policy,
         distribute_saved_activations=recompute.distribute_saved_activations,

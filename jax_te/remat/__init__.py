@@ -1,6 +1,6 @@
-"""Recomputation: what backward keeps of a function, and what it computes again."""
+"""Rematerialization: which arrays backward reads as forward saved them, and which it computes again."""
 
-from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, RecomputePolicy, checkpoint, recompute_policy
+from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, RecomputePolicy, recompute_policy, remat
 from jax_te.remat.selective import selective_recompute
 from jax_te.remat.split_backward import split_vjp
 
@@ -8,8 +8,8 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "POLICIES",
     "RecomputePolicy",
-    "checkpoint",
     "recompute_policy",
+    "remat",
     "selective_recompute",
     "split_vjp",
 ]

@@ -1,4 +1,4 @@
-"""Recomputation: which arrays of a function are kept for backward, and where."""
+"""Remat policies: which arrays of a function are saved for backward, and where; `remat`, which applies one."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import jax
 import numpy as np
 
 from jax_te.config.internal import RECOMPUTE_POLICIES
-from jax_te.remat.sharded_input import checkpoint_in_parts
+from jax_te.remat.sharded_input import remat_with_sharded_input
 from jax_te.typing import Array
 
 CHECKPOINT_NAMES = ("quantized", "gemm", "ffn1", "ffn2", "norm", "activation", "context")
-"""Names that this package gives to arrays: ``"quantized"``, what GEMMs of backward read; ``"gemm"``, outputs of linear
-layers, which in `jax_te.ops.layernorm_mlp` have te.jax's names ``"ffn1"`` and ``"ffn2"``; outputs of norms, of
-activation functions and of attention cores."""
+"""Names that this package gives to arrays: ``"quantized"``, operands of backward's GEMMs; ``"gemm"``, outputs of linear
+layers, which in `jax_te.ops.layernorm_mlp` have te.jax's names ``"ffn1"`` and ``"ffn2"``; ``"norm"``, ``"activation"``
+and ``"context"``, outputs of norms, of activation functions and of attention cores."""
 
 _GEMMS = ("gemm", "ffn1", "ffn2", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """What of a checkpointed function is kept beside its inputs; all else is computed again in backward.
+    """The arrays of a function that are saved for backward, beside its inputs. Backward recomputes all others.
 
-    Arrays have names: this package's `CHECKPOINT_NAMES`, and those that ``jax.ad_checkpoint.checkpoint_name`` gives.
-    Without any field it keeps nothing, which is full recomputation.
+    Arrays are named: by this package, see `CHECKPOINT_NAMES`, or by ``jax.ad_checkpoint.checkpoint_name``.
+    Without any field the policy saves nothing, which is full recomputation.
 
     Args:
-        save: names of arrays that are kept where they are.
-        save_all_but: keep all arrays that have a name, but for these; ``()`` keeps all. Not with the other two.
-        offload: names of arrays that are moved to the host's memory, and back in backward.
+        save: names of arrays that are saved on the device.
+        save_all_but: save all named arrays except these; ``()`` saves all. Not together with the other two.
+        offload: names of arrays that forward moves to the host's memory, and backward moves back.
 
-    ``jax.checkpoint_policies.save_anything_except_these_names`` is not among these: it keeps what has no name, the
-    array that a name was given to among it, from which the named one is there for nothing; so it saves no memory.
+    There is no counterpart of ``jax.checkpoint_policies.save_anything_except_these_names``. It also saves unnamed
+    values. The input of ``checkpoint_name`` is unnamed, and the named value is a copy of it, so nothing is freed.
 
     Raises:
-        ValueError: for a name that is to be saved and offloaded, and for ``save_all_but`` with another field.
+        ValueError: for a name in both ``save`` and ``offload``, and for ``save_all_but`` with another field.
         TypeError: for a field that is no tuple of strings.
 
     Source: ``jax.checkpoint_policies``; ``transformer_engine.jax.checkpoint_policies``.
@@ -62,15 +62,15 @@ class RecomputePolicy:
             raise ValueError(f"{', '.join(sorted(twice))} cannot be both saved and offloaded; name it once")
 
     @property
-    def keeps_nothing(self) -> bool:
-        """Whether it is full recomputation."""
+    def saves_nothing(self) -> bool:
+        """Whether this policy is full recomputation."""
         return self == RecomputePolicy()
 
     def jax_policy(self) -> Callable[..., Any] | None:
-        """The same for ``jax.checkpoint(policy=...)``.
+        """Return this policy as ``jax.checkpoint`` takes it; None is JAX's full recomputation.
 
         Raises:
-            ValueError: if arrays are to be offloaded, and the default device has no ``pinned_host`` memory.
+            ValueError: if arrays are offloaded and the default device has no ``pinned_host`` memory.
         """
         policies = jax.checkpoint_policies
         if self.save_all_but is not None:
@@ -87,6 +87,7 @@ class RecomputePolicy:
 
 
 def _check_host_memory() -> None:
+    # Without this check XLA fails while compiling, and its error names neither the policy nor the array.
     device = jax.devices()[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if "pinned_host" not in kinds:
@@ -103,19 +104,22 @@ _POLICIES = (
     RecomputePolicy(save=(*_GEMMS, "quantized")),
     RecomputePolicy(offload=_GEMMS),
 )
-# The names stand in config, which imports without jax, for the command line's choices.
+# The names stand in config, which imports without jax: the command line offers them before it loads jax.
 POLICIES: dict[str, RecomputePolicy | None] = dict(zip(RECOMPUTE_POLICIES, _POLICIES, strict=True))
-"""Policies by name. ``"none"`` keeps everything; ``"full"`` nothing; ``"save_gemms"`` what linear layers and attention
-cores gave, so that neither runs again; ``"save_quantized"`` quantized operands as well, so that nothing is quantized
-twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""
+"""Policies by name. ``"none"`` saves everything; ``"full"`` nothing; ``"save_gemms"`` outputs of linear layers and of
+attention cores, so that neither runs again; ``"save_quantized"`` quantized operands as well, so that nothing is
+quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""
 
 
 def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | None:
-    """A policy, or the one of that name in `POLICIES`; None keeps everything.
+    """Return the policy itself, or the one of that name in `POLICIES`; None saves everything.
+
+    Args:
+        policy: a policy, a name or None.
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for anything else.
+        TypeError: for any other type.
 
     >>> recompute_policy("full")
     RecomputePolicy(save=(), save_all_but=None, offload=())
@@ -129,48 +133,51 @@ def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | 
     return policy
 
 
-def checkpoint(
+def remat(
     function: Callable[..., Any],
     *args: Any,
     policy: RecomputePolicy | str | None = "full",
     distribute_saved_activations: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, of which backward computes again what ``policy`` does not keep.
+    """Return ``function(*args, **kwargs)``; backward recomputes the arrays that ``policy`` does not save.
 
-    Results, gradients and next states of delayed scaling are those without it: random keys and scales are inputs, so
-    the second pass draws the same masks and quantizes with the same scales, and a state's next value leaves backward
-    once, as its gradient.
+    Results, gradients and next states of delayed scaling are those of the plain call. Random keys and scales are
+    inputs, so the second pass draws the same masks and quantizes with the same scales; the next value of a state
+    leaves backward once, as the state's gradient.
 
     Args:
-        function: of arrays and pytrees of arrays, a module among them; it may also be a module. Arguments without
-            arrays, like strings and flags, are passed on as they are.
-        *args, **kwargs: its arguments.
-        policy: see `RecomputePolicy`. None or ``"none"``: the call is as if it were not checkpointed.
-        distribute_saved_activations: keep the first array argument, ``[b, s, ...]``, split over the mesh's tensor ranks
-            along the sequence (logical axis ``sequence_parallel``), and gather it in backward. Forward reads it whole.
-            Without a mesh, and with one tensor rank, that is the array itself.
+        function: a function of arrays and pytrees of arrays (modules are such pytrees), or a module. Arguments without
+            arrays, like strings and flags, are passed on unchanged.
+        *args, **kwargs: arguments of ``function``.
+        policy: see `RecomputePolicy`. With None or ``"none"`` this is a plain call.
+        distribute_saved_activations: save the first array argument, ``[b, s, ...]``, sharded over the mesh's tensor
+            axis along the sequence (logical axis ``sequence_parallel``), and all-gather it in backward. Forward reads
+            it unsharded. Without a mesh, and on one tensor rank, the array itself is saved.
 
     Raises:
-        ValueError, TypeError: as `recompute_policy`; for ``distribute_saved_activations`` with another policy than
-            full recomputation, inside ``shard_map`` over the tensor axis, and for a first argument that cannot be split
-            so.
+        ValueError: for an unknown policy; with ``distribute_saved_activations`` also for any policy but full
+            recomputation, inside ``shard_map`` over the tensor axis, and for a first array argument that does not
+            divide.
+        TypeError: for a policy of another type.
 
     Source: ``transformer_engine.pytorch.checkpoint``.
 
     >>> import jax.numpy as jnp
-    >>> loss = lambda w, x: checkpoint(lambda w, x: jnp.sin(x @ w), w, x).sum()
+    >>> loss = lambda w, x: remat(lambda w, x: jnp.sin(x @ w), w, x).sum()
     >>> jax.grad(loss)(jnp.zeros((2, 2)), jnp.ones((1, 2))).tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
     chosen = recompute_policy(policy)
-    if distribute_saved_activations and (chosen is None or not chosen.keeps_nothing):
+    if distribute_saved_activations and (chosen is None or not chosen.saves_nothing):
         raise ValueError(
-            "distribute_saved_activations=True splits the input that full recomputation keeps; the policy is "
+            "distribute_saved_activations=True shards the input that full recomputation saves; the policy is "
             f"{policy!r}. Take 'full', or leave it off"
         )
     if chosen is None:
         return function(*args, **kwargs)
+    # jax.checkpoint traces each argument it is given, so it gets the arrays alone: flags and strings stay static.
+    # The function is flattened too, since it may be a module, whose arrays need gradients.
     first, rest = jax.tree.flatten(args), jax.tree.flatten((function, kwargs))
     leaves = [*first[0], *rest[0]]
     dynamic = [leaf for leaf in leaves if _is_array(leaf)]
@@ -184,8 +191,8 @@ def checkpoint(
 
     if distribute_saved_activations:
         if not any(map(_is_array, first[0])):
-            raise ValueError("distribute_saved_activations=True splits the first array argument, and there is none")
-        return checkpoint_in_parts(run, *dynamic)
+            raise ValueError("distribute_saved_activations=True shards the first array argument, and there is none")
+        return remat_with_sharded_input(run, *dynamic)
     return jax.checkpoint(run, policy=chosen.jax_policy())(*dynamic)
 
 

@@ -1,4 +1,4 @@
-"""Selective recomputation: parts of a layer that backward computes again, by name."""
+"""Selective recomputation: components of a layer that backward computes again, by name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _modules = jax.make_user_context(())
 
 @contextlib.contextmanager
 def selective_recompute(*modules: str) -> Iterator[None]:
-    """Have these parts of the layers that are traced or called inside computed again in backward.
+    """Recompute these components of all layers that are traced or called inside of the ``with`` block.
 
     - ``"core_attn"``: scores, softmax and dropout of attention cores.
     - ``"layernorm"``: outputs of the norms in `LayerNormLinear` and `LayerNormMLP`, and their quantized form.
     - ``"activation"``: the activation function's output in `LayerNormMLP`, and its quantized form.
-    - ``"mlp"``: `LayerNormMLP` as a whole, with the norm in front.
+    - ``"mlp"``: the whole of `LayerNormMLP`, its norm included.
 
-    Contexts nest; the innermost says it all. No GEMM runs twice for ``"layernorm"`` and ``"activation"``. A kernel that
-    is not quantized beforehand is quantized again with them.
+    Of nested contexts the innermost alone counts. ``"layernorm"`` and ``"activation"`` run no GEMM twice, but they
+    quantize the kernel again unless it is a cached kernel.
 
     Args:
-        *modules: some of `jax_te.config.RECOMPUTE_MODULES`; none: recompute nothing.
+        *modules: some of `jax_te.config.RECOMPUTE_MODULES`; without any, nothing is recomputed.
 
     Raises:
         ValueError: for another name.
@@ -46,7 +46,10 @@ def selective_recompute(*modules: str) -> Iterator[None]:
 
 
 def recomputed(module: str) -> bool:
-    """Whether the innermost `selective_recompute` names this module.
+    """Return whether the innermost `selective_recompute` names this module.
+
+    Args:
+        module: one of `jax_te.config.RECOMPUTE_MODULES`.
 
     >>> recomputed("mlp")
     False
@@ -55,13 +58,13 @@ def recomputed(module: str) -> bool:
 
 
 def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tuple[str, ...]]) -> Any:
-    """``function(x)``, of which backward computes again what `selective_recompute` says.
+    """Return ``function(x)``; backward recomputes it as the ambient `selective_recompute` says.
 
     Args:
-        function: the part of a layer, with its parameters.
+        function: a component of a layer, with its parameters.
         x: array or pytree of arrays.
-        kept: the part's own modules, and for each the names of arrays to keep if it is recomputed. Of several that are,
-            what all of them keep is kept.
+        kept: for each of the component's module names, the checkpoint names that stay saved if that module is
+            recomputed. If several modules are recomputed, the names that all of them list stay saved.
 
     >>> import jax.numpy as jnp
     >>> with selective_recompute("mlp"):
@@ -71,6 +74,7 @@ def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tupl
     chosen = [set(names) for module, names in kept.items() if recomputed(module)]
     if not chosen:
         return function(x)
+    # An array that one of these modules recomputes must not stay saved because another would save it.
     names = sorted(set.intersection(*chosen))
     policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
     return jax.checkpoint(function, policy=policy)(x)

@@ -1,4 +1,4 @@
-"""Full recomputation that keeps its input split over the tensor ranks."""
+"""Full recomputation whose saved input is sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from jax_te.sharding.internal import ranks_of
 from jax_te.typing import Array, LogicalAxes
 
 
-def checkpoint_in_parts(function: Callable[..., Any], *args: Array) -> Any:
-    """``function(*args)``, whose first argument ``[b, s, ...]`` is kept split along the sequence over the tensor ranks.
-
-    A ``jax.checkpoint`` with a constraint on the input would gather in forward, too: it runs the same equations twice.
+def remat_with_sharded_input(function: Callable[..., Any], *args: Array) -> Any:
+    """Return ``function(*args)``; backward recomputes it from a first argument that is saved sharded.
 
     Args:
-        function: of arrays.
-        *args: the arrays.
+        function: a function of arrays.
+        *args: the arrays. The first, ``[b, s, ...]``, is sharded over the tensor axis along the sequence.
 
     Raises:
-        ValueError: if the first argument is not ``[b, s, ...]``, its sequence does not divide over the ranks, or the
-            tensor axis is manual, inside ``shard_map``.
+        ValueError: if the first argument is not ``[b, s, ...]``, if its sequence does not divide over the mesh axes,
+            or if the tensor axis is manual (inside ``shard_map``).
 
     Source: ``distribute_saved_activations`` of ``transformer_engine.pytorch.checkpoint``.
 
     >>> import jax.numpy as jnp
-    >>> checkpoint_in_parts(jnp.sin, jnp.zeros((1, 2, 3))).shape
+    >>> remat_with_sharded_input(jnp.sin, jnp.zeros((1, 2, 3))).shape
     (1, 2, 3)
     """
-    whole = _axes(args[0])
-    parts: LogicalAxes = (whole[0], "sequence_parallel", *whole[2:])
-    _check(args[0], parts)
-    # Hoists what the function closes over: a custom derivative has none of arrays that are not its arguments.
+    unsharded = _axes(args[0])
+    sharded: LogicalAxes = (unsharded[0], "sequence_parallel", *unsharded[2:])
+    _check(args[0], sharded)
+    # A custom derivative gives no gradient to arrays that a function closes over: they are made arguments.
     closed, hoisted = jax.closure_convert(function, *args)
-    return _run(closed, whole, parts, *args, *hoisted)
+    return _run(closed, unsharded, sharded, *args, *hoisted)
 
 
 def _axes(x: Array) -> LogicalAxes:
@@ -49,40 +47,43 @@ def _axes(x: Array) -> LogicalAxes:
     return ("batch", "sequence", *(None for _ in x.shape[2:]))
 
 
-def _check(x: Array, parts: LogicalAxes) -> None:
+def _check(x: Array, sharded: LogicalAxes) -> None:
     mesh = current_mesh()
     if mesh is None:
         return
     if "tensor" in mesh.manual_axes:
         raise ValueError(
-            "distribute_saved_activations=True inside shard_map over the tensor axis: there every rank has arrays of "
-            "its own; call the checkpointed function outside"
+            "distribute_saved_activations=True inside shard_map over the tensor axis: there every device has arrays of "
+            "its own; call the recomputed function outside"
         )
-    over, ranks = ranks_of(logical_to_spec(parts, mesh)[1], mesh)
-    if x.shape[1] % ranks:
+    over, shards = ranks_of(logical_to_spec(sharded, mesh)[1], mesh)
+    # JAX refuses uneven shards too, but only in the constraint, and its error does not name the argument.
+    if x.shape[1] % shards:
         raise ValueError(
-            f"sequence length {x.shape[1]} of {x.shape} does not divide over mesh axes {over} = {ranks}; pad it, or "
+            f"sequence length {x.shape[1]} of {x.shape} does not divide over mesh axes {over} = {shards}; pad it, or "
             "leave distribute_saved_activations off"
         )
 
 
+# A custom derivative, because jax.checkpoint with a constraint on its input runs the same equations in both passes:
+# forward would all-gather the input as well.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(function: Callable[..., Any], whole: LogicalAxes, parts: LogicalAxes, *args: Array) -> Any:
+def _run(function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalAxes, *args: Array) -> Any:
     return function(*args)
 
 
 def _forward(
-    function: Callable[..., Any], whole: LogicalAxes, parts: LogicalAxes, x: Array, *rest: Array
+    function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalAxes, x: Array, *rest: Array
 ) -> tuple[Any, Any]:
-    return function(x, *rest), (constrain(x, parts), rest)
+    return function(x, *rest), (constrain(x, sharded), rest)
 
 
 def _backward(
-    function: Callable[..., Any], whole: LogicalAxes, parts: LogicalAxes, saved: Any, g: Any
+    function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalAxes, saved: Any, g: Any
 ) -> tuple[Any, ...]:
     x, rest = saved
-    # jax.checkpoint here keeps the compiler from taking forward's values in place of computing them again.
-    return jax.vjp(jax.checkpoint(function), constrain(x, whole), *rest)[1](g)
+    # Without jax.checkpoint the compiler may merge the second pass with forward's, and keep forward's values instead.
+    return jax.vjp(jax.checkpoint(function), constrain(x, unsharded), *rest)[1](g)
 
 
 _run.defvjp(_forward, _backward)

@@ -14,7 +14,7 @@ from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear
 from jax_te.ops import use_backend
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
-from jax_te.remat import checkpoint, selective_recompute
+from jax_te.remat import remat, selective_recompute
 from tests.support.numerics import assert_bitwise, draw, quick_jit
 from tests.support.reference import randomize
 
@@ -48,7 +48,7 @@ def loss_and_gradient(way: str) -> Any:
         def loss(parts: Any, x: jax.Array) -> jax.Array:
             with selective_recompute(*modules):
                 for graphdef, state in zip(graphdefs, parts, strict=True):
-                    x = checkpoint(lambda x, state, g=graphdef: nnx.merge(g, state)(x), x, state, policy=policy)
+                    x = remat(lambda x, state, g=graphdef: nnx.merge(g, state)(x), x, state, policy=policy)
             return jnp.mean(jnp.square(x))
 
         graphdefs, parts = zip(*map(nnx.split, blocks), strict=True)
