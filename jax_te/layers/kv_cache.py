@@ -99,18 +99,18 @@ class WindowKVCache:
         """
         if k.shape[1] + self.left > self.places:
             raise ValueError(
-                f"{k.shape[1]} tokens and the {self.left} before them do not fit a cache of {self.places} places; give "
+                f"{k.shape[1]} tokens and the {self.left} before them do not fit a cache of {self.places} slots; give "
                 f"at most {self.places - self.left} tokens a call, or build it for more"
             )
-        place = (self.length + jnp.arange(k.shape[1], dtype=jnp.int32)) % self.places
+        slots = (self.length + jnp.arange(k.shape[1], dtype=jnp.int32)) % self.places
 
-        def write(old: Array, new: Array, place: Array) -> Array:
+        def write(old: Array, new: Array, slots: Array) -> Array:
             # A scatter, because the slots of one call may wrap around the end of the ring.
-            return old.at[:, place].set(new.astype(old.dtype))
+            return old.at[:, slots].set(new.astype(old.dtype))
 
         put = auto_region(write, _AXES)
         return WindowKVCache(
-            k=put(self.k, k, place), v=put(self.v, v, place), length=self.length + k.shape[1], left=self.left
+            k=put(self.k, k, slots), v=put(self.v, v, slots), length=self.length + k.shape[1], left=self.left
         )
 
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:

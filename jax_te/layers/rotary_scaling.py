@@ -85,8 +85,8 @@ class Llama3Scaling:
         del base
         # The ramp is linear in the number of turns over the original context, the reciprocal of the wavelength.
         turns = self.original_max_position_embeddings * frequency / (2.0 * math.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
-        return kept * frequency + (1.0 - kept) * frequency / self.factor
+        unscaled = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        return unscaled * frequency + (1.0 - unscaled) * frequency / self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
