@@ -15,11 +15,11 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model, abstract_state, contexts, loss_fn, warnings_as_lines
+from jax_te.cli.inspect_sharding import show_sharding
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
-from jax_te.cli.sharding import show_sharding
 from jax_te.cli.table import table
 from jax_te.data import heldout_batches, load_text
 from jax_te.layers import quantizable_modules

@@ -33,6 +33,7 @@ class LoopPlan:
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
         inspect_every: steps that are inspected; 0 for none.
         tokens_per_step: for the speed.
+        learning_rates: the rate of each update, from the first of all, for the record.
     """
 
     steps: int
@@ -41,6 +42,24 @@ class LoopPlan:
     log_every: int
     tokens_per_step: int
     inspect_every: int = 0
+    learning_rates: Sequence[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopActions:
+    """What a run does with its states.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
+        evaluate: returns the held-out loss of a state.
+        save: ``(step, state)``; writes a checkpoint, and may return before it is on disk.
+        inspect: ``(step, state, batch)``, with the number of a step, the state before it and its batch. None: nothing.
+    """
+
+    step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
+    evaluate: Callable[[PyTree], float]
+    save: Callable[[int, PyTree], None]
+    inspect: Callable[[int, PyTree, Any], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,43 +121,35 @@ class StopRequest:
 
 def run_loop(
     state: PyTree,
-    *,
-    step_fn: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]],
     batches: Iterator[Any],
-    first: int,
+    actions: LoopActions,
     plan: LoopPlan,
+    *,
     log: MetricsLog,
-    evaluate: Callable[[PyTree], float],
-    save: Callable[[int, PyTree], None],
     progress: Progress,
-    learning_rates: Sequence[float] = (),
+    first: int = 0,
     skipped: int = 0,
-    inspect: Callable[[int, PyTree, Any], None] | None = None,
 ) -> LoopResult:
-    """Run steps ``first + 1 … plan.steps``.
+    """Run steps ``first + 1 … plan.steps``, and return what came of them.
 
-    The numbers of a step are read one step late, so that a device is never kept waiting for the host. In step order
-    the log gets each step's record, then its held-out loss, and only then its checkpoint is written: what is on disk
-    after a crash is never behind the checkpoint.
+    In step order the log gets each step's record, then its held-out loss, and only then its checkpoint is written: what
+    is on disk after a crash is never behind the checkpoint.
 
     Args:
         state: the state after step ``first``.
-        step_fn: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
-        batches: what the steps get, in order.
-        first: steps done already.
-        plan: see `LoopPlan`.
+        batches: of the steps, in order.
+        actions: what is done with states.
+        plan: how long and how often.
         log: gets the records.
-        evaluate: held-out loss of a state.
-        save: writes a checkpoint; may return before it is on disk.
         progress: shows the run.
-        learning_rates: recorded with the steps: the rate of each update, from the first of all.
+        first: steps done already.
         skipped: steps before ``first`` that made no update.
-        inspect: called before a step with its number, the state it starts from and its batch.
 
     Raises:
         ValueError: after `PATIENCE` steps in a row whose loss was not finite.
     """
-    recorder = _Recorder(plan, log, progress, learning_rates, skipped)
+    recorder = _Recorder(plan, log, progress, skipped)
+    # A step's numbers are read one step late: reading them waits for the device, which has the next step by then.
     pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
     def drain(keep: int) -> None:
@@ -151,23 +162,23 @@ def run_loop(
         with StopRequest() as stop:
             while step < plan.steps and stopped_by is None:
                 step, batch = step + 1, next(batches)
-                if inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
+                if actions.inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
                     drain(0)
-                    recorder.pause(inspect, step, state, batch)
-                state, metrics = step_fn(state, batch)
+                    recorder.pause(actions.inspect, step, state, batch)
+                state, metrics = actions.step(state, batch)
                 pending.append((step, metrics))
                 drain(1)
                 last = step == plan.steps
-                stopped_by = stop.signal  # looked at once a step: what stops the loop has also saved it
+                stopped_by = stop.signal  # read once a step, so that a signal that ends the loop also saves
                 heldout = None
                 if last or step % plan.eval_every == 0:
                     drain(0)
-                    heldout = recorder.pause(evaluate, state)
+                    heldout = recorder.pause(actions.evaluate, state)
                     log.write(step, {"heldout_loss": heldout})
                 if last or step % plan.save_every == 0 or stopped_by is not None:
                     drain(0)
-                    log.sync()
-                    recorder.pause(save, step, state)
+                    log.sync()  # before the checkpoint: a resumed run cuts the log after the step that it starts from
+                    recorder.pause(actions.save, step, state)
     finally:
         progress.stop()
     return LoopResult(
@@ -183,9 +194,8 @@ def run_loop(
 class _Recorder:
     """Turns a step's device scalars into a record, a progress update and a speed."""
 
-    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress, rates: Sequence[float], skipped: int):
-        self._plan, self._log, self._progress = plan, log, progress
-        self._rates, self._skipped = rates, skipped
+    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress, skipped: int):
+        self._plan, self._log, self._progress, self._skipped = plan, log, progress, skipped
         self._previous: float | None = None  # when the step before was seen; None before the first, which compiles
         self._busy = 0.0
         self._timed = 0
@@ -198,9 +208,9 @@ class _Recorder:
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         values = {"loss": values.pop("loss"), **values}
-        update = step - 1 - self._skipped
-        if update < len(self._rates):
-            values["learning_rate"] = float(self._rates[update])
+        update = step - 1 - self._skipped  # a skipped step does not advance the schedule
+        if update < len(self._plan.learning_rates):
+            values["learning_rate"] = float(self._plan.learning_rates[update])
         self._skipped += values.get("skipped", 0.0) > 0.0
         now = time.perf_counter()
         if self._previous is not None:
@@ -214,7 +224,7 @@ class _Recorder:
         self._give_up_if_lost(step, values)
 
     def pause(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do something whose time is not the steps'."""
+        """Return ``work(*args)``, whose time is left out of the speed."""
         begin = time.perf_counter()
         result = work(*args)
         if self._previous is not None:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import Trainer, contexts, warnings_as_lines
-from jax_te.cli.checks import check_precision, check_te_on_mesh, explain_backends
-from jax_te.cli.loop import LoopPlan, LoopResult, run_loop
+from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.resolve import output_folder, resolve
+from jax_te.cli.run_checks import check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
@@ -74,26 +74,19 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
             precision.write(step, statistics)
             log.chart(step, chart_values(statistics))
 
-        result = run_loop(
-            state,
-            step_fn=trainer.step,
-            batches=trainer.batches,
-            first=first,
-            plan=LoopPlan(
-                steps=config.steps,
-                save_every=config.save_every,
-                eval_every=config.eval_every,
-                log_every=config.log_every,
-                tokens_per_step=config.tokens_per_step,
-                inspect_every=config.inspect_every,
-            ),
-            log=log,
-            evaluate=trainer.evaluate,
-            save=trainer.save,
-            progress=progress,
+        plan = LoopPlan(
+            steps=config.steps,
+            save_every=config.save_every,
+            eval_every=config.eval_every,
+            log_every=config.log_every,
+            inspect_every=config.inspect_every,
+            tokens_per_step=config.tokens_per_step,
             learning_rates=trainer.learning_rates(),
-            skipped=int(state.skipped_steps),
-            inspect=inspect,
+        )
+        actions = LoopActions(step=trainer.step, evaluate=trainer.evaluate, save=trainer.save, inspect=inspect)
+        skipped = int(state.skipped_steps)
+        result = run_loop(
+            state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped
         )
     trainer.checkpointer.wait()
     plot_losses(output, bigram_entropy=bigram)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jax_te.cli.build import contexts
-from jax_te.cli.checks import check_te_on_mesh
 from jax_te.cli.main import main
 from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
+from jax_te.cli.run_checks import check_te_on_mesh
 from jax_te.metrics.log import EXTRA_HINT
 from jax_te.ops.te import available
 from tests.support.runs import MICRO, TEXT, assert_refused, records

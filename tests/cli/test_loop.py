@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from jax_te.cli.loop import PATIENCE, LoopPlan, StopRequest, run_loop
+from jax_te.cli.loop import PATIENCE, LoopActions, LoopPlan, StopRequest, run_loop
 from jax_te.metrics.log import MetricsLog, read_metrics
 from jax_te.metrics.progress import PlainProgress, RichProgress, Speed, clock, make_progress
 
@@ -37,17 +37,9 @@ class Run:
         cadence = {"save_every": 4, "eval_every": 3, "log_every": 5} | cadence
         plan = LoopPlan(steps=steps, tokens_per_step=100, **cadence)
         with MetricsLog(self.directory, resume_step=first) as log:
-            return run_loop(
-                first,
-                step_fn=step or self.step,
-                batches=itertools.count(first),
-                first=first,
-                plan=plan,
-                log=log,
-                evaluate=self.evaluate,
-                save=self.save,
-                progress=progress or PlainProgress(),
-            )
+            actions = LoopActions(step=step or self.step, evaluate=self.evaluate, save=self.save)
+            progress = progress or PlainProgress()
+            return run_loop(first, itertools.count(first), actions, plan, log=log, progress=progress, first=first)
 
 
 def losses(directory):

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from jax_te.cli.build import contexts
-from jax_te.cli.checks import check_precision, explain_backends
 from jax_te.cli.main import main
 from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
+from jax_te.cli.run_checks import check_precision, explain_backends
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
 from tests.support.runs import MICRO, assert_refused, records
 

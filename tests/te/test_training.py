@@ -33,7 +33,7 @@ def test_microbatches_and_fp8_parameters(name):
 
 
 def test_what_is_done_on_whole_tensors_is_refused_on_a_mesh():
-    """What `jax_te.cli.checks.check_te_on_mesh` refuses at the start, the step that does it would refuse."""
+    """What `jax_te.cli.run_checks.check_te_on_mesh` refuses at the start, the step that does it would refuse."""
     with use_backend("te"), jax.set_mesh(make_mesh(ParallelConfig(data=2))):
         for options in ({"microbatches": 2}, {"fp8_param": True}):
             run(recipe_from_name("current"), steps=1, **options)
