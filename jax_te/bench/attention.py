@@ -100,8 +100,10 @@ def _contestant(name: str, sizes: _Sizes, mesh: Mesh | None, attend: Attend, *, 
     def loss(q: Array, k: Array, v: Array, g: Array) -> Array:
         return jnp.sum(attend(q, k, v).astype(jnp.float32) * g.astype(jnp.float32))
 
+    # te.jax is inside of its own context for a mesh, which jax.set_mesh would replace.
     with contextlib.nullcontext() if mesh is None or own_mesh else jax.set_mesh(mesh):
         start = time.perf_counter()
+        # Gradients sharded as their inputs are, as in training; the compiler might leave them whole.
         where = None if mesh is None else (named_sharding(AXES, mesh),) * 3
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=where).lower(q, k, v, g).compile()
         seconds = time.perf_counter() - start

@@ -32,6 +32,7 @@ class SharedState:
 
     def take(self) -> Any:
         """Return the state, which is the caller's until `put`."""
+        # Not kept here while it is out: a step donates its buffers, and a second reference would keep them alive.
         held, self._held = self._held, None
         return self._create() if held is None else held
 
@@ -64,7 +65,7 @@ class Contestant:
         """Compile it, and take a step that does not count."""
         self._try(self._compile)
         if self.error is None:
-            self.round(tokens, 1)
+            self.round(tokens, 1)  # the first step of a program also loads it
             self.seconds.clear()
 
     def round(self, tokens: Array, calls: int) -> None:
@@ -79,6 +80,7 @@ class Contestant:
         print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
 
     def _steps(self, tokens: Array, calls: int) -> None:
+        # Waiting first, so that no work of the contestant before is timed.
         state, result = jax.block_until_ready(self.prepare(self.state.take())), None
         start = time.perf_counter()
         for _ in range(calls):
@@ -103,6 +105,7 @@ class Contestant:
         if analysis is None:
             return {}
         host = analysis.host_temp_size_in_bytes
+        # Outputs take over the arguments' buffers, so they are not counted again.
         peak = (analysis.argument_size_in_bytes + analysis.temp_size_in_bytes) / GIB
         return {"peak_gib": round(peak, 4)} | ({"host_gib": round(host / GIB, 4)} if host else {})
 

@@ -66,6 +66,7 @@ class Case:
         b, s, h, _, f = self.shape
         attention = 2 * b * s * 4 * h * h + 4 * b * s * s * h / 2
         linear = 2.0 * b * s * h * f
+        # Backward has two GEMMs for each of forward, hence three times its operations.
         forward = {"transformer_layer": attention + 2 * linear, "layernorm_mlp": 2 * linear, "layernorm_linear": linear}
         return 3 * forward[self.module]
 
@@ -146,7 +147,7 @@ def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None =
 def _ours(case: Case, backend: BackendName) -> Contestant:
     """Return jax_te's layer."""
     _, _, hidden, heads, ffn = case.shape
-    graphdefs: list[Any] = []
+    graphdefs: list[Any] = []  # static, so it leaves the jitted function beside its results
 
     def make() -> Any:
         options: dict[str, Any] = {"params_dtype": jnp.bfloat16, "rngs": nnx.Rngs(1)}
@@ -163,7 +164,7 @@ def _ours(case: Case, backend: BackendName) -> Contestant:
         return parts
 
     with autocast(case.recipe), use_backend(backend), _mesh(case):
-        params, quantizers, rest = jax.jit(make)()
+        params, quantizers, rest = jax.jit(make)()  # jitted, so that no device holds a whole sharded parameter
 
         def apply(variables: Any, x: Array) -> Array:
             return nnx.merge(graphdefs[0], *variables, rest)(x)
@@ -184,7 +185,7 @@ def _te_jax(case: Case) -> Contestant:
 def measure(contestants: Sequence[Contestant], settings: Settings) -> None:
     """Time the contestants in turn, so that a GPU that heats up slows all of them alike."""
     for contestant in contestants:
-        jax.block_until_ready(contestant.run())
+        jax.block_until_ready(contestant.run())  # a first call loads the program, which is not measured
     for _ in range(settings.rounds):
         for contestant in contestants:
             start = time.perf_counter()
@@ -201,6 +202,7 @@ def _mesh(case: Case) -> contextlib.AbstractContextManager[Any]:
 def _compiled(name: str, case: Case, apply: Callable[[Any, Array], Array], variables: Any) -> Contestant:
     """Compile the gradients of ``sum(apply(variables, x) * dy)`` with respect to ``variables`` and ``x``."""
     x = case.input()
+    # Random numbers, since the compiler could fold a gradient of ones.
     dy = case.draw(2, jax.eval_shape(apply, variables, x).shape, case.output_axes())
 
     def loss(variables: Any, x: Array, dy: Array) -> Array:

@@ -41,7 +41,7 @@ class Variant:
 
     @contextlib.contextmanager
     def context(self, backend: BackendName) -> Iterator[None]:
-        """Enter the variant's recipe and a backend."""
+        """Yield inside of the variant's recipe and a backend."""
         with autocast(self.recipe), use_backend(backend):
             yield
 
@@ -77,6 +77,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         with first.context(settings.backend):
             return create_train_state(first.build, _TX, key=jax.random.key(0))
 
+    # A state of billions of parameters fits once: all contestants step the same one.
     state = SharedState(create)
     tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
     contestants = [_contestant(variant, state, tokens, settings.backend) for variant in variants]
@@ -92,7 +93,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
 
 def _contestant(variant: Variant, state: SharedState, tokens: Any, backend: BackendName) -> Contestant:
     with variant.context(backend):
-        abstract = abstract_train_state(variant.build, _TX)
+        abstract = abstract_train_state(variant.build, _TX)  # shapes only: compiling needs no arrays
     step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX)
 
     def lower() -> Any:

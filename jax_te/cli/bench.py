@@ -60,7 +60,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "With --model: whole train steps, unrolled or scanned, under each way of recomputation. "
         "With --context-parallel: attention alone; of_one_device is a device's rate over the same library's on one."
     )
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter  # its options have lists as defaults
     add = parser.add_argument
     add("--modules", nargs="+", choices=MODULES, default=MODULES[:1], help="layers to measure")
     add("--recipes", nargs="+", default=RECIPES, help="recipes to measure")
@@ -122,7 +122,7 @@ def recompute(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the rows that were asked for as they come, and return the exit status, 0.
+    """Return the exit status, 0, once the rows that were asked for are printed.
 
     Raises:
         ValueError: for options without effect; if no train step of ``--model`` ran, with the first one's error.
@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     for row in _rows(args):
         print(json.dumps(row), flush=True)
         rows.append(row)
+    # A contestant that fails is a row, so that the others go on; no row at all is an error.
     if all("error" in row for row in rows):
         raise ValueError(f"nothing could be measured; {rows[0]['name']}: {rows[0]['error']}")
     if args.output:
@@ -148,6 +149,7 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
     layers = bool(args.sequence_parallel or args.hlo or args.modules != MODULES[:1])
     if args.model is None and given:
         raise ValueError(f"{flag(given[0])} is for whole train steps of a preset; give --model")
+    # Another measurement: its options would be ignored by this one.
     elsewhere = args.context_parallel is not None or args.microbatches is not None
     if args.model is not None and (layers or elsewhere or args.mesh or args.shape != [*DEFAULT_SHAPE]):
         raise ValueError(
@@ -227,6 +229,7 @@ def train_step_config(preset: str, recipe: str, way: str, layers: int | None) ->
         preset, recipe, way: their names.
         layers: of the stack. None: the preset's.
     """
+    # The dtype of a GPU, also where this runs on a CPU.
     given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
     if layers is not None:
         given["num_layers"] = layers

@@ -91,26 +91,28 @@ def _schedule(config: RunConfig) -> optax.Schedule:
 
 
 def optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """AdamW with the run's schedule."""
+    """Return AdamW with the run's schedule."""
     return adamw_with_schedule(_schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm)
 
 
 def loss_scaler(config: RunConfig) -> LossScale | None:
-    """fp16's gradients need one."""
+    """Return the loss scaler of an fp16 run, None for another dtype."""
+    # The small gradients of fp16 underflow; bf16 has the exponent range of fp32.
     return DynamicLossScale() if "float16" in (config.params_dtype, config.compute_dtype) else None
 
 
 def loss_fn(model: Any, batch: PyTree, key: Array | None) -> Array:
-    """Mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; ``key`` None is evaluation."""
+    """Return the mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; ``key`` None is evaluation."""
     return model.loss(batch["tokens"], batch["labels"], dropout_key=key)
 
 
 @contextlib.contextmanager
 def contexts(config: RunConfig) -> Iterator[Mesh | None]:
-    """The ambient recipe, backend and mesh of the run; gives the mesh."""
+    """Yield the mesh of the run, or None, inside of its ambient recipe, backend and mesh."""
     sizes = config.parallel_config()
     mesh = None if sizes is None else make_mesh(sizes, axis_type=config.mesh_axis_type)  # type: ignore[arg-type]
     with contextlib.ExitStack() as stack:
+        # All three are part of the jit cache key, so whatever is traced for the run must be traced inside.
         stack.enter_context(autocast(config.make_recipe()))
         stack.enter_context(use_backend(config.backend))  # type: ignore[arg-type]
         if mesh is not None:
@@ -136,19 +138,19 @@ class Trainer:
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
 
     def learning_rates(self) -> list[float]:
-        """The rate of each update of the run."""
+        """Return the rate of each update of the run."""
         schedule = _schedule(self.config)
         with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
             return np.asarray(jax.jit(schedule)(jnp.arange(self.config.steps))).tolist()
 
     def create(self) -> tuple[TrainState, int]:
-        """A new state, and its step, 0."""
+        """Return a new state, and its step, 0."""
         key = jax.random.key(self.config.seed)
         scaler, fp8_param = loss_scaler(self.config), self.config.fp8_param
         return create_train_state(*self._parts, key=key, scaler=scaler, fp8_param=fp8_param), 0
 
     def restore(self) -> tuple[TrainState, int]:
-        """The newest checkpoint's state and step; the batches go on from there."""
+        """Return the newest checkpoint's state and step, and let the batches go on from there."""
         state, data_state, step = self.checkpointer.restore(abstract_state(self.config))
         self.batches.set_state(data_state)
         return state, step
@@ -158,8 +160,8 @@ class Trainer:
         self.checkpointer.save(state, self.batches.get_state(), step)
 
     def evaluate(self, state: TrainState) -> float:
-        """Mean loss over the held-out batches, a microbatch at a time."""
-        parts = self.config.microbatches
+        """Return the mean loss over the held-out batches."""
+        parts = self.config.microbatches  # a whole batch might not fit into memory
         batches = heldout_batches(
             self.data.heldout,
             batch_size=self.config.batch_size // parts,
@@ -171,7 +173,7 @@ class Trainer:
 
 
 def abstract_state(config: RunConfig) -> TrainState:
-    """What a checkpoint of the run restores into; call it inside `contexts`."""
+    """Return what a checkpoint of the run restores into; call it inside `contexts`."""
     return abstract_train_state(
         model_builder(config), optimizer(config), scaler=loss_scaler(config), fp8_param=config.fp8_param
     )
@@ -179,7 +181,7 @@ def abstract_state(config: RunConfig) -> TrainState:
 
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Show a damaged checkpoint's warning as one line on stderr."""
+    """Yield with damaged checkpoints' warnings shown as one line on stderr; others are shown as before."""
 
     def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
         if issubclass(category, DamagedCheckpointWarning):
@@ -188,6 +190,7 @@ def warnings_as_lines() -> Iterator[None]:
             default(message, category, *rest, **more)
 
     with warnings.catch_warnings():
+        # Python shows a warning once per line of code; two damaged checkpoints are two lines for the user.
         warnings.simplefilter("always", DamagedCheckpointWarning)
         default, warnings.showwarning = warnings.showwarning, show
         yield

@@ -23,7 +23,7 @@ _EXTRA = ("grain", "rich", "matplotlib", "tensorboardX")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; status 1 if a recipe fails on the backend that every machine has."""
+    """Return the exit status of the report: 1 if a recipe fails on ``xla``, the backend of every machine."""
     del options
     _section("versions")
     _rows({"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"} | versions())
@@ -50,13 +50,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, or what installs it."""
+    """Return package -> version, or what installs it."""
     rows = {"jax-te": __version__}
     for package in _NEEDED:
         rows[package] = _version(package) or "missing; pip install jax-te"
     for package in _EXTRA:
         rows[package] = _version(package) or 'not installed; jax-te train needs it: pip install "jax-te[train]"'
     rows["transformer_engine"] = _version("transformer_engine") or "not installed; see docs/install.md"
+    # The wheels of these carry the CUDA version in their names; the newest that is installed is the one in use.
     for package in ("cudnn", "cublas", "nccl"):
         found = (_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", ""))
         rows |= {f"nvidia-{package}": version for version in list(filter(None, found))[:1]}
@@ -64,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, str]:
-    """What JAX computes on."""
+    """Return what JAX computes on: the platform, and a line for each device."""
     client = jax.devices()[0].client
     rows = {"platform": f"{jax.default_backend()}, {' '.join(client.platform_version.split()) or 'no version'}"}
     if client.platform_version.strip() in ("", "cpu", "<unknown>"):
@@ -80,7 +81,7 @@ def devices() -> dict[str, str]:
 
 
 def native_recipes() -> dict[str, str]:
-    """Recipe -> whether the device multiplies its operands natively, and why (not)."""
+    """Return recipe -> whether the device multiplies its operands natively, and why (not)."""
     rows = {}
     for name, recipe_type in RECIPES.items():
         if recipe_type is not None:
@@ -90,11 +91,12 @@ def native_recipes() -> dict[str, str]:
 
 
 def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
-    """Run a linear layer forward and backward under ``recipe``; whether it worked, and a line about it."""
+    """Return whether a linear layer runs forward and backward under ``recipe``, and a line about it."""
     try:
         explain_backend("dense", recipe=recipe, backend=backend)  # type: ignore[arg-type]
     except BackendUnavailableError as error:
         return False, f"no: {error}"
+    # GPUs train in bf16, which a CPU emulates.
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     x, kernel = jnp.ones((32, 64), dtype), jnp.full((64, 32), 0.5, dtype)
 
@@ -105,6 +107,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     begin = time.perf_counter()
     try:
         value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
+        # 64 products of 1 and 0.5 are 32, squared 1024; the tolerance is for FP8's and FP4's rounding.
         right = abs(float(value) - 1024.0) < 64.0 and all(bool(jnp.isfinite(g).all()) for g in gradients)
     except Exception as error:  # whatever a broken installation raises is what the user came to read
         return False, f"fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

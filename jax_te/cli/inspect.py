@@ -41,7 +41,11 @@ SENSITIVITY_BATCHES = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was asked for on stdout, and what it comes from on stderr."""
+    """Return the exit status, 0, once the report is on stdout, and the run and step that it is of on stderr.
+
+    Raises:
+        ValueError: for options that do not go together, a folder without a run, and nothing to inspect.
+    """
     _check_options(options)
     if options.sharding:
         return show_sharding(options)
@@ -70,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
 def _check_options(options: argparse.Namespace) -> None:
     if options.sharding:
         reports = ("recipes", "sensitivity")
+        # Arrays have the same axes under every recipe and for any text.
         for name in (*reports, "recipe", "precision_config", "data", "batch_size", "batches", "keep_bf16", "write"):
             if getattr(options, name):
                 raise ValueError(f"--sharding computes nothing, so leave --{name.replace('_', '-')} out")
@@ -86,13 +91,14 @@ def _check_options(options: argparse.Namespace) -> None:
         for name in ("data", "batch_size"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--recipes computes nothing, so --{name.replace('_', '-')} has no effect there")
+    # Checked before the measurement, which takes a pass for every layer.
     if options.write is not None and Path(options.write).exists():
         raise ValueError(f"--write {options.write} exists; give another name, or delete it")
 
 
 def _show_recipes(options: argparse.Namespace, config: RunConfig, recipe: Recipe | None) -> int:
     file = options.precision_config
-    rules = config.precision_config if file is None else read_rules(file)
+    rules = config.precision_config if file is None else read_rules(file)  # a run keeps the text of its file
     with contexts(config), autocast(recipe):
         model = abstract_model(config)
         report = None if rules is None else apply_rules(model, quantization_rules(rules))
@@ -115,9 +121,10 @@ def _show_statistics(
 ) -> int:
     batch, report = _batches(options, config, recipe, 1)[0], None
     with contexts(config), autocast(recipe):
-        model = exact_model(state)  # with the run's own rules and scales
+        model = exact_model(state)  # with the run's own rules and scales, and kernels as the masters have them
         if options.precision_config is not None:
             report = apply_rules(model, quantization_rules(read_rules(options.precision_config)))
+        # The checkpoint's amax histories are those of the layers that the run quantized; others have none yet.
         if recipe is not None and (report is not None or options.recipe is not None):
             calibrate_delayed_scaling(model, loss_fn, batch, recipe)
         if all(layer.training is None for layer in layer_recipes(model)):
@@ -161,7 +168,7 @@ def _show_sensitivity(
 
 
 def _batches(options: argparse.Namespace, config: RunConfig, recipe: Recipe | None, count: int) -> list[Any]:
-    """Batches of held-out text on the device."""
+    """Return batches of held-out text on the device."""
     size = options.batch_size or config.batch_size // config.microbatches
     tokens = size * config.seq_len
     if recipe is not None and tokens % recipe.alignment:
@@ -191,7 +198,7 @@ def _print_report(report: QuantizationReport | None) -> None:
 
 
 def _report_values(report: QuantizationReport | None) -> dict[str, Any]:
-    """A report as JSON can hold it."""
+    """Return a report as JSON can hold it."""
     if report is None:
         return {}
     rules = [{"module": m.path, "matcher": m.matcher, "config": m.config_key} for m in report.modules]
@@ -205,4 +212,5 @@ def _print_json(recipe: Recipe | None, values: dict[str, Any]) -> int:
 
 
 def _finite(value: float) -> float | None:
+    # JSON has no infinity, which a tensor without any error has in decibels.
     return value if math.isfinite(value) else None

@@ -20,7 +20,11 @@ from jax_te.sharding import ShardingReport, sharding_report
 
 
 def show_sharding(options: argparse.Namespace) -> int:
-    """Print the report of the run's, or the preset's, training state on its mesh or the one asked for."""
+    """Return the exit status, 0, once it is printed how the training state of the run, or of a preset, is sharded.
+
+    Raises:
+        ValueError: for a folder without a run, and for a mesh that could not train the model.
+    """
     config, name = _config(options)
     sizes = ParallelConfig.parse((config.mesh if options.mesh is None else options.mesh) or "")
     # Raises for a mesh that could not train it, were there only enough examples.

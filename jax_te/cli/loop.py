@@ -113,7 +113,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal = signal.Signals(number)
-        self._restore()
+        self._restore()  # so that a second signal ends a run that hangs
         line = f"\njax-te: {self.signal.name}: finishing this step and saving; once more to stop at once\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())  # print() must not be used in a handler: it may have been interrupted itself
@@ -130,7 +130,7 @@ def run_loop(
     first: int = 0,
     skipped: int = 0,
 ) -> LoopResult:
-    """Run steps ``first + 1 … plan.steps``, and return what came of them.
+    """Return the result of steps ``first + 1 … plan.steps``.
 
     In step order the log gets each step's record, then its held-out loss, and only then its checkpoint is written: what
     is on disk after a crash is never behind the checkpoint.
@@ -234,6 +234,7 @@ class _Recorder:
     def _give_up_if_lost(self, step: int, values: dict[str, float]) -> None:
         self._bad = 0 if math.isfinite(values["loss"]) else self._bad + 1
         if self._bad >= PATIENCE:
+            # Scaled fp16 loses single steps; this many in a row do not come back.
             raise ValueError(
                 f"the loss has not been finite since step {step - PATIENCE + 1}; start again in another --output with "
                 "a lower --learning-rate or a longer --warmup-steps, or with --params-dtype float32"

@@ -16,7 +16,7 @@ INPUT_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``jax-te`` with these arguments (None: the process's), and return its exit status.
+    """Return the exit status of ``jax-te`` run with these arguments (None: the process's).
 
     ValueError, TypeError, OSError and a lack of memory or of an extra become one line on stderr and status 2;
     ``--debug`` shows the traceback instead. Ctrl-C outside the training loop gives 130.
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        # Imported only now: commands import jax, which takes a second that --help and bad options do without.
         command = importlib.import_module(f"jax_te.cli.{options.command}")
         return command.run(options)
     except KeyboardInterrupt:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explain(error: Exception) -> str | None:
-    """One line for an error that the user can do something about; None for one that is a bug."""
+    """Return one line for an error that the user can do something about, None for one that is a bug."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "RESOURCE_EXHAUSTED" in text and isinstance(error, RuntimeError):
         advice = "lower --batch-size or raise --microbatches, or use --recompute-granularity full"
@@ -59,6 +60,7 @@ def explain(error: Exception) -> str | None:
         return f"{place}{error.strerror or text}{hint}"
     if isinstance(error, ModuleNotFoundError):
         return text
+    # ValueErrors of this package are written for users; those of other packages may need the traceback.
     if isinstance(error, ValueError | TypeError):
         return text if _raised_here(error) else f"{text[:300]} (--debug shows where)"
     return None

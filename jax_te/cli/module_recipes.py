@@ -30,7 +30,7 @@ class LayerRecipes:
 
 
 def layer_recipes(model: nnx.Module) -> list[LayerRecipes]:
-    """The recipes that the quantizable layers of ``model`` run under here, i.e. under the ambient recipe.
+    """Return the recipes that the quantizable layers of ``model`` run under, given the ambient recipe.
 
     >>> from jax_te.layers import MultiheadAttention, keep_in_high_precision
     >>> from jax_te.recipe import Float8CurrentScaling, autocast
@@ -44,7 +44,7 @@ def layer_recipes(model: nnx.Module) -> list[LayerRecipes]:
 
 
 def recipe_label(recipe: Recipe | None) -> str:
-    """A recipe's short name, or that there is none.
+    """Return a recipe's short name, or ``"high precision"`` for None.
 
     >>> recipe_label(None)
     'high precision'
@@ -53,6 +53,7 @@ def recipe_label(recipe: Recipe | None) -> str:
 
 
 def _describe(path: str, module: QuantizableModule) -> LayerRecipes:
+    # As QuantizableModule.recipe: a layer in high precision sees no ambient recipe, yet may have its own.
     ambient, own = None if module.high_precision else current_recipe(), module.module_recipe
     training, evaluation = (ambient if own is None else own.resolve(ambient, training=mode) for mode in (True, False))
     reasons = [_why(module, ambient, training=mode) for mode in (True, False)]

@@ -72,7 +72,7 @@ class Option:
         Raises:
             ValueError: for a value that the command line would refuse.
         """
-        if value is None:
+        if value is None:  # the library's or the recipe's default
             return None
         if isinstance(self.kind, tuple) and value not in self.kind:
             raise ValueError(f"{flag(name)} must be {either(self.kind)}, got {value!r}")
@@ -153,6 +153,7 @@ def auto_or_flag(text: str) -> bool | str:
 
 def _literal(config: type, field: str) -> tuple[str, ...]:
     """Return the names in a field's annotation, ``Literal[...]`` or ``Literal[...] | None``."""
+    # In place of a list beside the annotation: a name that the library adds is an option's choice at once.
     hint = get_type_hints(config)[field]
     return tuple(name for part in (hint, *get_args(hint)) for name in get_args(part) if isinstance(name, str))
 
@@ -211,6 +212,7 @@ class ModelOptions:
     num_layers: int = option(SIZE, "transformer layers")
     hidden_size: int = option(SIZE, "model dimension")
     num_heads: int = option(SIZE, "query heads", library=("num_attention_heads",))
+    # The next two follow a size that is given, which the preset's value would not fit.
     num_query_groups: int = option(SIZE, "key/value heads", shown="a --num-heads given, or preset")
     ffn_hidden_size: int = option(SIZE, "feed-forward size", shown="4 --hidden-size given, or preset")
     normalization: str = option(_literal(TransformerConfig, "normalization"), "norm of every layer")
@@ -233,6 +235,7 @@ class TrainingOptions:
     learning_rate: float = option(POSITIVE, "after warm-up")
     min_learning_rate: float = option(NON_NEGATIVE, "where cosine decay ends", shown="a tenth of it")
     warmup_steps: int = option(COUNT, "linear warm-up", shown="the preset's, at most --steps / 10")
+    # Not --steps of a resume: a longer run would have another learning rate at the steps that it has taken.
     decay_steps: int = option(SIZE, "where decay ends", shown="the --steps of the first start")
     weight_decay: float = option(NON_NEGATIVE, "of matrices, decoupled", 0.1)
     clip_norm: float = option(POSITIVE, "global gradient norm", 1.0)
@@ -265,6 +268,7 @@ class PrecisionOptions:
     bf16_layers_start: int = option(COUNT, "first layers not to quantize", 0, library=("num_layers_at_start_in_bf16",))
     bf16_layers_end: int = option(COUNT, "last layers not to quantize", 0, library=("num_layers_at_end_in_bf16",))
     precision_config: str | None = option(FILE, "YAML with rules for single layers; kept with the run", None)
+    # The defaults in words are resolved when a run is made, since they depend on its device.
     params_dtype: str = option(
         FLOAT_DTYPES, "half keeps fp32 masters", "float32", shown="bfloat16 on a GPU, else float32"
     )
@@ -300,6 +304,7 @@ class ExecutionOptions:
 class OutputOptions:
     """How often a run saves, evaluates and reports."""
 
+    # Presets set three of these; the defaults are for configurations of older versions, which lack fields.
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "newest checkpoints kept", 3)
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
@@ -394,7 +399,7 @@ _FLAGS = {name: flag(field) for field, row in OPTIONS.items() for name in row.li
 
 @contextlib.contextmanager
 def flags_named() -> Iterator[None]:
-    """Put flags for the names of fields into the message of a ValueError that the library raises inside.
+    """Yield, and put flags for the names of fields into the message of a ValueError that is raised inside.
 
     >>> with flags_named():
     ...     raise ValueError("hidden_size 3 is not divisible by num_attention_heads 2")

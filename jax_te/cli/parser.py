@@ -25,6 +25,7 @@ class Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
 
     def __init__(self, **kwargs: Any):
+        # Abbreviations would make every new option a change of what the old command lines mean.
         super().__init__(**({"allow_abbrev": False, "formatter_class": _Formatter} | kwargs))
 
     def parse_known_args(self, args=None, namespace=None):
@@ -62,7 +63,7 @@ def build_parser(command: str | None = None) -> Parser:
         made = _add_command(commands, name, summary[0].lower() + summary[1:], description)
         add_options(made, table, given_only=name == "train")
         if name == "train":
-            made.epilog = preset_table()
+            made.epilog = preset_table()  # behind the options, which it refers to
             for title, group in GROUPS.items():
                 add_options(made.add_argument_group(title), group, given_only=True)
     bench = _add_command(commands, "bench", "measure layers or train steps beside te.jax's")
@@ -99,6 +100,7 @@ def add_options(group: argparse._ActionsContainer, table: type, *, given_only: b
             settings |= {"type": row.kind.parse, "metavar": row.kind.metavar}
         else:
             settings["action"] = row.kind
+        # The field's own default, None, stands for the recipe's.
         if row.recipes and row.shown is None:
             default = recipe_defaults(row.recipes[0])[field.name]
         shown = _in_words(default) if row.shown is None else row.shown

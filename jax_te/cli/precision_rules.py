@@ -15,20 +15,21 @@ from jax_te.recipe import current_recipe
 
 
 def read_rules(path: str | Path) -> str:
-    """The text of a precision file, which `quantization_rules` takes.
+    """Return the text of a precision file, which `quantization_rules` takes.
 
     Raises:
         OSError: if it cannot be read.
         ValueError: if it holds no rules that can be used.
     """
     text = Path(path).read_text(encoding="utf-8")
+    # Checked here, where the file has a name; a run keeps its text only.
     with _naming(f"--precision-config {path}"):
         RecipeConfig.from_config_dict(parse_yaml(text, str(path)))
     return text
 
 
 def quantization_rules(text: str) -> RecipeConfig:
-    """The rules of a precision file's text, see `jax_te.megatron.RecipeConfig`.
+    """Return the rules of a precision file's text, see `jax_te.megatron.RecipeConfig`.
 
     Raises:
         ValueError: if it cannot be used.
@@ -42,6 +43,9 @@ def quantization_rules(text: str) -> RecipeConfig:
 
 def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:
     """Give every layer of ``model`` its precision, and the quantizer state it then needs under the ambient recipe.
+
+    Returns:
+        Which rule each layer got, and the rules that none got.
 
     Raises:
         ValueError: if a rule that applies cannot be used: as `apply_quantization_config`, and for ``fp8_param`` and
@@ -60,12 +64,13 @@ def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:
                     f"the rule for {path} sets {'fp8_param' if own.fp8_param else 'fp4_param'}; a run holds all "
                     "quantized kernels so, or none: leave it out and give --fp8-param"
                 )
+    # The layers were built without their rules: a rule may call for state that the ambient recipe does not.
     prepare_quantization(model, current_recipe())
     return report
 
 
 def rules_without_effect(report: QuantizationReport) -> str | None:
-    """What in a precision file does nothing for a model, in one line; None if everything has an effect.
+    """Return what in a precision file does nothing for a model, in one line; None if everything has an effect.
 
     >>> from jax_te.layers import Linear
     >>> rules_without_effect(apply_rules(Linear(16, 16, rngs=nnx.Rngs(0)), quantization_rules("")))
@@ -89,5 +94,6 @@ def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as error:
+        # The text of a KeyError is the repr of its message.
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(f"{what}: {text}") from error

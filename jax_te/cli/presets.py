@@ -40,6 +40,7 @@ PRESETS: dict[str, Preset] = {
     "gpt-125m": _preset("GPT-3 Small's layers", _GPT, (12, 768, 12, 12, 3072, 1024, 16), 6e-4),
     "gpt-1.3b": _preset("GPT-3 XL's layers with heads of 128", _GPT, (24, 2048, 16, 16, 8192, 2048, 8), 2e-4),
     "llama-1b": _preset("Llama 3.2 1B's layers", _LLAMA, (16, 2048, 32, 8, 8192, 2048, 8), 3e-4),
+    # Not to train: one layer of a model that does not fit, so that its step can be measured on one device.
     "llama-8b-layer": _preset(
         *("one layer of Llama 3 8B, to measure with", _LLAMA, (1, 4096, 32, 8, 14336, 2048, 4), 3e-4),
         steps=200,
@@ -53,6 +54,7 @@ def preset_table() -> str:
     """Return the presets as text for ``--help``: sizes, form, and training defaults of each."""
     lines = ["presets (each value can be overridden by its option):", ""]
     lines.append("  name            layers hidden heads groups   ffn   seq batch  steps learning-rate")
+    # Widths of the columns in the line above.
     widths = dict(zip((*_SIZES, "steps"), (6, 6, 5, 6, 5, 5, 5, 6), strict=True))
     for name, preset in PRESETS.items():
         sizes = " ".join(f"{preset.values[size]:>{width}}" for size, width in widths.items())

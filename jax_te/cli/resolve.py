@@ -1,4 +1,4 @@
-"""From what was typed to a `RunConfig`."""
+"""From the options that are given to a `RunConfig`: the run in the folder, presets and defaults fill in the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 
 
 def output_folder(options: argparse.Namespace) -> Path:
-    """``--output``, or ``runs/PRESET``, with the recipe's name behind it if there is one.
+    """Return ``--output``, or ``runs/PRESET``, with the recipe's name behind it if there is one.
 
     Raises:
         ValueError: if it is a file.
@@ -33,7 +33,7 @@ def output_folder(options: argparse.Namespace) -> Path:
 
 
 def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]:
-    """The run's configuration, and whether ``output`` holds checkpoints of it.
+    """Return the run's configuration, and whether ``output`` holds checkpoints of it.
 
     An option that is not given has the value of the run there; in a new run, its preset's value or its default. A run
     that has saved nothing yet starts again, and gives way to one of another configuration.
@@ -43,8 +43,9 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     """
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
     if "data" in given:
-        given["data"] = os.path.abspath(given["data"])
+        given["data"] = os.path.abspath(given["data"])  # a resume may be started in another folder
     if "precision_config" in given:
+        # The text, not the name: the run goes on with its rules whatever becomes of the file.
         given["precision_config"] = read_rules(given["precision_config"])
     saved = read_config(output)
     if not holds_run(output):
@@ -60,9 +61,10 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
 
 
 def new_config(given: dict[str, Any]) -> RunConfig:
-    """The configuration of a new run from the options that are given; the others are its preset's or defaults."""
+    """Return the configuration of a new run from the options that are given; others are its preset's or defaults."""
     name = given.get("preset", "tiny")
     values = {"preset": name} | PRESETS[name].values | given
+    # Sizes that follow from another: the preset's would not fit a size that is given.
     if "num_heads" in given:
         values["num_query_groups"] = given.get("num_query_groups", given["num_heads"])
     if "hidden_size" in given:
@@ -72,6 +74,7 @@ def new_config(given: dict[str, Any]) -> RunConfig:
         values["warmup_steps"] = min(values["warmup_steps"], steps // 10)
     values.setdefault("decay_steps", steps)
     values.setdefault("min_learning_rate", values["learning_rate"] / 10)
+    # A CPU emulates bf16, at a fraction of the speed of fp32.
     values.setdefault("params_dtype", "bfloat16" if jax.default_backend() == "gpu" else "float32")
     values.setdefault("compute_dtype", values["params_dtype"])
     return RunConfig(**values)

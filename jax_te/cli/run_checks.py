@@ -1,4 +1,4 @@
-"""What a run will do, looked at before it starts: the backend of every op, the recipe of every layer."""
+"""Checks before a run starts: the backend of every op, the recipe of every layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
 
 
 def explain_backends(config: RunConfig) -> list[str]:
-    """What runs each op of the model and why, one line for each backend and reason; call it inside `contexts`.
+    """Return what runs each op of the model and why, a line per backend and reason; call it inside `contexts`.
 
     Raises:
         BackendUnavailableError: if the backend asked for cannot run one of them.
@@ -43,9 +43,9 @@ def explain_backends(config: RunConfig) -> list[str]:
 
 
 def check_te_on_mesh(config: RunConfig) -> None:
-    """Whether ``--backend te`` can run all of the run's linear layers on its mesh; call it inside `contexts`.
+    """Raise ValueError if ``--backend te`` cannot run all linear layers on the run's mesh; call it inside `contexts`.
 
-    Transformer Engine's kernels run on each device's part of a layer. What is done on whole tensors is XLA's.
+    Transformer Engine's kernels run on each device's shard of a layer; XLA runs what reads whole tensors.
 
     Raises:
         ValueError: for what would fail once the run is under way, naming the options.
@@ -59,6 +59,7 @@ def check_te_on_mesh(config: RunConfig) -> None:
             f"--inspect-every looks at whole tensors, {where}; give --backend auto, under which XLA runs the "
             "inspections alone, or leave out --inspect-every"
         )
+    # In both cases kernels are quantized outside of the op, as global arrays.
     ahead = "--fp8-param holds" if config.fp8_param else f"--microbatches {config.microbatches} keeps"
     for recipe in _recipes_in_use(config):
         quantizers = {role: quantizer_for(recipe, role) for role in ROLES}
@@ -76,7 +77,7 @@ def check_te_on_mesh(config: RunConfig) -> None:
 
 
 def check_precision(config: RunConfig) -> QuantizationReport | None:
-    """What the run's rules do to its model, None without rules; call it inside `contexts`.
+    """Return what the run's rules do to its model, None without rules; call it inside `contexts`.
 
     Rules that have no effect are a warning on stderr.
 
@@ -107,6 +108,7 @@ def check_precision(config: RunConfig) -> QuantizationReport | None:
 
 def _check_layer(config: RunConfig, layer: LayerRecipes, module: QuantizableModule) -> None:
     kernels = [quantizer_for(recipe, "kernel") for recipe in (layer.training, layer.evaluation)]
+    # A kernel that is stored quantized exists in one format only.
     if config.fp8_param and None not in kernels and kernels[0] != kernels[1]:
         raise ValueError(
             f"--fp8-param holds the kernels of {layer.module} as {recipe_label(layer.training)} has them, and its rule "
@@ -127,9 +129,10 @@ def _check_layer(config: RunConfig, layer: LayerRecipes, module: QuantizableModu
 
 
 def _recipes_in_use(config: RunConfig) -> list[Recipe | None]:
-    """Every recipe that a layer trains under."""
+    """Return every recipe that a layer trains under."""
     rules, ambient = config.quantization_rules(), config.make_recipe()
     if rules is None:
+        # First and last layers run under no recipe, whose ops may be another backend's.
         kept = config.bf16_layers_start or config.bf16_layers_end
         return [ambient, None] if kept else [ambient]
     model = abstract_model(config)
@@ -151,5 +154,6 @@ def _attention(config: RunConfig) -> AttentionSpec:
         mask_type="causal",
         scale=d**-0.5,
         dropout_rate=config.dropout,
+        # Rotary embedding, and key/value heads of another number, take the fused projection apart.
         packed=config.position_embedding != "rope" and config.num_heads == config.num_query_groups,
     )

@@ -1,4 +1,4 @@
-"""What a training run leaves in its folder: ``config.json`` and checkpoints, and whether it can go on from there."""
+"""The files of a training run: ``config.json`` and the checkpoint folder, and whether a run can be resumed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ def write_config(config: RunConfig, directory: Path) -> None:
     text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
     partial = directory / (CONFIG_FILE + ".partial")
     partial.write_text(text, encoding="utf-8")
+    # A rename is atomic: a run that is killed here leaves the old file or the new one.
     os.replace(partial, directory / CONFIG_FILE)
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a run in ``directory`` has saved anything that could be resumed."""
+    """Return whether a run in ``directory`` has saved anything that could be resumed."""
     folder = directory / CHECKPOINT_FOLDER
+    # Orbax gives a checkpoint its number as a name once it is whole.
     return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
 def read_config(directory: Path) -> RunConfig | None:
-    """The configuration a run left in ``directory``, or None if there is none.
+    """Return the configuration a run left in ``directory``, or None if there is none.
 
     Raises:
         ValueError: if the file there is not a run's configuration.
@@ -40,6 +42,7 @@ def read_config(directory: Path) -> RunConfig | None:
     path = directory / CONFIG_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        # Files of other versions have fields too many or too few; those with defaults may be missing.
         known = {f.name for f in dataclasses.fields(RunConfig)}
         return RunConfig(**{name: value for name, value in values.items() if name in known})
     except FileNotFoundError:
@@ -49,7 +52,7 @@ def read_config(directory: Path) -> RunConfig | None:
 
 
 def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields whose values ``given`` now keep the run from being resumed: name -> (saved, given)."""
+    """Return the fields whose ``given`` values keep the run from being resumed: name -> (saved, given)."""
     pairs = {name: (getattr(saved, name), value) for name, value in given.items() if name not in MAY_CHANGE}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -69,7 +72,7 @@ def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path)
 
 
 def _shown(name: str, value: Any) -> str:
-    """A value in a message; of a file's text, its size and checksum."""
+    """Return a value for a message; for a file's text, its size and checksum."""
     if name != "precision_config" or value is None:
         return str(value)
     return f"a file of {len(value)} characters (CRC {zlib.crc32(value.encode()):08x})"

@@ -26,13 +26,13 @@ def recipe_defaults(name: str) -> dict[str, Any]:
     >>> recipe_defaults("block")
     {'fp8_format': 'e4m3', 'use_f32_scales': False, 'override_linear_precision': None}
     """
-    recipe: Any = recipe_from_name(name)
+    recipe: Any = recipe_from_name(name)  # Any: each field is one of some recipes' only
 
     def default(field: str) -> Any:
         if field == "fp8_format":
             return recipe.fp8_format.value
         if field == "override_linear_precision":
-            return None
+            return None  # config.json has names of GEMMs, and no name for none of them
         if field == "fp8_accumulation":
             return "precise" if recipe.fp8_gemm_fprop.use_split_accumulator else "fast"
         return not getattr(recipe, _INVERTED[field]) if field in _INVERTED else getattr(recipe, field)
@@ -64,6 +64,7 @@ def build_recipe(name: str, given: Mapping[str, Any]) -> Recipe | None:
         elif field == "override_linear_precision":
             arguments[field] = tuple(gemm in value.split(",") for gemm in GEMMS)
         elif field == "fp8_accumulation":
+            # One option for all three GEMMs; the library has a field for each.
             params = MMParams(use_split_accumulator=value == "precise")
             arguments |= {f"fp8_gemm_{gemm}": params for gemm in GEMMS}
         elif field in _INVERTED:

@@ -20,7 +20,11 @@ from jax_te.recipe import autocast
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the prompt and what follows it on stdout, and what it comes from on stderr."""
+    """Return the exit status, 0, once the prompt and its continuation are printed.
+
+    Raises:
+        ValueError: for a folder without a checkpoint, and an empty prompt.
+    """
     output = Path(options.output)
     config = read_config(output)
     if config is None or not holds_run(output):
@@ -52,7 +56,9 @@ def continue_text(
     top_k: int = 0,
     copies: int = 1,
 ) -> str:
-    """``length`` bytes that follow ``prompt``, as text; bytes that are no UTF-8, or would steer a terminal, are U+FFFD.
+    """Return ``length`` bytes that follow ``prompt``, as text.
+
+    Bytes that are no UTF-8, or would steer a terminal, are U+FFFD.
 
     Runs without quantization, on the backends that support decoding whatever the model was trained with. When the
     model's context is full, generation goes on from its second half.
@@ -72,7 +78,7 @@ def continue_text(
     if not text:
         raise ValueError("--prompt is empty; give at least one character")
     for _, module in quantizable_modules(model):
-        module.module_recipe = None
+        module.module_recipe = None  # decoding has one row of tokens, which no recipe's alignment allows
     window, begin, key = model.max_sequence_length, len(text), jax.random.key(seed)
     part = 0
     while len(text) < begin + length:

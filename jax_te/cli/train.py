@@ -41,7 +41,12 @@ SAMPLE_BYTES = 300
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; the status is 0, or 128 + the signal that ended the run."""
+    """Return the exit status of a training run: 0, or 128 + the signal that ended it.
+
+    Raises:
+        ValueError: for options that do not go together, and a folder that holds another run or is in use.
+    """
+    # Said before anything is made: a run that could not write its charts would fail at its end.
     for package in ("grain", "tensorboardX", "matplotlib", "rich"):
         require_extra(package)
     output = output_folder(options)
@@ -56,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
             trainer = Trainer(config, data, checkpointer)
             with warnings_as_lines():
                 state, first = trainer.restore() if resumes else trainer.create()
+            # Only now: a start that fails leaves no configuration that the next start would take up.
             write_config(config, output)
             progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
             return _train(trainer, state, first, output, progress)
@@ -66,6 +72,7 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
     bigram = byte_bigram_entropy(trainer.data.train, trainer.data.heldout)
+    # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
     with MetricsLog(output, resume_step=first) as log:
 
@@ -74,15 +81,9 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
             precision.write(step, statistics)
             log.chart(step, chart_values(statistics))
 
-        plan = LoopPlan(
-            steps=config.steps,
-            save_every=config.save_every,
-            eval_every=config.eval_every,
-            log_every=config.log_every,
-            inspect_every=config.inspect_every,
-            tokens_per_step=config.tokens_per_step,
-            learning_rates=trainer.learning_rates(),
-        )
+        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "tokens_per_step")
+        cadence = {name: getattr(config, name) for name in names}
+        plan = LoopPlan(**cadence, learning_rates=trainer.learning_rates())
         actions = LoopActions(step=trainer.step, evaluate=trainer.evaluate, save=trainer.save, inspect=inspect)
         skipped = int(state.skipped_steps)
         result = run_loop(
@@ -93,10 +94,12 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
     inspected = plot_precision(output) is not None
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
-        return 128 + result.stopped_by
+        return 128 + result.stopped_by  # as a shell reports a process that a signal ended
+    # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
     progress.facts(_outcome(result, heldout, bigram, output, inspected))
     sizes = config.parallel_config()
+    # On a mesh the batch is split: as many copies of the prompt as it has shards.
     copies = 1 if sizes is None else sizes.data * sizes.fsdp
     text = continue_text(result.state.model, PROMPT, SAMPLE_BYTES, seed=config.seed, copies=copies)
     progress.text("sample", PROMPT + text)
@@ -109,6 +112,7 @@ def _locked(output: Path) -> Iterator[None]:
     output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as file:
         try:
+            # The kernel drops the lock with the process, however that ends.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another jax-te train is running in {output}; end it, or give another --output") from None
@@ -125,7 +129,7 @@ def _facts(
     first: int,
     report: QuantizationReport | None,
 ) -> dict[str, str]:
-    """What a user should see at the start, one line each."""
+    """Return what a user should see at the start, one line each."""
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     groups = "" if config.num_query_groups == config.num_heads else f" in {config.num_query_groups} groups"
     dtypes = config.params_dtype
@@ -184,7 +188,7 @@ def _bytes(number: int) -> str:
 
 
 def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path, inspected: bool) -> dict[str, str]:
-    """What a user should see at the end."""
+    """Return what a user should see at the end."""
     rows = {
         "held-out loss": f"{heldout:.4f} nats per byte",
         "byte bigrams": f"{bigram:.4f} nats per byte, their entropy in the same text",

@@ -1,4 +1,4 @@
-"""What Megatron's attention core reads of a configuration."""
+"""Fields of a configuration that Megatron's attention core reads."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class AttentionConfig:
         softmax_scale: of the scores. None: ``1 / sqrt(d)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` (1 is added to the denominator) or ``"learnable"`` (the
             exponential of a parameter for each head is).
-        window_size: ``(left, right)`` positions that a query sees beside its own; -1: all. None: no window.
+        window_size: ``(left, right)`` positions that a query attends to beside its own; -1: all. None: no window.
         window_attn_skip_freq: which layers the window leaves out: an integer ``N``: every ``N``-th; one entry for each
             layer: where it is 0. None: no layer.
         qk_layernorm: normalize every head of queries and keys, with the model's ``normalization``, before positions
             turn them (Qwen 3).
-        apply_query_key_layer_scaling: without effect: Megatron divides scores by the layer's number, and multiplies by
-            it in the softmax, so that fp16 bears them; here scores are fp32.
+        apply_query_key_layer_scaling: without effect. Megatron divides scores by the layer's number, and multiplies by
+            it in the softmax, against overflow in fp16; here scores are fp32.
         attention_softmax_in_fp32: without effect: the softmax is always in fp32, as in Transformer Engine.
         batch_invariant_mode: attention splits keys and values in one part. It tunes a CUDA kernel that JAX does not
             have, so it has no effect.
-        qk_clip: give each head's largest logit beside the output, for clipping the query and key weights.
-        qk_clip_alpha, qk_clip_threshold: for who clips: how the factor ``threshold / logit`` is shared between query
-            and key, and from which logit on.
-        log_max_attention_logit: give each head's largest logit beside the output, for the log.
+        qk_clip: return each head's max logit beside the output, for clipping the query and key weights.
+        qk_clip_alpha, qk_clip_threshold: read by the clipping code: the exponent of ``threshold / logit`` for the query
+            weights (the key weights get the rest), and the max logit above which weights are clipped.
+        log_max_attention_logit: return each head's max logit beside the output, for the log.
         cp_comm_type: how context-parallel ranks exchange keys and values: one of `CP_COMM_TYPES`, or a list with one
             for each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
         hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, how many neighbouring context ranks exchange heads, and
             how many such groups are on a ring. None: there is no such exchange.
-        cp_load_balanced: context ranks have the tokens of a sequence in zig-zag order, so that each has as much to do
-            under a causal mask as any other; see `jax_te.ops.zigzag_positions`. `GPTModel` takes and gives natural
+        cp_load_balanced: shard the tokens of a sequence over the context axis in zig-zag order, so that every device
+            has the same work under a causal mask; see `jax_te.ops.zigzag_positions`. `GPTModel` takes and gives natural
             order all the same. Without effect where the mesh's context axis is 1.
 
     Lists become tuples, as a hashable configuration needs.
@@ -85,6 +85,7 @@ class AttentionConfig:
         check_choice(("vanilla", "off-by-one", "learnable"), softmax_type=self.softmax_type)
         for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
             value = getattr(self, name)
+            # YAML and JSON have lists only, and a configuration must be hashable: it is part of jit cache keys.
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         window = self.window_size
         pair = isinstance(window, tuple) and len(window) == 2 and all(_is_int(side) and side >= -1 for side in window)
@@ -97,6 +98,7 @@ class AttentionConfig:
             raise ValueError(
                 f"hierarchical_context_parallel_sizes must be two integers >= 1, (a2a ranks, p2p ranks), got {sizes!r}"
             )
+        # "not >" instead of "<=", so that nan is refused, too.
         if self.softmax_scale is not None and not self.softmax_scale > 0.0:
             raise ValueError(f"softmax_scale must be > 0, got {self.softmax_scale!r}")
         if not self.qk_clip_threshold > 0.0:
@@ -105,7 +107,7 @@ class AttentionConfig:
             raise ValueError(f"qk_clip_alpha must be in [0, 1], got {self.qk_clip_alpha!r}")
 
     def _check_layers(self, num_layers: int) -> None:
-        """Fields with an entry for each layer."""
+        """Check the fields with an entry for each layer."""
         skip: Any = self.window_attn_skip_freq
         each = isinstance(skip, tuple) and len(skip) == num_layers and all(entry in (0, 1) for entry in skip)
         if not (skip is None or (_is_int(skip) and skip >= 1) or each):
@@ -114,10 +116,11 @@ class AttentionConfig:
             )
         kinds = self.cp_comm_type
         if isinstance(kinds, tuple) and len(kinds) != num_layers:
+            # An AssertionError, as in Megatron.
             raise AssertionError(f"cp_comm_type has {len(kinds)} entries for {num_layers} layers; give one for each")
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
             check_choice((None, *CP_COMM_TYPES), cp_comm_type=kind)
 
 
 def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # bool is a subclass of int

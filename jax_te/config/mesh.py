@@ -55,9 +55,11 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: InitVar[int] = 1
     expert: InitVar[int] = 1
+    # As of jax.sharding.Mesh, for code that takes either.
     axis_names: tuple[str, ...] = field(default=MESH_AXES, init=False, repr=False)
 
     def __post_init__(self, pipeline: int, expert: int) -> None:
+        # Reserved axes are arguments already, so that a program that asks for one is told why it cannot have it.
         for name, size in {"pipeline": pipeline, "expert": expert}.items():
             if size != 1:
                 check_mesh_axis(name)
@@ -75,7 +77,7 @@ class ParallelConfig:
 
     @classmethod
     def parse(cls, text: str) -> ParallelConfig:
-        """From ``"data=2,fsdp=2,tensor=2"``; axes left out are 1.
+        """Return the sizes in ``"data=2,fsdp=2,tensor=2"``; axes left out are 1.
 
         Raises:
             ValueError: for an unknown, reserved or repeated axis, or a size that is not an integer >= 1.
@@ -91,6 +93,7 @@ class ParallelConfig:
                 raise ValueError(f"unknown mesh axis {name!r} in {text!r}; allowed: {', '.join(MESH_AXES)}")
             if name in sizes:
                 raise ValueError(f"mesh axis {name!r} is given twice in {text!r}")
+            # int() would also take "+2", " 2" and "2_0".
             if not value.isdigit():
                 raise ValueError(f"mesh axis {name!r} needs an integer size >= 1, got {value!r} in {text!r}")
             sizes[name] = int(value)

@@ -1,4 +1,4 @@
-"""What Megatron's linear layers read of a configuration, whatever model they are in."""
+"""Fields of a configuration that Megatron's linear layers read, in every model."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class ModelParallelConfig:
         self._check_sizes()
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; a model has one of them")
+        # These ask for something that JAX does another way. They are refused, so that nobody believes to have it.
         if self.init_model_with_meta_device:
             raise ValueError(
                 "init_model_with_meta_device=True: nnx.eval_shape(lambda: Model(...)) gives a module without arrays; "
@@ -122,7 +123,9 @@ class ModelParallelConfig:
                 "parts --xla_gpu_threshold_for_windowed_einsum_mib and --xla_gpu_multi_streamed_windowed_einsum"
             )
         check_choice(SYMMETRIC_AR_TYPES, symmetric_ar_type=self.symmetric_ar_type)
+        # One spelling of a dtype, so that equal configurations are equal: np.float32 and "float32" are not.
         object.__setattr__(self, "params_dtype", float_dtype("params_dtype", self.params_dtype))
+        # Configurations are static fields of modules, and so part of jit cache keys.
         try:
             hash(self.quant_recipe)
         except TypeError:
@@ -143,6 +146,7 @@ class ModelParallelConfig:
                 "sequence_parallel=True needs tensor parallelism: set tensor_model_parallel_size to the size of the "
                 "mesh's tensor axis"
             )
+        # The mesh has no such axis yet: experts would silently be on every device.
         if self.expert_model_parallel_size != 1:
             raise ValueError(
                 f"expert_model_parallel_size must be 1, got {self.expert_model_parallel_size}: the mesh axis 'expert' "

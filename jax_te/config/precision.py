@@ -23,6 +23,7 @@ _CHOICES = {
     "fp4": (None, "e2m1"),
     "fp4_recipe": ("nvfp4", "custom"),
 }
+# Megatron's defaults, which are not those of TE: a history of one step.
 _DELAYED_ONLY = {
     "fp8_margin": 0,
     "fp8_amax_history_len": 1,
@@ -100,6 +101,7 @@ class PrecisionConfig:
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
+        # Megatron's argument parser sets every field; one at its default was not asked for.
         if self.fp8 is not None and self.fp8_recipe != "delayed":
             for name, default in _DELAYED_ONLY.items():
                 if getattr(self, name) != default:
@@ -123,5 +125,6 @@ class PrecisionConfig:
                 f"{kind}_recipe 'custom' needs {kind}_quantizer_factory, the dotted path of its factory, "
                 "e.g. 'my_package.recipes.make_quantizer'"
             )
+        # Without fp8 or fp4 the factory says nothing, like their other fields.
         if on and factory and not custom:
             raise ValueError(f"{kind}_quantizer_factory={factory!r} has no effect, because {kind}_recipe is not custom")

@@ -1,4 +1,4 @@
-"""What backward computes again, in Megatron's words."""
+"""Recomputation of activations, in Megatron's words."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class RecomputeConfig:
         check_bool(distribute_saved_activations=self.distribute_saved_activations)
         check_choice((None, "full", "selective"), recompute_granularity=self.recompute_granularity)
         check_choice((None, "uniform", "block"), recompute_method=self.recompute_method)
+        # Megatron's default, in every granularity; that it was given cannot be told from it.
         given = self.recompute_modules
         modules = ("core_attn",) if given is None else tuple(given)
         if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):

@@ -78,6 +78,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     compute_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
+        # Not super(): the four bases do not call each other's.
         ModelParallelConfig.__post_init__(self)
         PrecisionConfig.__post_init__(self)
         AttentionConfig.__post_init__(self)
@@ -92,7 +93,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
         )
-        fill = object.__setattr__
+        fill = object.__setattr__  # the dataclass is frozen, and what is filled in depends on other fields
         groups, ffn, channels = self.num_query_groups, self.ffn_hidden_size, self.kv_channels
         groups = self.num_attention_heads if groups is None else groups
         ffn = 4 * self.hidden_size if ffn is None else ffn
@@ -123,22 +124,24 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.num_layers:
                 raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
-        self._check_layers(self.num_layers)
+        self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
         self._fill_initializers()
         compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
 
     def _fill_initializers(self) -> None:
+        # Each layer adds two outputs to the residual stream; so scaled, its variance does not grow with the depth.
         scaled = self.init_method_std / math.sqrt(2.0 * self.num_layers)
         for name, std in (("init_method", self.init_method_std), ("output_layer_init_method", scaled)):
             given = getattr(self, name)
+            # One that was filled in is replaced by dataclasses.replace(config, init_method_std=...).
             if given is None or isinstance(given, FilledInit):
                 object.__setattr__(self, name, FilledInit(std))
             elif not callable(given) or type(given).__hash__ is None:
                 raise TypeError(f"{name} must be a function init(key, shape, dtype) that can be hashed, got {given!r}")
 
     def in_high_precision(self, layer: int) -> bool:
-        """Whether layer number ``layer``, from 0, is one of the first and last that stay in high precision.
+        """Return whether layer number ``layer``, from 0, is one of the first and last that stay in high precision.
 
         >>> config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=1, first_last_layers_bf16=True)
         >>> [config.in_high_precision(layer) for layer in range(3)]

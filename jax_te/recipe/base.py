@@ -1,4 +1,4 @@
-"""What all precision recipes share."""
+"""The base of all precision recipes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class Support:
     native: bool
     reason: str
 
+    # So that "if recipe.supports():" reads as it is meant; an object is true otherwise.
     def __bool__(self) -> bool:
         return self.native
 
 
+# te.jax's default in all three GEMMs; te.pytorch's is precise in backward.
 FAST = MMParams(use_split_accumulator=False)
 PRECISE = MMParams(use_split_accumulator=True)
 
@@ -66,6 +68,7 @@ class Recipe:
     fp8_gemm_wgrad: MMParams = FAST
 
     def __post_init__(self) -> None:
+        # Numbers are checked here, once: a recipe is data, and what reads it does not check it again.
         self._check_format()
         flags = self.override_linear_precision
         if not isinstance(flags, tuple) or len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
@@ -125,6 +128,7 @@ class Recipe:
         if device.platform not in ("gpu", "cuda"):
             return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
         capability = str(getattr(device, "compute_capability", ""))
+        # A GPU that is not NVIDIA's has a compute capability that is no number, or none.
         try:
             return self._native(float(capability))
         except ValueError:

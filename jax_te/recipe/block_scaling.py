@@ -11,7 +11,7 @@ from jax_te.recipe.format import Format
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockScaling(Recipe):
-    """What these recipes share: E4M3 everywhere, and sums of blocks that are scaled in fp32."""
+    """Base of these recipes: E4M3 everywhere, and sums of blocks that are scaled in fp32."""
 
     fp8_format: Format = Format.E4M3
     fp8_gemm_fprop: MMParams = PRECISE
@@ -20,6 +20,7 @@ class _BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Sums of blocks with scales of their own cannot stay in the tensor core's accumulator.
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(
@@ -59,6 +60,7 @@ class Float8BlockScaling(_BlockScaling):
         return "block"
 
     def _native(self, capability: float) -> Support:
+        # The kernel is written in Hopper's warp-group instructions, which Blackwell does not have.
         if 9.0 <= capability < 10.0:
             return Support(
                 True, f"FP8 tensor cores of compute capability {capability:g}, with jax_te's own GEMM kernel"
@@ -88,7 +90,7 @@ class MXFP8BlockScaling(_BlockScaling):
     'mxfp8'
     """
 
-    alignment: ClassVar[int] = 32
+    alignment: ClassVar[int] = 32  # a block
 
     @property
     def name(self) -> str:
@@ -131,7 +133,7 @@ class NVFP4BlockScaling(_BlockScaling):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
-    fp4_format: Format = Format.E2M1
+    fp4_format: Format = Format.E2M1  # the only one; a field because it is one in TE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +153,7 @@ class NVFP4BlockScaling(_BlockScaling):
 
 
 def _blackwell(kind: str, capability: float) -> Support:
+    # Hopper's tensor cores know no scales of blocks.
     if capability >= 10.0:
         return Support(True, f"{kind} tensor cores of compute capability {capability:g}")
     return Support(False, f"{kind} needs compute capability 10.0 (Blackwell), this is {capability:g}; {EMULATED}")

@@ -15,7 +15,7 @@ _recipe = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
-    """Use ``recipe`` for every quantizable layer built, traced or called inside.
+    """Yield with ``recipe`` in use for every quantizable layer that is built, traced or called inside.
 
     Contexts nest; the innermost wins. ``autocast(None)`` and ``enabled=False`` both turn quantization off inside.
 
@@ -33,6 +33,7 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
     ...     current_recipe().name
     'current'
     """
+    # A class would pass as "some recipe" until the first layer asks it for a field.
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " (did you forget the parentheses?)" if isinstance(recipe, type) else ""
         raise TypeError(
@@ -44,5 +45,5 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
 
 
 def current_recipe() -> Recipe | None:
-    """The recipe of the innermost `autocast`, or None outside one or where it is disabled."""
+    """Return the recipe of the innermost `autocast`; None outside of one and where it is disabled."""
     return _recipe.value

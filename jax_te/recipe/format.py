@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_te.typing import DTypeLike
 
+# Largest finite values; e4m3fn has no infinity, and uses its codes for numbers.
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
@@ -45,7 +46,7 @@ class Format(enum.Enum):
         return ml_dtypes.float8_e5m2 if self is Format.HYBRID else _FORWARD[self]
 
 
-_FORWARD = {
+_FORWARD = {  # not jax.numpy's names of the same dtypes: formats import without jax
     Format.E4M3: ml_dtypes.float8_e4m3fn,
     Format.E5M2: ml_dtypes.float8_e5m2,
     Format.HYBRID: ml_dtypes.float8_e4m3fn,

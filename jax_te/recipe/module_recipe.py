@@ -1,4 +1,4 @@
-"""Which recipe one module runs under, whatever the ambient one is."""
+"""The recipe of one module, which overrides the ambient one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModuleRecipe:
 
     def __post_init__(self) -> None:
         for name in ("training", "evaluation"):
-            value = getattr(self, name)
+            value = getattr(self, name)  # None is a value here: high precision
             if not (value is None or isinstance(value, Recipe) or (name == "evaluation" and value == "training")):
                 raise TypeError(f"{name} must be a recipe or None, got {value!r}")
 
@@ -47,9 +47,10 @@ class ModuleRecipe:
         return self.fp8_param or self.fp4_param
 
     def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
-        """The recipe to run under where ``ambient`` is the ambient one.
+        """Return the recipe to run under if ``ambient`` is the ambient one.
 
-        Only the flag for the ambient state counts: where it is False the ambient recipe holds, else the module's own.
+        The flag is ``override_quantized_autocast`` if there is an ambient recipe, else
+        ``override_nonquantized_autocast``. Where it is set the module's recipe counts, otherwise the ambient one.
         """
         acts = self.override_nonquantized_autocast if ambient is None else self.override_quantized_autocast
         if not acts:

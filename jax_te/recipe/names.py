@@ -6,6 +6,7 @@ from jax_te.recipe.base import Recipe
 from jax_te.recipe.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.recipe.tensor_scaling import DelayedScaling, Float8CurrentScaling
 
+# CustomRecipe is not among them: its factory is a function.
 RECIPES: dict[str, type[Recipe] | None] = {
     "none": None,
     "delayed": DelayedScaling,
@@ -18,7 +19,10 @@ RECIPES: dict[str, type[Recipe] | None] = {
 
 
 def recipe_from_name(name: str) -> Recipe | None:
-    """The recipe with default fields for a command-line name; ``"none"`` gives None.
+    """Return the recipe with default fields for a command-line name; ``"none"`` gives None.
+
+    Raises:
+        ValueError: for another name.
 
     >>> recipe_from_name("current").fp8_format
     <Format.HYBRID: 'hybrid'>

@@ -41,6 +41,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # 2**margin of a fraction is no power of two, and multiplying by it would round.
         if isinstance(self.margin, bool) or not isinstance(self.margin, int) or self.margin < 0:
             raise ValueError(f"margin must be an integer >= 0, got {self.margin!r}")
         length = self.amax_history_len
@@ -48,6 +49,7 @@ class DelayedScaling(Recipe):
             raise ValueError(f"amax_history_len must be an integer >= 1, got {length!r}")
         if not isinstance(self.tp_only_amax_red, bool):
             raise TypeError(f"tp_only_amax_red must be True or False, got {self.tp_only_amax_red!r}")
+        # TE for PyTorch also takes a function here.
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}; "

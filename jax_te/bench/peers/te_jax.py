@@ -46,7 +46,8 @@ def raw_recipe(recipe: Recipe | None) -> Any:
 
 @contextlib.contextmanager
 def raw_context(recipe: Recipe | None, mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter TE's own contexts for a recipe on one device or on a mesh, with Flax's rules for its names of axes."""
+    """Yield inside of TE's contexts for a recipe on one device or a mesh, with Flax's rules for its names of axes."""
+    # Only axes that split something are named, as a user of te.jax would do.
     resource = MeshResource() if mesh is None else MeshResource(**_resources(mesh))
     with (
         te.autocast(enabled=recipe is not None, recipe=raw_recipe(recipe), mesh_resource=resource),
@@ -103,13 +104,14 @@ def raw_module(
         boxed = jax.jit(init)(x)
     else:
         specs = nn.get_partition_spec(jax.eval_shape(init, x))
+        # Created where Flax's axes put them: no device holds a whole parameter.
         boxed = jax.jit(init, out_shardings=spmd.logical_to_mesh_sharding(specs, mesh, nn.get_logical_axis_rules()))(x)
     is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
     variables = jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, boxed, is_leaf=is_box)
 
     def apply(variables: Any, x: Array) -> Array:
         y = module.apply(variables, x)
-        return y[0] if isinstance(y, tuple) else y
+        return y[0] if isinstance(y, tuple) else y  # LayerNorm modules also return the norm's output
 
     return apply, variables
 

@@ -38,6 +38,7 @@ class RawGPT(nn.Module):
         init = nn.initializers.normal(0.02)
         table = self.param("embedding", init, (self.vocabulary, self.hidden), jnp.bfloat16)
         positions = self.param("position_embedding", init, (self.length, self.hidden), jnp.bfloat16)
+        # Logits in bf16 and the head tied, as in jax_te's GPT in the same form.
         x = table[tokens] + positions[None, : tokens.shape[1]]
         for _ in range(self.layers):
             x = raw_layer(RawSizes(self.hidden, self.heads, self.ffn))(x)
@@ -67,6 +68,7 @@ def raw_train_step(model: RawGPT, tx: optax.GradientTransformation, *, key: Arra
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: PyTree, tokens: Array) -> tuple[PyTree, Array]:
         masters, opt_state, scaling = state
+        # The scaling state is differentiated, too: TE returns its next value as its gradient.
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), masters)
         with jax.numpy_dtype_promotion("standard"):
             differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1), allow_int=True)
