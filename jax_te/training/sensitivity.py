@@ -47,7 +47,7 @@ class ModuleSensitivity:
 def sensitivity(
     model: nnx.Module, loss_fn: LossFn, batches: Sequence[PyTree], recipe: Recipe
 ) -> list[ModuleSensitivity]:
-    """Quantize each layer alone, and return the layers ranked by the change of the gradient, worst first.
+    """Return the layers ranked by how much quantizing each of them alone changes the gradient, worst first.
 
     Layers' own recipes are ignored: every layer runs under ``recipe`` or in high precision. One program is compiled,
     with a switch for each layer; it runs once for each layer and batch. Delayed scaling is calibrated on the first
@@ -61,9 +61,6 @@ def sensitivity(
         loss_fn: ``(model, batch, key) -> [ ]``; its key is None.
         batches: at least one.
         recipe: the recipe to quantize with.
-
-    Returns:
-        One entry for each layer that a recipe can quantize.
 
     Raises:
         TypeError: if ``recipe`` is None.
