@@ -33,7 +33,7 @@ def test_defaults_follow_from_the_sizes():
         ({"hidden_size": 62}, "hidden_size 62 is not divisible by num_attention_heads 4; .* or give kv_channels"),
         ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
         ({"ffn_hidden_size": -1}, "ffn_hidden_size must be an integer >= 1, got -1"),
-        ({"normalization": "BatchNorm"}, "normalization must be 'LayerNorm' or 'RMSNorm', got 'BatchNorm'"),
+        ({"normalization": "BatchNorm"}, "normalization must be one of 'LayerNorm', 'RMSNorm', got 'BatchNorm'"),
         ({"activation": "tanh"}, "unknown activation 'tanh'; allowed: gelu, geglu, qgelu, qgeglu, relu, reglu"),
         ({"layernorm_epsilon": 0.0}, "layernorm_epsilon must be > 0, got 0.0"),
         ({"attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0"),

@@ -14,12 +14,12 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from jax_te.cli.presets import PRESETS
 from jax_te.config import ACTIVATIONS, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
 from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
-from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES
+from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES, literal_names
 from jax_te.recipe import RECIPES, DelayedScaling, Format
 from jax_te.recipe.internal import GEMMS
 from jax_te.typing import BackendName
@@ -151,19 +151,12 @@ def auto_or_flag(text: str) -> bool | str:
     return choices[text]
 
 
-def _literal(config: type, field: str) -> tuple[str, ...]:
-    """Return the names in a field's annotation, ``Literal[...]`` or ``Literal[...] | None``."""
-    # In place of a list beside the annotation: a name that the library adds is an option's choice at once.
-    hint = get_type_hints(config)[field]
-    return tuple(name for part in (hint, *get_args(hint)) for name in get_args(part) if isinstance(name, str))
-
-
 SIZE, COUNT = Text("N", number(int, 1.0)), Text("N", number(int, 0.0))
 POSITIVE, NON_NEGATIVE = Text("X", number(float, 0.0, above=True)), Text("X", number(float, 0.0))
 FOLDER, FILE, PATH, MESH = Text("DIR"), Text("FILE"), Text("PATH"), Text("AXES")
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
-METHODS = _literal(RecomputeConfig, "recompute_method")
-_GRANULARITIES = ("none", *_literal(RecomputeConfig, "recompute_granularity"))
+METHODS = literal_names(RecomputeConfig, "recompute_method")
+_GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
 _MODULES = Text("NAMES", some_of(RECOMPUTE_MODULES), repeated=True)
 _RATE = Text("P", number(float, 0.0, below=1.0))
 CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
@@ -215,7 +208,7 @@ class ModelOptions:
     # The next two follow a size that is given, which the preset's value would not fit.
     num_query_groups: int = option(SIZE, "key/value heads", shown="a --num-heads given, or preset")
     ffn_hidden_size: int = option(SIZE, "feed-forward size", shown="4 --hidden-size given, or preset")
-    normalization: str = option(_literal(TransformerConfig, "normalization"), "norm of every layer")
+    normalization: str = option(literal_names(TransformerConfig, "normalization"), "norm of every layer")
     activation: str = option(tuple(ACTIVATIONS), "of the feed-forward layer")
     position_embedding: str = option(POSITION_EMBEDDINGS, "how positions are marked")
     bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
@@ -252,7 +245,7 @@ class PrecisionOptions:
     )
     amax_history_len: int | None = _field(("delayed",), SIZE, "delayed: steps a scale looks back")
     amax_compute_algo: str | None = _field(
-        ("delayed",), _literal(DelayedScaling, "amax_compute_algo"), "delayed: of the history"
+        ("delayed",), literal_names(DelayedScaling, "amax_compute_algo"), "delayed: of the history"
     )
     margin: int | None = _field(("delayed",), COUNT, "delayed: powers of two of head-room")
     use_power_2_scales: bool | None = _field(("current",), FLAG, "current: scales are powers of two")

@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from jax_te.config.checks import check_bool, check_choice
+from jax_te.config.checks import check_annotations, check_choice
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Ways to exchange keys and values under context parallelism."""
-
-_FLAGS = (
-    "qk_layernorm",
-    "apply_query_key_layer_scaling",
-    "attention_softmax_in_fp32",
-    "batch_invariant_mode",
-    "qk_clip",
-    "log_max_attention_logit",
-    "cp_load_balanced",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +71,7 @@ class AttentionConfig:
     cp_load_balanced: bool = False
 
     def __post_init__(self) -> None:
-        check_bool(**{name: getattr(self, name) for name in _FLAGS})
-        check_choice(("vanilla", "off-by-one", "learnable"), softmax_type=self.softmax_type)
+        check_annotations(self, AttentionConfig)
         for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
             value = getattr(self, name)
             # YAML and JSON have lists only, and a configuration must be hashable: it is part of jit cache keys.

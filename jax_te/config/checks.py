@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, get_args, get_type_hints
+
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
 import numpy as np
 
@@ -58,3 +61,26 @@ def check_choice(allowed: tuple[object, ...], **values: object) -> None:
     for name, value in values.items():
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_annotations(config: Any, base: type) -> None:
+    """Raise TypeError for a flag of ``base`` that is no bool, ValueError for a name that its ``Literal`` lacks."""
+    for name, hint in _hints(base):
+        if hint is bool:
+            check_bool(**{name: getattr(config, name)})
+        elif names := _names_in(hint):
+            check_choice((None, *names) if type(None) in get_args(hint) else names, **{name: getattr(config, name)})
+
+
+def literal_names(config: type, field: str) -> tuple[str, ...]:
+    """Return the names that a field takes, which its annotation lists: ``Literal[...]`` or ``Literal[...] | None``."""
+    return _names_in(dict(_hints(config))[field])
+
+
+@functools.cache  # evaluating annotations takes longer than all checks together
+def _hints(base: type) -> tuple[tuple[str, Any], ...]:
+    return tuple(get_type_hints(base).items())
+
+
+def _names_in(hint: Any) -> tuple[str, ...]:
+    return tuple(name for part in (hint, *get_args(hint)) for name in get_args(part) if isinstance(name, str))

@@ -1,6 +1,14 @@
 """Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
 
-from jax_te.config.checks import FLOAT_DTYPES, check_bool, check_choice, check_positive, check_rate, float_dtype
+from jax_te.config.checks import (
+    FLOAT_DTYPES,
+    check_bool,
+    check_choice,
+    check_positive,
+    check_rate,
+    float_dtype,
+    literal_names,
+)
 from jax_te.config.initializers import normal_init, scaled_normal_init
 from jax_te.config.mesh import check_mesh_axis
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES
@@ -18,6 +26,7 @@ __all__ = [
     "check_positive",
     "check_rate",
     "float_dtype",
+    "literal_names",
     "normal_init",
     "scaled_normal_init",
 ]

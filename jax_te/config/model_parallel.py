@@ -7,27 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.checks import check_bool, check_choice, check_positive, float_dtype
+from jax_te.config.checks import check_annotations, check_choice, check_positive, float_dtype
 from jax_te.typing import DTypeLike
 
 SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
 """Kinds of all-reduce over symmetric memory, in Megatron's words."""
-
-_FLAGS = (
-    "sequence_parallel",
-    "perform_initialization",
-    "use_cpu_initialization",
-    "init_model_with_meta_device",
-    "fp16",
-    "bf16",
-    "deterministic_mode",
-    "gradient_accumulation_fusion",
-    "delay_wgrad_compute",
-    "tp_comm_overlap",
-    "tp_comm_overlap_disable_qkv",
-    "tp_comm_overlap_disable_fc1",
-    "disable_parameter_transpose_cache",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +84,7 @@ class ModelParallelConfig:
     quant_recipe: Any = None
 
     def __post_init__(self) -> None:
-        check_bool(**{name: getattr(self, name) for name in _FLAGS})
+        check_annotations(self, ModelParallelConfig)
         self._check_sizes()
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; a model has one of them")

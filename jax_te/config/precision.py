@@ -5,22 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.config.checks import check_bool, check_choice, check_positive
+from jax_te.config.checks import check_annotations, check_choice, check_positive
 
-_FLAGS = (
-    "fp8_param",
-    "fp8_wgrad",
-    "fp8_dot_product_attention",
-    "fp8_multi_head_attention",
-    "tp_only_amax_red",
-    "fp4_param",
-    "first_last_layers_bf16",
-)
 _CHOICES = {
-    "fp8": (None, "e4m3", "hybrid"),
     "fp8_recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
-    "fp8_amax_compute_algo": ("most_recent", "max"),
-    "fp4": (None, "e2m1"),
     "fp4_recipe": ("nvfp4", "custom"),
 }
 # Megatron's defaults, which are not those of TE: a history of one step.
@@ -88,7 +76,7 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = 1
 
     def __post_init__(self) -> None:
-        check_bool(**{name: getattr(self, name) for name in _FLAGS})
+        check_annotations(self, PrecisionConfig)
         for name, allowed in _CHOICES.items():
             check_choice(allowed, **{name: getattr(self, name)})
         check_positive(fp8_amax_history_len=self.fp8_amax_history_len)

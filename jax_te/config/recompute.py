@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te.config.checks import check_bool, check_choice, check_positive
+from jax_te.config.checks import check_annotations, check_positive
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
 """Parts of a transformer layer that selective recomputation may name."""
@@ -50,9 +50,7 @@ class RecomputeConfig:
     distribute_saved_activations: bool = False
 
     def __post_init__(self) -> None:
-        check_bool(distribute_saved_activations=self.distribute_saved_activations)
-        check_choice((None, "full", "selective"), recompute_granularity=self.recompute_granularity)
-        check_choice((None, "uniform", "block"), recompute_method=self.recompute_method)
+        check_annotations(self, RecomputeConfig)
         # Megatron's default, in every granularity; that it was given cannot be told from it.
         given = self.recompute_modules
         modules = ("core_attn",) if given is None else tuple(given)
