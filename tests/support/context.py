@@ -19,7 +19,7 @@ LEARNED = ("bias", "softmax_offset")
 
 
 def context_mesh(mode: str = "auto", *, data: int = 1, context: int = 2, tensor: int = 1) -> Mesh:
-    """With axes as `jax_te.sharding.make_mesh` has them."""
+    """Return a mesh with the axes of `jax_te.sharding.make_mesh`."""
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[mode]
     sizes = (data, 1, context, tensor)
     devices = jax.devices()[: data * context * tensor]
@@ -27,7 +27,7 @@ def context_mesh(mode: str = "auto", *, data: int = 1, context: int = 2, tensor:
 
 
 def way(kind: str, context: int, *, zigzag: bool = False) -> ContextParallel:
-    """A way of exchange; pairs exchange heads where it is hierarchical."""
+    """Return a kind of exchange; the hierarchical one exchanges heads in pairs."""
     sizes = (2, context // 2) if kind == "a2a+p2p" else None
     return ContextParallel(cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes, cp_load_balanced=zigzag)
 
@@ -38,7 +38,7 @@ def operands(groups: int = N, *, skv: int = S, dtype: Any = jnp.float32) -> tupl
 
 
 def attend(qkv: Any, g: Any, arguments: dict[str, Any], **others: Any) -> tuple[Any, Any, Any, Any]:
-    """Output, largest logits or None, gradients of queries, keys and values, and of what is learned."""
+    """Return the output, max logits or None, gradients of queries, keys and values, and of learned arrays."""
     learned = {name: value for name, value in arguments.items() if name in LEARNED}
     rest = {name: value for name, value in arguments.items() if name not in LEARNED}
 
@@ -54,16 +54,16 @@ def attend(qkv: Any, g: Any, arguments: dict[str, Any], **others: Any) -> tuple[
 
 
 def host(x: Any) -> jax.Array:
-    """A copy on one device."""
+    """Return a copy on one device."""
     return jnp.asarray(np.asarray(x))
 
 
 def compare(
     mesh: Mesh, context_parallel: ContextParallel, arguments: dict[str, Any], qkv: Any = None, **others: Any
 ) -> None:
-    """The call on ``mesh``, with sequences in the order that it says, gives what one device gives in natural order."""
+    """Assert that a call on ``mesh``, in its order of the sequence, gives one device's numbers in natural order."""
     qkv = operands(4) if qkv is None else qkv
-    g, ranks = draw("g", (B, S, N, D)), mesh.shape["context"]
+    g, ranks = draw("g", (B, S, qkv[0].shape[-2], D)), mesh.shape["context"]
     zigzag = context_parallel.cp_load_balanced
 
     def there(x: Any, *axes: int) -> Any:
@@ -96,4 +96,4 @@ def compare(
         assert_close(back(learned[name], *axes), wanted, 4 * tolerance, what=f"d{name}")
     assert (logits is None) == (expected[1] is None)
     if logits is not None:
-        assert_close(host(logits), expected[1], tolerance, what="largest logits")
+        assert_close(host(logits), expected[1], tolerance, what="max logits")

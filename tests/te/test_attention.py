@@ -47,7 +47,7 @@ def test_packed_sequences_are_described_as_te_does_from_segment_numbers(case):
     [
         ({"mask_type": "arbitrary"}, "no 'arbitrary' mask"),
         ({"bias_type": "alibi"}, "no 'alibi' bias"),
-        ({"logit_softcap": 30.0}, "no soft cap of the logits"),
+        ({"logit_softcap": 30.0}, "no softcap of the logits"),
         ({"dropout_rate": 0.1}, "whatever the key"),
         ({"q_length": 64}, "reads outside its arrays in backward"),
         ({"dtype": jnp.float32}, "takes bfloat16 or float16, not float32"),

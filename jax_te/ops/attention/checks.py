@@ -70,6 +70,7 @@ def attention_spec(
     )
     if spec.logit_softcap is not None and not spec.logit_softcap > 0.0:
         raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {spec.logit_softcap!r}")
+    # TE has its packed layouts with padding masks only: one rule for both backends.
     if spec.max_segments and not spec.is_padding:
         raise ValueError(
             f"packed sequences need a padding mask type, got {mask_type!r}; take 'padding' in place of 'no_mask', "
@@ -114,6 +115,7 @@ def check_arrays(spec: AttentionSpec, arrays: AttentionArrays) -> None:
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    # All axes must be there: NumPy's rules would silently take [b, s, s] for [n, sq, skv].
     return len(shape) == len(full) and all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
 
 
@@ -126,7 +128,7 @@ def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
         raise ValueError(f"mask_type {spec.mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
     if mask is None:
         return
-    # Other masks are 0 where masked out as often as 1: no guess.
+    # Masks of integers or floats are 1 where masked out in one library and 1 where visible in another.
     if mask.dtype != bool:
         raise TypeError(f"mask must be bool (True hides), got {mask.dtype}; compare it first, for example mask == 0")
     if not _broadcasts(mask.shape, _scores(spec)):
@@ -152,6 +154,7 @@ def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
         raise ValueError(
             f"mask_type {spec.mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}"
         )
+    # Lengths alone, not masks [b, s]: padding is at the end, which is all that cuDNN's kernels know.
     for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
         if lengths is None:
             continue
@@ -169,6 +172,7 @@ def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:
         return
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"a bias must be floating point, got {bias.dtype}")
+    # Slopes alone: the bias [b, n, sq, skv] follows from them and from positions, which each shard has its own of.
     if spec.bias_type == "alibi":
         if bias.shape not in ((spec.heads,), (spec.batch, spec.heads)):
             raise ValueError(f"ALiBi slopes must be [n] = ({spec.heads},) or [b, n], got {bias.shape}")

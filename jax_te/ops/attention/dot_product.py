@@ -102,6 +102,7 @@ def dot_product_attention(
     (1, 4, 2, 8)
     """
     check_rate(dropout_rate=dropout_rate)
+    # Without a key nothing is dropped, and backends that have no dropout can run the call.
     spec = attention_spec(
         qkv,
         mask_type,
@@ -117,6 +118,7 @@ def dot_product_attention(
     )
     arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
     check_arrays(spec, arrays)
+    # The same array, not a copy: identity is how `choose_backend` knows that both lengths agree.
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
     name, sharding = _resolve(spec, arrays, out_axes, context_parallel, backend)
@@ -127,6 +129,7 @@ def dot_product_attention(
 
         def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
             out, max_logit = primitives(name).attention(qkv, spec, arrays)
+            # Named behind the constraint, so that a policy saves it in the sharding in which the next layer reads it.
             out = checkpoint_name(constrain(out, out_axes), "context")
             return (out, max_logit) if return_max_logit else out
 
@@ -148,6 +151,7 @@ def _resolve(
     mesh = current_mesh()
     if mesh is None:
         return select("dot_product_attention", attention=spec, backend=backend), None
+    # A sharded sequence without axes would be computed as one device's, zig-zag order taken for natural order.
     if axes is None and context_parallel is not None:
         _check_whole_sequences(spec, mesh, context_parallel)
     cp = context_parallel or ContextParallel()
@@ -177,7 +181,7 @@ def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_para
     sharding = attention_sharding(spec, (None, "sequence", None, None), mesh, context_parallel)
     if sharding is not None and sharding.context:
         raise ValueError(
-            f"context_parallel is given, the mesh has {sharding.context_shards} context ranks, and out_axes=None does "
-            "not say that they split the sequence; give out_axes, e.g. ('batch', 'sequence', 'heads', None), or leave "
-            "context_parallel out"
+            f"context_parallel is given, the mesh's context axis has {sharding.context_shards} devices, and "
+            "out_axes=None does not say that they shard the sequence; give out_axes, e.g. ('batch', 'sequence', "
+            "'heads', None), or leave context_parallel out"
         )

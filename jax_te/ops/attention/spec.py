@@ -47,6 +47,7 @@ class AttentionArrays(NamedTuple):
     bias: Array | None = None
     softmax_offset: Array | None = None
     dropout_key: Array | None = None
+    # A shard's positions need not be contiguous: in zig-zag order they are two chunks, after an all-gather any order.
     q_positions: Array | None = None
     kv_positions: Array | None = None
     rows: Array | None = None
@@ -104,6 +105,7 @@ class AttentionSpec:
     @property
     def is_plain(self) -> bool:
         """Whether the call has nothing but scores, a mask type and dropout."""
+        # Under a causal mask window[1] is 0: that is the mask, not a window.
         return (
             self.window[0] < 0
             and (self.is_causal or self.window[1] < 0)
@@ -119,6 +121,7 @@ class AttentionSpec:
 def unpack(qkv: QKV) -> tuple[Array, Array, Array]:
     """Return query, key and value of either form."""
     if len(qkv) == 1:
+        # For plain JAX, which fuses these slices; cuDNN is handed the packed array itself.
         packed = qkv[0]
         return packed[:, :, 0], packed[:, :, 1], packed[:, :, 2]
     return qkv

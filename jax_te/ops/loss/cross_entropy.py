@@ -10,20 +10,20 @@ from jax_te.typing import Array, LogicalAxes
 
 
 def softmax_cross_entropy(logits: Array, labels: Array, *, out_axes: LogicalAxes | None = None) -> Array:
-    """``logsumexp(logits) - logits[label]`` for each position, in nats.
+    """Return ``logsumexp(logits) - logits[label]`` for each position, in nats.
 
-    fp32 inside; only the logits in their own dtype and one fp32 number per position are kept for backward.
+    Computed in fp32; residuals are the logits in their own dtype and one fp32 number per position.
 
     Args:
         logits: ``[..., v]`` fp32, bf16 or fp16.
-        labels: integers ``[...]`` in ``[0, v)``. A label outside gives a loss and gradient of nan, not a silent zero.
+        labels: integers ``[...]`` in ``[0, v)``. A label outside of it gives a loss and gradient of nan.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
 
     Returns:
-        fp32 ``[...]``. The gradient of ``logits`` has its dtype.
+        fp32 ``[...]``. The gradient of ``logits`` has the dtype of ``logits``.
 
     Raises:
-        ValueError, TypeError: for shapes that do not match, or labels that are no integers.
+        ValueError, TypeError: for shapes that do not match, or labels that are not integers.
 
     >>> round(float(softmax_cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)
     1.3863
@@ -33,13 +33,18 @@ def softmax_cross_entropy(logits: Array, labels: Array, *, out_axes: LogicalAxes
 
 
 def check_labels(labels: Array, logits_shape: tuple[int, ...]) -> Array:
-    """Labels that go with logits of a shape, wide enough to hold every position of the vocabulary."""
+    """Return labels in a dtype wide enough for every index of the vocabulary.
+
+    Raises:
+        ValueError, TypeError: for labels that do not fit logits of this shape, or that are not integers.
+    """
     if labels.shape != logits_shape[:-1]:
         raise ValueError(
             f"labels {labels.shape} must have the shape of the logits {logits_shape} without the last axis"
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}")
+    # The comparison with the vocabulary's indices is made in the labels' dtype, where int8 would wrap around.
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
@@ -54,18 +59,20 @@ def _is_label(logits: Array, labels: Array) -> Array:
 
 
 def cross_entropy_value(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Losses and log-sum-exp, fp32 ``[...]``; nan where a label is outside the vocabulary."""
+    """Return losses and log-sum-exp, fp32 ``[...]``; nan where a label is outside the vocabulary."""
+    # The cast is fused into the reductions: no fp32 copy of the logits is stored.
     wide = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(wide, axis=-1)
     # A masked sum, not a gather: it partitions over a sharded vocabulary, and XLA fuses it with the pass above.
     own = jnp.sum(jnp.where(_is_label(logits, labels), wide, 0.0), axis=-1)
     valid = (labels >= 0) & (labels < logits.shape[-1])
-    lse = jnp.where(valid, lse, jnp.nan)  # makes the loss nan, and in backward the gradient
+    # Not a silent zero: a nan log-sum-exp makes the loss nan, and in backward the gradient.
+    lse = jnp.where(valid, lse, jnp.nan)
     return lse - own, lse
 
 
 def cross_entropy_gradient(logits: Array, labels: Array, lse: Array, g: Array) -> Array:
-    """Gradient of the logits, fp32 ``[..., v]``, from that of the losses, ``g [...]``."""
+    """Return the gradient of the logits, fp32 ``[..., v]``, from that of the losses, ``g [...]``."""
     probs = jnp.exp(logits.astype(jnp.float32) - lse[..., None])
     return (probs - _is_label(logits, labels).astype(jnp.float32)) * g[..., None]
 

@@ -1,4 +1,4 @@
-"""Output projection and softmax cross-entropy in one, a part of the positions at a time."""
+"""Output projection and softmax cross-entropy in one, a chunk of the sequence at a time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _LOGITS: LogicalAxes = ("batch", "sequence", "vocab")
 def linear_cross_entropy(
     x: Array, kernel: Array, labels: Array, *, chunks: int = 8, out_axes: LogicalAxes | None = None
 ) -> Array:
-    """`softmax_cross_entropy` of ``x @ kernel`` without the logits ever being there as a whole.
+    """Return `softmax_cross_entropy` of ``x @ kernel``, without storing all logits.
 
-    The sequence is taken in ``chunks`` parts, one after the other; a part's logits are fp32 and are computed again in
-    backward, which costs one more product for memory of ``1 / chunks`` of the logits. The vocabulary may be split over
-    the mesh's tensor axis: maxima and sums are reduced, not logits. Where context ranks split the sequence, a part has
-    positions of every rank, so that none is idle and no position moves.
+    The sequence is computed in ``chunks``, one after the other. A chunk's logits are fp32 and are computed again in
+    backward, which costs one more GEMM and saves all but ``1 / chunks`` of the logits' memory. The vocabulary may be
+    sharded over the mesh's tensor axis: maxima and sums are all-reduced, not logits. Where the sequence is sharded, a
+    chunk has positions of every device, so that no device is idle and no position moves.
 
     Args:
         x: ``[b, s, h]`` fp32, bf16 or fp16.
         kernel: ``[h, v]``; multiplied in the dtype of ``x``.
-        labels: integers ``[b, s]`` in ``[0, v)``; one outside gives a loss and gradients of nan.
-        chunks: parts; must divide ``s``, and the positions of a context rank.
+        labels: integers ``[b, s]`` in ``[0, v)``. A label outside of it gives a loss and gradients of nan.
+        chunks: how many; must divide ``s``, and a device's shard of it.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
 
     Returns:
-        fp32 ``[b, s]``. Gradients have the dtypes of ``x`` and ``kernel``; that of the kernel is summed in fp32.
+        fp32 ``[b, s]``. Gradients have the dtypes of ``x`` and ``kernel``; the kernel's is summed in fp32.
 
     Raises:
-        ValueError, TypeError: for shapes that do not go together, or labels that are no integers.
+        ValueError, TypeError: for shapes that do not agree, or labels that are not integers.
 
     Source: ``megatron.core``'s fused linear cross-entropy; Wijmans et al. 2024, "Cut your losses".
 
@@ -58,23 +58,24 @@ def linear_cross_entropy(
     return auto_region(functools.partial(_loss, chunks), out_axes)(x, kernel, labels)
 
 
-def _parts(x: Array, chunks: int) -> Array:
-    """``[b, s, …]`` as ``[chunks, b, s / chunks, …]``, each part with positions of every context rank."""
-    of_ranks = x.reshape(x.shape[0], axis_ranks("sequence"), chunks, -1, *x.shape[2:])
-    parts = jnp.moveaxis(of_ranks, 2, 0)
-    return constrain(parts.reshape(*parts.shape[:2], -1, *x.shape[2:]), _part_axes(x))
+def _chunked(x: Array, chunks: int) -> Array:
+    """Return ``[b, s, …]`` as ``[chunks, b, s / chunks, …]``, each chunk with positions of every context device."""
+    # The chunks are cut within each device's shard: contiguous chunks of the whole sequence would be one device's.
+    by_device = x.reshape(x.shape[0], axis_ranks("sequence"), chunks, -1, *x.shape[2:])
+    chunked = jnp.moveaxis(by_device, 2, 0)
+    return constrain(chunked.reshape(*chunked.shape[:2], -1, *x.shape[2:]), _chunk_axes(x))
 
 
-def _whole(parts: Array) -> Array:
-    """`_parts` undone."""
-    of_ranks = parts.reshape(*parts.shape[:2], axis_ranks("sequence"), -1, *parts.shape[3:])
-    moved = jnp.moveaxis(of_ranks, 0, 2)
-    whole = moved.reshape(moved.shape[0], -1, *parts.shape[3:])
-    return constrain(whole, _part_axes(whole)[1:])
+def _concatenated(chunked: Array) -> Array:
+    """Return ``[b, s, …]``: the inverse of `_chunked`."""
+    by_device = chunked.reshape(*chunked.shape[:2], axis_ranks("sequence"), -1, *chunked.shape[3:])
+    moved = jnp.moveaxis(by_device, 0, 2)
+    x = moved.reshape(moved.shape[0], -1, *chunked.shape[3:])
+    return constrain(x, _chunk_axes(x)[1:])
 
 
-def _part_axes(x: Array) -> LogicalAxes:
-    """Logical axes of the parts of ``x [b, s, …]``."""
+def _chunk_axes(x: Array) -> LogicalAxes:
+    """Return the logical axes of the chunks of ``x [b, s, …]``."""
     return (None, "batch", "sequence", *(None,) * (x.ndim - 2))
 
 
@@ -88,29 +89,32 @@ def _loss(chunks: int, x: Array, kernel: Array, labels: Array) -> Array:
 
 
 def _forward(chunks: int, x: Array, kernel: Array, labels: Array) -> tuple[Array, tuple[Array, ...]]:
-    wide = constrain(kernel.astype(x.dtype), ("hidden", "vocab"))  # gathered over the fsdp ranks once, for all parts
+    # All-gathered over fsdp here, once for all chunks: inside of the loop it would be once for each.
+    wide = constrain(kernel.astype(x.dtype), ("hidden", "vocab"))
     with jax.named_scope("linear_cross_entropy"):
         losses, lse = jax.lax.map(
-            lambda part: cross_entropy_value(_logits(part[0], wide), part[1]),
-            (_parts(x, chunks), _parts(labels, chunks)),
+            lambda chunk: cross_entropy_value(_logits(chunk[0], wide), chunk[1]),
+            (_chunked(x, chunks), _chunked(labels, chunks)),
         )
-    return _whole(losses), (x, kernel, labels, _whole(lse))
+    return _concatenated(losses), (x, kernel, labels, _concatenated(lse))
 
 
 def _backward(chunks: int, saved: tuple[Array, ...], g: Array) -> tuple[Array, Array, None]:
     x, kernel, labels, lse = saved
     wide = constrain(kernel.astype(x.dtype), ("hidden", "vocab"))
 
-    def step(dkernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, labels, lse, g = part
+    def step(dkernel: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, labels, lse, g = chunk
+        # In the compute dtype: the two GEMMs that read it run on tensor cores, as a linear layer's backward does.
         dlogits = cross_entropy_gradient(_logits(x, wide), labels, lse, g).astype(x.dtype)
         dx = jnp.einsum("bsv,hv->bsh", dlogits, wide)
         return dkernel + jnp.einsum("bsh,bsv->hv", x, dlogits, preferred_element_type=jnp.float32), dx
 
     with jax.named_scope("linear_cross_entropy"):
+        # In fp32: a sum in half precision would lose more with every chunk.
         zero = constrain(jnp.zeros(kernel.shape, jnp.float32), ("hidden", "vocab"))
-        dkernel, dx = jax.lax.scan(step, zero, tuple(_parts(a, chunks) for a in (x, labels, lse, g)))
-    return _whole(dx), dkernel.astype(kernel.dtype), None
+        dkernel, dx = jax.lax.scan(step, zero, tuple(_chunked(a, chunks) for a in (x, labels, lse, g)))
+    return _concatenated(dx), dkernel.astype(kernel.dtype), None
 
 
 _loss.defvjp(_forward, _backward)

@@ -63,7 +63,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
     if spec.bias_type not in _BIASES:
         return f"TE's fused attention has no {spec.bias_type!r} bias"
     if spec.logit_softcap is not None:
-        return "TE's fused attention has no soft cap of the logits"
+        return "TE's fused attention has no softcap of the logits"
     if spec.dropout_rate > 0.0:
         # TE adds a counter of its own calls to the seed: the same key drops other elements at each call, and recompute
         # would differentiate through another mask than the one that ran.
@@ -78,7 +78,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
     return None
 
 
-# Cached: cuDNN is asked by building a graph, and every layer of a model asks about the same call.
+# Cached: every layer of a model asks about the same call.
 @functools.cache
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     """Return whether cuDNN has a kernel for the call, and its answer if not."""

@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "learnable": {"mask_type": "causal", "softmax_type": "learnable", "softmax_offset": SINK},
     "off by one, cap": {"mask_type": "no_mask", "softmax_type": "off-by-one", "logit_softcap": 1.5, "scale": 0.9},
     "dropout": {"mask_type": "causal", "dropout_rate": 0.4, "dropout_key": jax.random.key(3)},
-    "largest logits": {"mask_type": "causal", "return_max_logit": True},
+    "max logits": {"mask_type": "causal", "return_max_logit": True},
 }
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
@@ -64,7 +64,7 @@ NOT_ON_A_RING = ("bias", "bias by key", "mask")
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
 @pytest.mark.parametrize("kind", WAYS)
 def test_every_way_gives_one_devices_numbers(kind: str, mask_type: str, zigzag: bool) -> None:
-    """Grouped queries; 2 ranks beside 2 tensor ranks, and 4, of both types of axis."""
+    """Grouped queries; a context axis of 2 beside a tensor axis of 2, and one of 4, of both types of axis."""
     four = (mask_type == "causal") == zigzag
     mesh = context_mesh("explicit", context=4) if four else context_mesh("auto", context=2, tensor=2, data=2)
     compare(mesh, way(kind, mesh.shape["context"], zigzag=zigzag), {"mask_type": mask_type})
@@ -78,10 +78,37 @@ def test_options(kind: str, option: str) -> None:
     compare(context_mesh(context=2), way(kind, 2, zigzag=True), OPTIONS[option])
 
 
-@pytest.mark.parametrize("option", ["alibi", "learnable", "dropout", "largest logits"])
+@pytest.mark.parametrize("option", ["alibi", "learnable", "dropout", "max logits"])
 def test_heads_split_among_tensor_ranks_and_in_groups_of_context_ranks(option: str) -> None:
-    """What belongs to each head, and what is summed over the heads of all ranks."""
+    """Arrays and gradients of each head, and sums over the heads of all devices."""
     compare(context_mesh(context=4, tensor=2), way("a2a+p2p", 4, zigzag=True), OPTIONS[option])
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("all_gather", "bias"), ("all_gather", "bias by key"), ("a2a", "bias by key")]
+)
+def test_a_bias_of_which_each_device_has_one_example_or_head(kind: str, option: str) -> None:
+    """Its gradient is not summed over the axes that shard it, though the shards have size 1."""
+    arguments = OPTIONS[option] | ({"bias": draw("bias", (B, 2, S, S))} if option == "bias" else {})
+    qkv = tuple(x[:, :, :2] for x in operands()) if option == "bias" else None
+    mesh = context_mesh(data=2, context=2, tensor=2 if option == "bias" else 1)
+    compare(mesh, way(kind, 2, zigzag=True), arguments, qkv)
+
+
+def test_layers_in_a_scan_share_their_mask() -> None:
+    """Forward keeps the mask itself for backward, not a copy for each layer."""
+    with jax.set_mesh(context_mesh(context=2)):
+
+        def loss(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            def layer(q: Any, _: None) -> Any:
+                options: dict[str, Any] = {"mask_type": "arbitrary", "mask": mask, "out_axes": AXES}
+                return dot_product_attention((q, k, v), **options, context_parallel=way("all_gather", 2)), None
+
+            return jnp.sum(jax.lax.scan(layer, q, None, length=3)[0])
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(*operands(), jnp.zeros((1, 1, S, S), bool))
+    assert "bool[1,1,16,16]" in str(jaxpr)
+    assert "bool[3," not in str(jaxpr)
 
 
 @pytest.mark.parametrize("kind", WAYS[:3])
@@ -109,7 +136,7 @@ def test_half_precision(kind: str) -> None:
 
 
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-SENT = {  # among C = 4 ranks: forward, the same again in backward, and gradients (in a ring with keys and values)
+SENT = {  # among C = 4 devices: forward, the same again in backward, and gradients (in a ring with keys and values)
     "p2p": ({"collective-permute": 3}, {"collective-permute": 1}, {"collective-permute": 4}),
     "all_gather": ({"all-gather": 2}, {"all-gather": 2}, {"reduce-scatter": 2}),
     "a2a": ({"all-to-all": 4}, {}, {"all-to-all": 4}),
@@ -129,7 +156,7 @@ def barriers_hold() -> bool:
 
 @pytest.mark.parametrize("kind", WAYS)
 def test_what_is_communicated(kind: str) -> None:
-    """Keys and values are one array for a move of a ring; backward moves them again rather than keep them."""
+    """Keys and values are one array for a send of a ring; backward sends them again rather than keep them."""
     mesh = context_mesh(context=4, data=2)
     with jax.set_mesh(mesh):
         qkv = tuple(jax.device_put(x, named_sharding(AXES, mesh)) for x in operands(4))
@@ -214,7 +241,7 @@ def test_zigzag_order() -> None:
     with jax.set_mesh(context_mesh(context=2)):
         assert zigzag_positions(8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
         np.testing.assert_array_equal(undo_zigzag(reorder_to_zigzag(x)), x)
-    with pytest.raises(ValueError, match=r"a sequence of 10 cannot be cut .* 2 context ranks .* multiple of 4"):
+    with pytest.raises(ValueError, match=r"a sequence of 10 .* each of 2 .* multiple of 4"):
         zigzag_positions(10, 2)
 
 
@@ -237,22 +264,22 @@ BAD: dict[str, tuple[ContextParallel, dict[str, Any], Any, str]] = {
         ContextParallel(cp_comm_type="a2a"),
         CAUSAL,
         operands(4),
-        "'a2a' exchanges heads among 4 ranks, but each tensor rank has 4 query and 2 key/value heads, .* take 'p2p'",
+        "'a2a' exchanges heads among 4 .* 4 query and 2 key/value heads, .* take 'p2p'",
     ),
     "no sizes": (
         ContextParallel(cp_comm_type="a2a+p2p"),
         CAUSAL,
         operands(),
-        r"needs hierarchical_context_parallel_sizes=\(a2a ranks, p2p ranks\) with a product of 4, .*; got None",
+        r"hierarchical_context_parallel_sizes=.* product of 4, .*; got None",
     ),
-    "sizes": (way("a2a+p2p", 8), CAUSAL, operands(), r"with a product of 4, .*; got \(2, 4\)"),
+    "sizes": (way("a2a+p2p", 8), CAUSAL, operands(), r"product of 4, .*; got \(2, 4\)"),
     "bias": (
         ContextParallel(),
         OPTIONS["bias"],
         operands(),
-        "part of the post_scale_bias .* take 'all_gather' or 'a2a'",
+        "post_scale_bias .* take 'all_gather' or 'a2a'",
     ),
-    "mask": (way("a2a+p2p", 4), OPTIONS["mask"], operands(), "part of the mask .* take 'all_gather' or 'a2a'"),
+    "mask": (way("a2a+p2p", 4), OPTIONS["mask"], operands(), "the mask .* take 'all_gather' or 'a2a'"),
 }
 
 
@@ -267,7 +294,7 @@ def test_a_way_without_axes_is_refused() -> None:
     """It would be computed as one device's, tokens in zig-zag order taken for those in natural order."""
     zigzag = ContextParallel(cp_load_balanced=True)
     with jax.set_mesh(context_mesh(context=4, tensor=2)):
-        with pytest.raises(ValueError, match=r"4 context ranks, and out_axes=None .* give out_axes"):
+        with pytest.raises(ValueError, match=r"has 4 .*, and out_axes=None .* give out_axes"):
             dot_product_attention(operands(), mask_type="causal", context_parallel=zigzag)
         dot_product_attention(operands(), mask_type="causal")
     with jax.set_mesh(context_mesh(context=1, tensor=2)):
@@ -283,7 +310,7 @@ def test_bad_ways() -> None:
 
 
 class Diagonals:
-    """A backend with masks along diagonals only, as cuDNN, told no places; and garbage where cuDNN may leave some."""
+    """A backend with masks along diagonals only, like cuDNN, given no positions; garbage where cuDNN may leave some."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -327,7 +354,7 @@ def diagonals(monkeypatch: pytest.MonkeyPatch) -> Diagonals:
 
 ON_DIAGONALS = [
     *((kind, "causal") for kind in WAYS),
-    *((kind, name) for kind in ("p2p", "all_gather") for name in ("no_mask", "learnable", "largest logits")),
+    *((kind, name) for kind in ("p2p", "all_gather") for name in ("no_mask", "learnable", "max logits")),
     *(("all_gather", name) for name in ("window", "lengths", "lengths, causal", "lengths, bottom right")),
     *(("all_gather", name) for name in ("packed", "packed, causal, window")),
     ("a2a", "bias"),
@@ -350,7 +377,7 @@ def test_cudnn_in_natural_order(diagonals: Diagonals) -> None:
 
 @pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right"])
 def test_cudnn_is_handed_no_fewer_keys_than_queries(diagonals: Diagonals, mask_type: Any) -> None:
-    """The first ranks' queries would see none."""
+    """The first devices' queries would attend to none."""
     qkv, gather = operands(skv=S // 2), way("all_gather", 4)
     with (
         jax.set_mesh(context_mesh(context=4)),
@@ -363,7 +390,7 @@ def test_cudnn_is_handed_no_fewer_keys_than_queries(diagonals: Diagonals, mask_t
 @pytest.mark.parametrize(
     ("kind", "arguments", "reason"),
     [
-        ("p2p", OPTIONS["window"], "sees all, half or none of another rank's keys"),
+        ("p2p", OPTIONS["window"], "sees all, half or none of another device's keys"),
         ("p2p", OPTIONS["packed"], r"without windows, lengths, packed sequences .*'all_gather' and 'a2a' have more"),
         ("a2a+p2p", OPTIONS["lengths"], r"\('padding' here\)"),
         ("all_gather", OPTIONS["bias"], "'all_gather' has no bias; 'a2a' has"),

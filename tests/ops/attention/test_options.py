@@ -1,4 +1,4 @@
-"""Windows, bottom-right masks, biases, softmax types, soft cap, head sizes and packed sequences of the XLA backend."""
+"""Windows, bottom-right masks, biases, softmax types, softcap, head sizes and packed sequences of the XLA backend."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ CASES = {  # arguments of the op, of the oracle
         {"mask_type": "causal", "softmax_type": "learnable", "softmax_offset": OFFSET},
         {"causal": True, "sink": OFFSET},
     ),
-    "soft cap": (
+    "softcap": (
         {"mask_type": "causal", "logit_softcap": 0.5, "bias_type": "post_scale_bias", "bias": BIAS},
         {"causal": True, "softcap": 0.5, "post_scale_bias": BIAS},
     ),
@@ -101,7 +101,7 @@ def test_value_and_gradients(case):
         assert_close(got, expected, 2 * TOLERANCE["float32"], what=f"d{name}")
 
 
-@pytest.mark.parametrize("case", ["bottom right", "bias", "soft cap", "window, padding, bottom right", "alibi"])
+@pytest.mark.parametrize("case", ["bottom right", "bias", "softcap", "window, padding, bottom right", "alibi"])
 def test_max_logit(case):
     arguments, oracle = CASES[case]
     arguments = {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in arguments.items()}

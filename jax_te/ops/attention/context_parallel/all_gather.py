@@ -47,12 +47,9 @@ def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> B
             block.forward(sharding, (q[:, c.rows], k[:, c.columns], v[:, c.columns]), c.spec, c.arrays)
             for c in _query_chunks(sharding, arrays, device)
         ]
-        logits = [result.max_logit for result in results if result.max_logit is not None]
-        return BlockOutput(
-            jnp.concatenate([result.out for result in results], axis=1),
-            jnp.concatenate([result.log_sum for result in results], axis=2),
-            functools.reduce(jnp.maximum, logits) if logits else None,
-        )
+        out = jnp.concatenate([result.out for result in results], axis=1)
+        log_sum = jnp.concatenate([result.log_sum for result in results], axis=2)
+        return BlockOutput(out, log_sum, block.max_logits(results))
 
     return _on_device(sharding, attend)
 
@@ -66,21 +63,20 @@ def backward(
     k, v = _all_gather(sharding, k), _all_gather(sharding, v)
 
     def differentiate(device: Any) -> BlockGradients:
-        d_queries, d_keys, d_values, d_offsets = [], [], [], []
+        d_queries, d_keys, d_values = [], [], []
+        d_offset: Array | None = None
         for chunk in _query_chunks(sharding, arrays, device):
             rows, columns = chunk.rows, chunk.columns
-            operands = (q[:, rows], k[:, columns], v[:, columns])
-            gradients = block.backward(
-                sharding, operands, chunk.spec, chunk.arrays, out[:, rows], log_sum[:, :, rows], g[:, rows]
-            )
+            operands, rest = (q[:, rows], k[:, columns], v[:, columns]), (out[:, rows], log_sum[:, :, rows], g[:, rows])
+            gradients = block.backward(sharding, operands, chunk.spec, chunk.arrays, *rest)
             dq, dk, dv = unpack(gradients.qkv)
             d_queries.append(dq)
             d_keys.append(_of_all_keys(sharding, chunk, dk))
             d_values.append(_of_all_keys(sharding, chunk, dv))
-            d_offsets += [] if gradients.offset is None else [gradients.offset]
+            d_offset = gradients.offset if d_offset is None else d_offset + gradients.offset
         dq = jnp.concatenate(d_queries, axis=1)
         dk, dv = (block.sum_float32(chunks).astype(k.dtype) for chunks in (d_keys, d_values))
-        return BlockGradients((dq, dk, dv), None, functools.reduce(jnp.add, d_offsets) if d_offsets else None)
+        return BlockGradients((dq, dk, dv), None, d_offset)
 
     if sharding.backend == "xla":
         gradients = block.backward(sharding, (q, k, v), *_with_positions(sharding, arrays), out, log_sum, g)
@@ -207,20 +203,18 @@ def _segments_of_chunk(segments: Segments, start: Array, spec: AttentionSpec) ->
     end = segments.q_offsets + segments.q_lengths
     first, last = jnp.maximum(segments.q_offsets, start), jnp.minimum(end, start + spec.q_length)
     queries = jnp.maximum(last - first, 0)
+    # A causal mask is aligned at the last query: the keys of queries behind the chunk are cut off.
     keys = segments.kv_lengths - (end - last) if spec.is_causal else segments.kv_lengths
-    return Segments(
-        jnp.where(queries > 0, first - start, 0), queries, segments.kv_offsets, jnp.where(queries > 0, keys, 0)
-    )
+    offsets, keys = jnp.where(queries > 0, first - start, 0), jnp.where(queries > 0, keys, 0)
+    return Segments(offsets, queries, segments.kv_offsets, keys)
 
 
 def _visible(spec: AttentionSpec, arrays: AttentionArrays) -> Array:
     """Return the keys that any query of a chunk attends to, bool ``[b | 1, skv]``."""
     index = jnp.arange(spec.kv_length)[None]
     if arrays.segments is not None:
-        s = arrays.segments
-        inside = (index[..., None] >= s.kv_offsets[:, None]) & (
-            index[..., None] < (s.kv_offsets + s.kv_lengths)[:, None]
-        )
+        begin, length = arrays.segments.kv_offsets, arrays.segments.kv_lengths
+        inside = (index[..., None] >= begin[:, None]) & (index[..., None] < (begin + length)[:, None])
         return jnp.any(inside, axis=-1)
     assert arrays.q_lengths is not None
     assert arrays.kv_lengths is not None

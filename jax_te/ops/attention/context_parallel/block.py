@@ -38,16 +38,10 @@ def forward(sharding: AttentionSharding, qkv: QKV, spec: AttentionSpec, arrays: 
 
 
 def backward(
-    sharding: AttentionSharding,
-    qkv: QKV,
-    spec: AttentionSpec,
-    arrays: AttentionArrays,
-    out: Array,
-    log_sum: Array,
-    g: Array,
+    sharding: AttentionSharding, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, *rest: Array
 ) -> BlockGradients:
-    """Return the gradients of one block; ``out`` and ``log_sum`` are those of all blocks merged."""
-    return BlockGradients(*primitives(sharding.backend).attention_backward(qkv, spec, arrays, out, log_sum, g))
+    """Return the gradients of one block; ``rest`` is ``out`` and ``log_sum`` of all blocks merged, and ``g``."""
+    return BlockGradients(*primitives(sharding.backend).attention_backward(qkv, spec, arrays, *rest))
 
 
 def merge(blocks: list[BlockOutput]) -> BlockOutput:
@@ -58,8 +52,13 @@ def merge(blocks: list[BlockOutput]) -> BlockOutput:
     out = _weighted(blocks[0], log_sum)
     for block in blocks[1:]:
         out = out + _weighted(block, log_sum)
+    return BlockOutput(out, log_sum, max_logits(blocks))
+
+
+def max_logits(blocks: list[BlockOutput]) -> Array | None:
+    """Return the max logits of all blocks, or None."""
     logits = [block.max_logit for block in blocks if block.max_logit is not None]
-    return BlockOutput(out, log_sum, functools.reduce(jnp.maximum, logits) if logits else None)
+    return functools.reduce(jnp.maximum, logits) if logits else None
 
 
 def sum_float32(blocks: list[Array]) -> Array:

@@ -13,8 +13,8 @@ from jax_te.typing import BackendName
 
 def check_sharding(sharding: AttentionSharding, arrays: AttentionArrays) -> None:
     """Raise ValueError for sizes that do not divide over the mesh, and for arrays that the exchange cannot shard."""
-    spec, ranks, tensor = sharding.spec, sharding.context_shards, sharding.head_shards
-    chunks = ranks * (2 if sharding.load_balanced else 1)
+    spec, context, tensor = sharding.spec, sharding.context_shards, sharding.head_shards
+    chunks = context * (2 if sharding.load_balanced else 1)
     for name, size, shards, axes in (
         ("queries", spec.q_length, chunks, sharding.context),
         ("keys", spec.kv_length, chunks, sharding.context),
@@ -30,23 +30,23 @@ def check_sharding(sharding: AttentionSharding, arrays: AttentionArrays) -> None
                 "pad them or change the mesh"
             )
     kind, sizes = sharding.cp.cp_comm_type, sharding.cp.hierarchical_context_parallel_sizes
-    if kind == "a2a+p2p" and ranks > 1 and (sizes is None or sizes[0] * sizes[1] != ranks):
+    if kind == "a2a+p2p" and context > 1 and (sizes is None or sizes[0] * sizes[1] != context):
         raise ValueError(
             "cp_comm_type 'a2a+p2p' needs hierarchical_context_parallel_sizes=(a2a ranks, p2p ranks) with a product of "
-            f"{ranks}, as many as the mesh has context ranks; got {sizes}"
+            f"{context}, the size of the mesh's context axis; got {sizes}"
         )
     exchange = sharding.ulysses_size
     if (spec.heads // tensor) % exchange or (spec.groups // tensor) % exchange:
         raise ValueError(
-            f"cp_comm_type {kind!r} exchanges heads among {exchange} ranks, but each tensor rank has "
+            f"cp_comm_type {kind!r} exchanges heads among {exchange} devices, but on each there are "
             f"{spec.heads // tensor} query and {spec.groups // tensor} key/value heads, which do not divide; take "
             "'p2p', 'all_gather', or 'a2a+p2p' with fewer a2a ranks"
         )
     if sharding.ring_size > 1 and (arrays.mask is not None or spec.bias_type in ("pre_scale_bias", "post_scale_bias")):
         what = "mask" if arrays.mask is not None else spec.bias_type
         raise ValueError(
-            f"cp_comm_type {kind!r} moves keys around a ring, and a rank has no part of the {what} [b, n, sq, skv] for "
-            "them; take 'all_gather' or 'a2a'"
+            f"cp_comm_type {kind!r} moves keys around a ring, and a device has no shard of the {what} [b, n, sq, skv] "
+            "for them; take 'all_gather' or 'a2a'"
         )
 
 
@@ -79,8 +79,8 @@ def _te_lacks(sharding: AttentionSharding, arrays: AttentionArrays) -> str | Non
     spec, kind = sharding.spec, sharding.cp.cp_comm_type
     if sharding.ring_size > 1 and (not ring.is_structured(sharding) or spec.bias_type != "no_bias"):
         return (
-            f"cp_comm_type {kind!r} sees all, half or none of another rank's keys, which goes with mask types 'causal' "
-            f"and 'no_mask', without windows, lengths, packed sequences and biases ({spec.mask_type!r} here); "
+            f"cp_comm_type {kind!r} sees all, half or none of another device's keys, which goes with mask types "
+            f"'causal' and 'no_mask', without windows, lengths, packed sequences and biases ({spec.mask_type!r} here); "
             "'all_gather' and 'a2a' have more"
         )
     if not sharding.gathers:

@@ -131,12 +131,8 @@ def is_structured(sharding: AttentionSharding) -> bool:
 def block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
     """Return the descriptions of all calls of cuDNN."""
     sizes = sharding.spec.q_length // sharding.ring_size, sharding.spec.kv_length // sharding.ring_size
-    specs: list[AttentionSpec] = []
-    for step in range(sharding.ring_size):
-        for part in _parts_of_step(sharding, step, sizes):
-            if part is not None:
-                specs.append(_spec(sharding, part, *_taken(part, sizes)))
-    return list(dict.fromkeys(specs))
+    parts = [part for step in range(sharding.ring_size) for part in _parts_of_step(sharding, step, sizes)]
+    return list(dict.fromkeys(_spec(sharding, part, sizes) for part in parts if part is not None))
 
 
 def _no_keys(like: BlockOutput) -> BlockOutput:
@@ -190,23 +186,19 @@ def _block(
     sharding: AttentionSharding, arrays: AttentionArrays, step: int, part: RingStep, sizes: tuple[int, int]
 ) -> tuple[AttentionSpec, AttentionArrays]:
     """Return spec and arrays of a block, without the softmax's offset."""
-    arrays = arrays._replace(softmax_offset=None)
+    arrays, spec = arrays._replace(softmax_offset=None), _spec(sharding, part, sizes)
     if sharding.backend != "xla":
-        return _spec(sharding, part, *_taken(part, sizes)), arrays
+        return spec, arrays
     index = _index(sharding)
     queries = shard_positions(sharding, index, sharding.spec.q_length)[part.rows]
     keys = shard_positions(sharding, (index - step) % sharding.ring_size, sharding.spec.kv_length)[part.columns]
-    spec, local = block.with_positions(sharding, arrays, queries, keys)
-    if is_structured(sharding):
-        return _spec(sharding, part, spec.q_length, spec.kv_length), local
-    return dataclasses.replace(spec, softmax_type="vanilla"), local
+    by_position, local = block.with_positions(sharding, arrays, queries, keys)
+    # A structured part has the mask type "causal" or "no_mask", which compares fewer positions or none.
+    return spec if is_structured(sharding) else dataclasses.replace(by_position, softmax_type="vanilla"), local
 
 
-def _taken(part: RingStep, sizes: tuple[int, int]) -> tuple[int, int]:
-    return len(range(sizes[0])[part.rows]), len(range(sizes[1])[part.columns])
-
-
-def _spec(sharding: AttentionSharding, part: RingStep, rows: int, columns: int) -> AttentionSpec:
+def _spec(sharding: AttentionSharding, part: RingStep, sizes: tuple[int, int]) -> AttentionSpec:
+    rows, columns = len(range(sizes[0])[part.rows]), len(range(sizes[1])[part.columns])
     return sharding.shard_spec(rows, columns, part.mask_type, softmax_type="vanilla")
 
 

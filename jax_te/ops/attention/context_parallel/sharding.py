@@ -127,6 +127,7 @@ def attention_sharding(
     sharded.
     """
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    # Axes that a surrounding shard_map made manual are its own: a device's arrays are the whole call along them.
     free = tuple([name for name, kind in types if kind != AxisType.Manual])
     if len(axes) != 4 or all(mesh.shape[name] == 1 for name in free):
         return None
@@ -135,6 +136,7 @@ def attention_sharding(
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
         dims.append(tuple([name for name in names if name in free and mesh.shape[name] > 1]))
     batch, context, heads, head_dim = dims
+    # Scores contract the head size: sharded, every block would need an all-reduce, which the compiler can place.
     if head_dim:
         return None
     if spec.is_bottom_right and not spec.is_padding and spec.q_length == spec.kv_length:
@@ -172,5 +174,6 @@ def shard_positions(sharding: AttentionSharding, index: Any, total: int) -> Any:
     steps = jnp.arange(size, dtype=np.int32)
     if not sharding.load_balanced:
         return index * size + steps
+    # Zig-zag order: the first half are chunk ``index`` from the beginning, the second chunk ``index`` from the end.
     half = size // 2
     return jnp.where(steps < half, index * half + steps, (2 * shards - 2 - index) * half + steps)

@@ -21,6 +21,7 @@ def to_heads(sharding: AttentionSharding, x: Array) -> Array:
     In zig-zag order the result is in the order that one device with as long a shard would have: the early chunks of all
     devices, then the late ones, by rising position.
     """
+    # The exchange concatenates the shards of neighbours, in zig-zag order each an early chunk and a late one.
     x = jax.lax.all_to_all(x, sharding.context, 2, 1, tiled=True, axis_index_groups=_groups(sharding))
     return _reordered(x, _merged_order(sharding.ulysses_size)) if sharding.load_balanced else x
 
@@ -41,6 +42,7 @@ def arrays_of_heads(sharding: AttentionSharding, arrays: AttentionArrays) -> Att
         size = x.shape[axis] // sharding.ulysses_size
         return jax.lax.dynamic_slice_in_dim(x, _index(sharding) * size, size, axis)
 
+    # Natural order, as a device now has all positions: masks and biases are given in the order of the tokens.
     alibi = sharding.spec.bias_type == "alibi" and arrays.bias is not None
     mask, bias = (x if x is None or x.ndim < 4 else _natural_order(sharding, x) for x in (arrays.mask, arrays.bias))
     return arrays._replace(
@@ -56,6 +58,7 @@ def gradient_of_all_heads(sharding: AttentionSharding, gradient: Array | None, l
         return None
     for axis, (size, total) in enumerate(zip(gradient.shape, like.shape, strict=True)):
         if size != total:
+            # Zeros elsewhere: the sum over devices that follows puts the heads of all together.
             full = jnp.zeros((*gradient.shape[:axis], total, *gradient.shape[axis + 1 :]), gradient.dtype)
             gradient = jax.lax.dynamic_update_slice_in_dim(full, gradient, _index(sharding) * size, axis)
     return _natural_order(sharding, gradient, back=True) if gradient.ndim == 4 else gradient

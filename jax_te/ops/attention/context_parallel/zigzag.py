@@ -80,9 +80,10 @@ def _order(s: int, ranks: int) -> np.ndarray:
     check_positive(sequence=s, ranks=ranks)
     if s % (2 * ranks):
         raise ValueError(
-            f"a sequence of {s} cannot be cut into the two chunks that each of {ranks} context ranks has in zig-zag "
-            f"order; pad it to a multiple of {2 * ranks}"
+            f"a sequence of {s} cannot be cut into the two chunks that each of {ranks} devices has in zig-zag order; "
+            f"pad it to a multiple of {2 * ranks}"
         )
+    # On the host: the order is a constant of the program.
     return np.arange(s).reshape(2 * ranks, -1)[chunk_order(ranks)].reshape(-1)
 
 
