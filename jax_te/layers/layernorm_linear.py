@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.parameters import value_or_none
+from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
 from jax_te.remat.internal import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
@@ -41,6 +41,8 @@ class LayerNormLinear(Linear):
     >>> LayerNormLinear(16, (3, 16), rngs=nnx.Rngs(0))(jnp.ones((2, 4, 16))).shape
     (2, 4, 3, 16)
     """
+
+    can_save_original_input: ClassVar[bool] = False  # the GEMM's input is the norm's output, which nothing else keeps
 
     def __init__(
         self,
@@ -86,9 +88,6 @@ class LayerNormLinear(Linear):
         self.scale, self.ln_bias = norm_parameters(self.norm, in_features, params_dtype)
         self.return_layernorm_output = return_layernorm_output
 
-    def _init_save_original_input(self) -> None:
-        pass  # the input of the GEMM is the norm's output, which nobody else keeps
-
     def __call__(
         self,
         x: Array,
@@ -107,31 +106,30 @@ class LayerNormLinear(Linear):
             ``[..., h]``.
         """
         with jax.named_scope("LayerNormLinear"):
-            x, bias = self._enter(x), self._bias_of(bias)
+            parallel = self.tensor_parallel
+            if parallel.sequence_parallel or parallel.size != 1:
+                x = parallel.enter(x, self._input_axes(x))
+            weights = self._weights(weight, bias, is_first_microbatch)
+            extra: dict[str, Any] = {"bias": self._returned_bias(weights, x)} if self.return_bias else {}
             if self.return_layernorm_output:
                 normed = self._normalize(x)
-                return self._result(self._dense(normed, weight, bias, is_first_microbatch), x, bias, normed)
-            run = functools.partial(
-                layernorm_dense,
-                bias=None if self.return_bias else bias,
-                norm=self.norm,
-                recipe=self.recipe,
-                out_axes=self.output_axes(x),
-                kernel_axes=self.kernel_axes,
-                x_axes=self._operand_axes(x),
-                name=self.module_name,
-                **self._kernel_arguments(weight, is_first_microbatch),
-            )
-            norm_parameters = self._norm_parameters()
-            y = run_recomputed(lambda x: run(x, *norm_parameters), x, kept={"layernorm": ()})
-            return self._result(y, x, bias)
+                return layer_output(self._dense(normed, weights), **extra, layernorm_output=normed)
+            scale, ln_bias = self._norm_parameters()
+            linear = weights._replace(bias=None) if self.return_bias else weights
+            options, recipe, norm = self._options(x), self.recipe, self.norm
+
+            def run(x: Array) -> Array:
+                return layernorm_dense(x, scale, ln_bias, linear, norm=norm, recipe=recipe, options=options)
+
+            y = run_recomputed(run, x, kept={"layernorm": ()})
+            return layer_output(y, **extra) if extra else y
 
     def operand(self, x: Array) -> Array:
         """What the kernel multiplies in a call with ``x``: the norm's output ``[..., h]``."""
-        return self._normalize(self._enter(x))
+        return self._normalize(self.tensor_parallel.enter(x, self._input_axes(x)))
 
     def _norm_parameters(self) -> tuple[Array, Array | None]:
-        parameters = self.scale[...], value_or_none(self.ln_bias)
+        parameters = self.scale.get_value(), None if self.ln_bias is None else self.ln_bias.get_value()
         return jax.lax.stop_gradient(parameters) if self.frozen else parameters
 
     def _normalize(self, x: Array) -> Array:

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config import ACTIVATIONS, ActivationParams
+from jax_te.config import ActivationParams
 from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.parameters import constant, leading_axes, parameter, value_or_none
+from jax_te.layers.parameters import constant, parameter, value_or_none
+from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
+from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
-from jax_te.ops import dense, layernorm, layernorm_mlp
-from jax_te.ops.internal import check_activation_params
+from jax_te.recipe import Recipe
 from jax_te.remat.internal import run_recomputed
 from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
@@ -98,11 +99,11 @@ class LayerNormMLP(TensorParallelModule):
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in warm_up.items() if size is not None})
-        check_activation_params(activation, activation_params)
+        n_act = len(Activation(activation, activation_params).parts())
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
-        h, f, n_act = hidden_size, ffn_hidden_size, len(ACTIVATIONS[activation])
+        h, f = hidden_size, ffn_hidden_size
         self.norm = norm_spec(normalization, eps, zero_centered_gamma)
         self.scale, self.ln_bias = norm_parameters(self.norm, h, params_dtype)
         wi_init = normal_init() if init_method is None else init_method
@@ -131,70 +132,51 @@ class LayerNormMLP(TensorParallelModule):
             ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
             the norm's output.
         """
-        x = self.tensor_parallel.enter(x, self._axes(x))
-        wi = self.linear_arguments("wi_kernel", is_first_microbatch)
-        wo = self.linear_arguments("wo_kernel", is_first_microbatch)
+        parallel = self.tensor_parallel
+        axes = (*sequence_axes(x, parallel.sequence_parallel), "hidden")
+        if parallel.sequence_parallel or parallel.size != 1:
+            x = parallel.enter(x, axes)
         with jax.named_scope("LayerNormMLP"):
+            wi_bias = None if self.wi_bias is None else self.wi_bias.get_value()
+            wo_bias = None if self.wo_bias is None else self.wo_bias.get_value()
+            wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
+            wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
+            options = self._options(x, axes)
             run = self._unfused if self.return_layernorm_output else self._fused
-            y, *normed = run_recomputed(lambda x: run(x, wi, wo), x, kept=_KEPT)
-            bias = value_or_none(self.wo_bias)
-            extra = (None if bias is None else bias.astype(x.dtype),) if self.return_bias else ()
-            return (y, *extra, *normed) if extra or normed else y
+            y, *normed = run_recomputed(lambda x: run(x, wi, wo, options), x, kept=_KEPT)
+            if not self.return_bias and not normed:
+                return y
+            extra: dict[str, Any] = {}
+            if self.return_bias:
+                extra["bias"] = None if wo_bias is None else wo_bias.astype(x.dtype)
+            if normed:
+                extra["layernorm_output"] = normed[0]
+            return layer_output(y, **extra)
 
-    def _names(self) -> tuple[str | None, str | None]:
-        name = self.module_name
-        return (None, None) if name is None else (f"{name}.wi_kernel", f"{name}.wo_kernel")
-
-    def _axes(self, x: Array) -> LogicalAxes:
-        """Logical axes of input and output."""
-        return (*sequence_axes(x, self.tensor_parallel.sequence_parallel), "hidden")
-
-    def _fused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> tuple[Array]:
-        y = layernorm_mlp(
-            x,
-            self.scale[...],
-            value_or_none(self.ln_bias),
-            wi["kernel"],
-            value_or_none(self.wi_bias),
-            wo["kernel"],
-            None if self.return_bias else value_or_none(self.wo_bias),
+    def _options(self, x: Array, axes: LogicalAxes) -> MlpOptions:
+        """Return the op's static options; between the projections the sequence is whole."""
+        lead, name = sequence_axes(x, False), self.module_name
+        names = (None, None) if name is None else (f"{name}.wi_kernel", f"{name}.wo_kernel")
+        return MlpOptions(
             norm=self.norm,
-            activation=self.activation,
-            activation_params=self.activation_params,
-            recipe=self.recipe,
-            states=(wi["state"], wo["state"]),
-            gradients=(wi["gradient"], wo["gradient"]),
-            names=self._names(),
-            ffn_axes=(*leading_axes(x), self.wi_axes[-1]),
-            out_axes=self._axes(x),
-            wi_axes=self.wi_axes,
-            wo_axes=self.wo_axes,
+            activation=Activation(self.activation, self.activation_params),
+            wi=LinearOptions(axes, self.wi_axes, (*lead, *self.wi_axes[1:]), name=names[0]),
+            wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, name=names[1]),
         )
-        return (y,)
 
-    def _unfused(self, x: Array, wi: dict[str, Any], wo: dict[str, Any]) -> tuple[Array, Array]:
-        """The same in four operations, so that the norm's output is there to return."""
-        lead, axes, recipe, names = leading_axes(x), self._axes(x), self.recipe, self._names()
-        normed = layernorm(x, self.scale[...], value_or_none(self.ln_bias), norm=self.norm, out_axes=axes)
-        a = dense(
-            normed,
-            bias=value_or_none(self.wi_bias),
-            recipe=recipe,
-            out_axes=(*lead, *self.wi_axes[1:]),
-            kernel_axes=self.wi_axes,
-            x_axes=axes,
-            name=names[0],
-            **wi,
-        )
-        z = apply_activation(a, self.activation, params=self.activation_params, out_axes=(*lead, self.wi_axes[-1]))
-        y = dense(
-            z,
-            bias=None if self.return_bias else value_or_none(self.wo_bias),
-            recipe=recipe,
-            out_axes=axes,
-            kernel_axes=self.wo_axes,
-            x_axes=(*lead, self.wi_axes[-1]),
-            name=names[1],
-            **wo,
-        )
-        return y, normed
+    def _fused(self, x: Array, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:
+        scale, ln_bias = self.scale.get_value(), None if self.ln_bias is None else self.ln_bias.get_value()
+        return (layernorm_mlp(x, scale, ln_bias, wi, wo, options=options, recipe=self.recipe),)
+
+    def _unfused(self, x: Array, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array, Array]:
+        """Return the output in four operations, and the norm's output."""
+        scale, ln_bias, recipe = self.scale.get_value(), value_or_none(self.ln_bias), self.recipe
+        normed = layernorm(x, scale, ln_bias, norm=self.norm, out_axes=options.wo.out_axes)
+        a = _dense(normed, wi, recipe, options.wi)
+        z = apply_activation(a, self.activation, params=self.activation_params, out_axes=options.wo.x_axes)
+        return _dense(z, wo, recipe, options.wo), normed
+
+
+def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: LinearOptions) -> Array:
+    kernel, bias, state, grad_sink = linear
+    return dense(x, kernel, bias, recipe=recipe, state=state, grad_sink=grad_sink, options=options)

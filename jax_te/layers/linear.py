@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, normal_init
-from jax_te.layers.parameters import constant, parameter, value_or_none
+from jax_te.layers.parameters import constant, parameter
+from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
-from jax_te.ops import dense
+from jax_te.ops import LinearOptions, LinearWeights, dense
 from jax_te.sharding.internal import activation_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
@@ -84,6 +85,7 @@ class Linear(TensorParallelModule):
     """
 
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
+    can_save_original_input: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class Linear(TensorParallelModule):
         init = normal_init() if init_method is None else init_method
         self.kernel_shape = (in_features, *features)
         self.kernel_axes = axes
+        self._contracted_axis = activation_axis(axes[0])
         bias_axes = tuple("norm" if activation_axis(name) == "hidden" else name for name in axes[1:])
         self.feature_axes = tuple(activation_axis(name) for name in axes[1:]) if out_axes is None else out_axes
         skip = skip_weight_param_allocation
@@ -122,14 +125,12 @@ class Linear(TensorParallelModule):
         self.bias = constant(0.0, features, params_dtype, bias_axes) if bias and not skip else None
         self.skip_weight_param_allocation = skip
         self._init_quantization()
-        self._init_save_original_input()
+        if self.can_save_original_input:
+            self.save_original_input = False
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.frozen = False
-
-    def _init_save_original_input(self) -> None:
-        self.save_original_input = False
 
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of the kernel."""
@@ -156,12 +157,16 @@ class Linear(TensorParallelModule):
             none).
         """
         with jax.named_scope("Linear"):
-            x, bias = self._enter(x), self._bias_of(bias)
-            return self._result(self._dense(x, weight, bias, is_first_microbatch), x, bias)
+            parallel = self.tensor_parallel
+            if parallel.sequence_parallel or parallel.size != 1:
+                x = parallel.enter(x, self._input_axes(x))
+            weights = self._weights(weight, bias, is_first_microbatch)
+            y = self._dense(x, weights)
+            return layer_output(y, bias=self._returned_bias(weights, x)) if self.return_bias else y
 
     def operand(self, x: Array) -> Array:
         """What the kernel multiplies in a call with ``x``: ``x``."""
-        return self._enter(x)
+        return self.tensor_parallel.enter(x, self._input_axes(x))
 
     def output_axes(self, x: Array) -> LogicalAxes:
         """Logical axes of the output of a call with ``x``."""
@@ -172,60 +177,66 @@ class Linear(TensorParallelModule):
         split = self.tensor_parallel.sequence_parallel and self.parallel_mode == "column"
         return (*sequence_axes(x, split), "hidden")
 
-    def _operand_axes(self, x: Array) -> LogicalAxes:
-        """Logical axes of what the kernel multiplies."""
-        return (*self._input_axes(x)[:-1], activation_axis(self.kernel_axes[0]))
-
-    def _enter(self, x: Array) -> Array:
-        """The input, in the sharding it has outside of the layer."""
-        return self.tensor_parallel.enter(x, self._input_axes(x))
-
-    def _bias_of(self, bias: Array | None) -> Array | None:
-        """The bias of a call: the one that it was given, or the layer's own."""
-        features = self.kernel_shape[1:]
-        if bias is None:
-            if self.skip_weight_param_allocation and (self.use_bias or self.return_bias):
-                raise ValueError(
-                    f"the layer has no parameters (skip_weight_param_allocation=True): call it with bias=, {features}"
-                )
-            bias = value_or_none(self.bias)
-        elif not (self.use_bias or self.return_bias):
-            raise ValueError("the layer was built with bias=False and adds none; build it with bias=True")
-        elif bias.shape != features:
-            raise ValueError(f"bias must have shape {features}, got {bias.shape}")
-        return jax.lax.stop_gradient(bias) if self.frozen else bias
-
-    def _dense(self, x: Array, weight: Array | None, bias: Array | None, is_first_microbatch: bool | None) -> Array:
+    def _dense(self, x: Array, weights: LinearWeights) -> Array:
         return dense(
             x,
-            bias=None if self.return_bias else bias,
+            weights.kernel,
+            None if self.return_bias else weights.bias,
             recipe=self.recipe,
-            out_axes=self.output_axes(x),
-            kernel_axes=self.kernel_axes,
-            x_axes=self._operand_axes(x),
-            save_original_input=getattr(self, "save_original_input", False),
-            name=self.module_name,
-            **self._kernel_arguments(weight, is_first_microbatch),
+            state=weights.state,
+            grad_sink=weights.grad_sink,
+            options=self._options(x),
         )
 
-    def _kernel_arguments(self, weight: Array | None, is_first_microbatch: bool | None) -> dict[str, Any]:
-        """What an op takes for the kernel, see `linear_arguments`."""
-        if weight is None and self.kernel is None:
-            raise ValueError(
-                f"the layer has no parameters (skip_weight_param_allocation=True): call it with weight=, "
-                f"{self.kernel_shape}"
-            )
+    def _options(self, x: Array) -> LinearOptions:
+        """Return the op's static options for a call with ``x``."""
+        sequence_parallel = self.tensor_parallel.sequence_parallel
+        lead = sequence_axes(x, False)
+        split = sequence_axes(x) if sequence_parallel else lead
+        return LinearOptions(
+            x_axes=(*(split if self.parallel_mode == "column" else lead), self._contracted_axis),
+            kernel_axes=self.kernel_axes,
+            out_axes=(*(split if self.parallel_mode == "row" else lead), *self.feature_axes),
+            save_original_input=self.can_save_original_input and self.save_original_input,
+            name=self.module_name,
+        )
+
+    def _weights(self, weight: Array | None, bias: Array | None, is_first_microbatch: bool | None) -> LinearWeights:
+        """Return the arrays of a call: those that it was given, or the layer's own."""
+        if weight is not None or bias is not None or self.skip_weight_param_allocation:
+            self._check_given(weight, bias)
+        if bias is None and self.bias is not None:
+            bias = self.bias.get_value()
+        weights = self.linear_weights("kernel", bias, is_first_microbatch, weight)
+        if not self.frozen:
+            return weights
+        # The state is left out: its next value leaves backward as its gradient, also of a frozen layer.
+        kernel, bias, grad_sink = jax.lax.stop_gradient((weights.kernel, weights.bias, weights.grad_sink))
+        return LinearWeights(kernel, bias, weights.state, grad_sink)
+
+    def _check_given(self, weight: Array | None, bias: Array | None) -> None:
+        """Raise ValueError for weights or biases that are missing, not wanted or of another shape."""
+        wants_bias = self.use_bias or self.return_bias
+        if self.skip_weight_param_allocation:
+            for name, value, wanted, shape in (
+                ("weight", weight, True, self.kernel_shape),
+                ("bias", bias, wants_bias, self.kernel_shape[1:]),
+            ):
+                if value is None and wanted:
+                    raise ValueError(
+                        f"the layer has no parameters (skip_weight_param_allocation=True): call it with {name}=, "
+                        f"{shape}"
+                    )
+        if bias is not None and not wants_bias:
+            raise ValueError("the layer was built with bias=False and adds none; build it with bias=True")
+        if bias is not None and bias.shape != self.kernel_shape[1:]:
+            raise ValueError(f"bias must have shape {self.kernel_shape[1:]}, got {bias.shape}")
         if weight is not None and weight.shape != self.kernel_shape:
             raise ValueError(
                 f"weight must have shape {self.kernel_shape}, [in, *out], got {weight.shape}; Transformer Engine for "
                 "PyTorch has [out, in]"
             )
-        arguments = self.linear_arguments("kernel", is_first_microbatch, weight)
-        if self.frozen:
-            arguments |= {name: jax.lax.stop_gradient(arguments[name]) for name in ("kernel", "gradient")}
-        return arguments
 
-    def _result(self, y: Array, x: Array, bias: Array | None, *more: Array) -> Array | tuple[Array | None, ...]:
-        """What a call returns: the output, then the bias if asked for, then ``more``."""
-        extra = (None if bias is None else bias.astype(x.dtype),) if self.return_bias else ()
-        return (y, *extra, *more) if extra or more else y
+    def _returned_bias(self, weights: LinearWeights, x: Array) -> Array | None:
+        """Return the bias beside the output, in its dtype, for ``return_bias``."""
+        return None if weights.bias is None else weights.bias.astype(x.dtype)

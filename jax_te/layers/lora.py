@@ -13,7 +13,7 @@ from jax_te.config.internal import check_positive, normal_init
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import leading_axes, parameter
 from jax_te.layers.quantizable import drop_cached_kernels
-from jax_te.ops import dense
+from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
@@ -96,8 +96,13 @@ class LoRA(nnx.Module):
             result: Any = self.base(x, **given, is_first_microbatch=is_first_microbatch)
             y, *more = result if isinstance(result, tuple) else (result,)
             z = self.base.operand(x)
-            low = dense(z, self.lora_a[...], out_axes=(*leading_axes(z), None), kernel_axes=self.a_axes)
-            update = dense(low, self.lora_b[...], out_axes=self.base.output_axes(x), kernel_axes=self.b_axes)
+            down = LinearOptions(out_axes=(*leading_axes(z), None), kernel_axes=self.a_axes)
+            low = dense(z, self.lora_a[...], options=down)
+            update = dense(
+                low,
+                self.lora_b[...],
+                options=LinearOptions(out_axes=self.base.output_axes(x), kernel_axes=self.b_axes),
+            )
             y = y + update * self.scale
             return (y, *more) if isinstance(result, tuple) else y
 

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jax_te.ops import quantize_kernel
+from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, quantizer_for, quantizer_variable
-from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
+from jax_te.recipe import ModuleRecipe, Recipe
+from jax_te.recipe.internal import ambient_recipe
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -41,13 +42,13 @@ class QuantizableModule(nnx.Module):
         self.is_first_microbatch: bool | None = None
         self.module_name: str | None = None
         for kernel, quantizers in self.kernels.items():
-            setattr(self, quantizers, nnx.data(quantizer_variable(current_recipe())))
+            setattr(self, quantizers, nnx.data(quantizer_variable(ambient_recipe.value)))
             setattr(self, cache_name(kernel), nnx.data(None))
 
     @property
     def recipe(self) -> Recipe | None:
         """The recipe that a call runs under here and now."""
-        ambient = None if self.high_precision else current_recipe()
+        ambient = None if self.high_precision else ambient_recipe.value
         if self.module_recipe is None:
             return ambient
         return self.module_recipe.resolve(ambient, training=not self.deterministic)
@@ -85,44 +86,51 @@ class QuantizableModule(nnx.Module):
         variable = getattr(self, kernel)
         variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
 
-    def linear_arguments(
-        self, kernel: str, is_first_microbatch: bool | None, given: Array | None = None
-    ) -> dict[str, Any]:
-        """Arguments that an op takes for one kernel: the kernel or its kept form, the state, where the gradient goes.
+    def linear_weights(
+        self, kernel: str, bias: Array | None, is_first_microbatch: bool | None, given: Array | None = None
+    ) -> LinearWeights:
+        """Return the arrays that an op takes for one kernel: the kernel or its cached form, bias, state, `grad_sink`.
 
-        A kept form that was made under another recipe than the call's is passed over.
+        A cached kernel that was made under another recipe than the call's is passed over.
 
         Args:
             kernel: its name.
+            bias: of the call.
             is_first_microbatch: as in a layer's call.
             given: the kernel that the call was given. None: the layer's own. A layer that has its own quantizes another
                 one in each call.
 
         Raises:
-            ValueError: if a kept form is asked for and there is none.
+            ValueError: if a cached kernel is asked for and there is none.
         """
-        state = self.gemm_state(kernel)
-        own = getattr(self, kernel)
-        if given is not None and own is not None:
-            return {"kernel": given, "state": state, "gradient": None}
-        value: Any = given if own is None else own.get_value()
-        kept: Any = getattr(self, cache_name(kernel))
-        quantized, gradient = (None, None) if kept is None else kept.get_value()
-        quantizer = self.kernel_quantizer
+        variable, own = getattr(self, self.kernels[kernel]), getattr(self, kernel)
+        state = None if variable is None else variable.get_value()
+        if own is None or given is not None:
+            value: Any = given
+            if own is not None:
+                return LinearWeights(value, bias, state)
+        else:
+            value = own.get_value()
         first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
-        if first is not None and quantizer is not None and not isinstance(value, QuantizedKernel):
-            if first:
-                quantized = self.quantized(kernel, value)
-                setattr(self, cache_name(kernel), CachedKernel((quantized, None)))
-            if quantized is None:
-                raise ValueError(
-                    f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
-                    "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
-                )
-            if quantized.quantizer == quantizer:
-                gradient = value if gradient is None else gradient
-                value = quantized
-        return {"kernel": value, "state": state, "gradient": gradient}
+        cache: Any = getattr(self, f"{kernel}_cache")
+        if first is None and cache is None:
+            return LinearWeights(value, bias, state)
+        cached, grad_sink = (None, None) if cache is None else cache.get_value()
+        quantizer = None if first is None or isinstance(value, QuantizedKernel) else self.kernel_quantizer
+        if quantizer is None:
+            return LinearWeights(value, bias, state, grad_sink)
+        if first:
+            cached = self.quantized(kernel, value)
+            setattr(self, cache_name(kernel), CachedKernel((cached, None)))
+        if cached is None:
+            raise ValueError(
+                f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
+                "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
+            )
+        if cached.quantizer == quantizer:
+            grad_sink = value if grad_sink is None else grad_sink
+            value = cached
+        return LinearWeights(value, bias, state, grad_sink)
 
 
 def cache_name(kernel: str) -> str:

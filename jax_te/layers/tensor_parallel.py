@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from flax import nnx
 
 from jax_te.config.internal import check_positive
-from jax_te.layers.parameters import leading_axes
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.sharding import constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import axis_ranks, ranks_of
@@ -100,7 +99,7 @@ def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
     >>> sequence_axes(jnp.ones((2, 8, 16)))
     ('batch', 'sequence_parallel')
     """
-    axes = leading_axes(x)
+    axes = ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
     if not sequence_parallel:
         return axes
     if x.ndim < 3:

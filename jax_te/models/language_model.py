@@ -14,7 +14,7 @@ from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
 from jax_te.layers.internal import check_context_size, parameter
 from jax_te.models.from_config import check_config
 from jax_te.models.options import Execution
-from jax_te.ops import dense, linear_cross_entropy, softmax_cross_entropy
+from jax_te.ops import LinearOptions, dense, linear_cross_entropy, softmax_cross_entropy
 from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
 
@@ -105,9 +105,9 @@ class LanguageModel(nnx.Module):
             return dense(
                 x,
                 self._head_kernel(),
-                out_axes=("batch", "sequence", "vocab"),
-                kernel_axes=("fsdp", "vocab"),
-                x_axes=self._axes,
+                options=LinearOptions(
+                    x_axes=self._axes, kernel_axes=("fsdp", "vocab"), out_axes=("batch", "sequence", "vocab")
+                ),
             )
 
     def _losses(self, x: Array, labels: Array) -> Array:

@@ -6,27 +6,30 @@ from jax_te.ops.attention.context_parallel import ContextParallel, reorder_to_zi
 from jax_te.ops.attention.dot_product import dot_product_attention
 from jax_te.ops.attention.segments import Segments, segments_from_cu_seqlens
 from jax_te.ops.attention.spec import AttentionSpec, BiasType, MaskType, SoftmaxType, Window
-from jax_te.ops.backend import BACKENDS, OPS, BackendName, Choice, explain_backend, use_backend
+from jax_te.ops.backend import BACKENDS, OPS, BackendChoice, BackendName, explain_backend, use_backend
 from jax_te.ops.linear.activation import activation
-from jax_te.ops.linear.dense import dense
+from jax_te.ops.linear.dense import dense, layernorm_dense
 from jax_te.ops.linear.layernorm import layernorm
-from jax_te.ops.linear.layernorm_dense import layernorm_dense
-from jax_te.ops.linear.layernorm_mlp import layernorm_mlp
+from jax_te.ops.linear.layernorm_mlp import MlpOptions, layernorm_mlp
 from jax_te.ops.linear.quantize_kernel import quantize_kernel
-from jax_te.ops.linear.spec import NormSpec
+from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "BACKENDS",
     "OPS",
+    "Activation",
     "ActivationParams",
     "AttentionSpec",
+    "BackendChoice",
     "BackendName",
     "BiasType",
-    "Choice",
     "ContextParallel",
+    "LinearOptions",
+    "LinearWeights",
     "MaskType",
+    "MlpOptions",
     "NormSpec",
     "Segments",
     "SoftmaxType",

@@ -4,7 +4,6 @@ from jax_te.ops import te
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.segments import segment_positions
 from jax_te.ops.attention.spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays
-from jax_te.ops.linear.spec import check_activation_params
 from jax_te.ops.te.load import available
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "SOFTMAX_TYPES",
     "AttentionArrays",
     "available",
-    "check_activation_params",
     "normal_window",
     "segment_positions",
     "te",

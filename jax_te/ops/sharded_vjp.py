@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import MeshAxes, OpaqueTree, reshard
-from jax_te.typing import LogicalAxes
+from jax_te.typing import Array, LogicalAxes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,25 +129,28 @@ def sharded_vjp(
 
     def forward(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
         leaves, treedef = jax.tree.flatten(args)
-        args = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
+        args = jax.tree.unflatten(treedef, map(_VALUE, leaves))
         if check is not None:
-            check(spec, args, jax.tree.unflatten(treedef, [leaf.perturbed for leaf in leaves]), sinks)
+            check(spec, args, jax.tree.unflatten(treedef, map(_PERTURBED, leaves)), sinks)
         args, dtypes = _as_float32(args)
         out, residuals = run(spec, shards, args)
         return out, _Residuals(residuals, dtypes)
 
     def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
-        g = _instantiated(g)
+        if not isinstance(g, jax.Array):
+            g = jax.tree.map(_instantiated, g)
         if shards is None:
             cotangents, sinks = bwd(spec, residuals.tree, g)
         else:
             cotangents, sinks = _backward_on_devices(bwd, spec, shards, residuals.tree, g)
-        return _in_dtypes(cotangents, residuals.dtypes), sinks
+        return cotangents if residuals.dtypes is None else _in_dtypes(cotangents, *residuals.dtypes), sinks
 
     # symbolic_zeros tells the rules which arguments are differentiated, under jit, scan, remat and vmap alike.
     op.defvjp(forward, backward, symbolic_zeros=True)
 
     def call(spec: Any, shards: Shards | None, args: Any, sinks: Any = None, out_axes: LogicalAxes | Any = None) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            return op(spec, None, args, sinks)
         if shards is None:
             return auto_region(functools.partial(op, spec, None), out_axes)(args, sinks)
         # Outside of the derivative rule, so that cotangents come back in the sharding that the caller's arrays have.
@@ -198,35 +202,30 @@ def _backward_on_devices(
     return mapped(residuals.arguments, residuals.per_device, g)
 
 
+_VALUE, _PERTURBED, _DTYPE = map(operator.attrgetter, ("value", "perturbed", "dtype"))
+
+
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
-    """Return ``args`` without extended dtypes, and the dtypes of all leaves; None where there were none to cast."""
+    """Return ``args`` without extended dtypes; and their structure and dtypes, None where there were none to cast."""
     leaves, treedef = jax.tree.flatten(args)
-    dtypes = tuple([leaf.dtype for leaf in leaves])
-    cast = [
-        jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        for dtype in dtypes
-    ]
-    if not any(cast):
-        return args, None
-    pairs = zip(leaves, cast, strict=True)
-    leaves = [jax.lax.convert_element_type(leaf, jnp.float32) if casts else leaf for leaf, casts in pairs]
-    return jax.tree.unflatten(treedef, leaves), (treedef, dtypes)
+    dtypes, any_cast = tuple(map(_DTYPE, leaves)), False
+    for i, dtype in enumerate(dtypes):
+        # Random keys have an extended dtype as well, and keep it.
+        if jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            leaves[i], any_cast = jax.lax.convert_element_type(leaves[i], jnp.float32), True
+    return (jax.tree.unflatten(treedef, leaves), (treedef, dtypes)) if any_cast else (args, None)
 
 
-def _in_dtypes(cotangents: Any, dtypes: tuple[Any, ...] | None) -> Any:
-    """Return cotangents in the dtypes that `_as_float32` found, where it cast any."""
-    if dtypes is None:
-        return cotangents
+def _in_dtypes(cotangents: Any, treedef: Any, dtypes: tuple[Any, ...]) -> Any:
+    """Return cotangents in the dtypes that `_as_float32` found."""
 
     def cast(cotangent: Any, dtype: Any) -> Any:
         extended = cotangent is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
         return jax.lax.convert_element_type(cotangent, dtype) if extended else cotangent
 
-    return jax.tree.map(cast, cotangents, jax.tree.unflatten(*dtypes), is_leaf=lambda node: node is None)
+    return jax.tree.map(cast, cotangents, jax.tree.unflatten(treedef, dtypes), is_leaf=lambda node: node is None)
 
 
-def _instantiated(g: Any) -> Any:
-    """Return the output's cotangent with arrays in place of symbolic zeros."""
-    leaves, treedef = jax.tree.flatten(g)
-    leaves = [jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, SymbolicZero) else leaf for leaf in leaves]
-    return jax.tree.unflatten(treedef, leaves)
+def _instantiated(g: Any) -> Array:
+    """Return the cotangent of an output that nothing differentiates as zeros."""
+    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g

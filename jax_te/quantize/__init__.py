@@ -1,11 +1,11 @@
 """Quantized arrays, quantizers, statistics of what they lose, and the state of delayed scaling."""
 
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
-from jax_te.quantize.gemm_quantizers import ROLES, GemmQuantizers, GemmState, TensorRole, quantizer_for  # noqa: F401
-from jax_te.quantize.kernel import PackedOperand, QuantizedKernel  # noqa: F401
+from jax_te.quantize.kernel import QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, quantization_statistics
-from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand, with_scale  # noqa: F401
+from jax_te.quantize.precision import ROLES, GemmState, TensorRole, quantizer_for  # noqa: F401
+from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand  # noqa: F401
 from jax_te.quantize.scaling import amax  # noqa: F401
 from jax_te.quantize.state import (
     QuantizerState,

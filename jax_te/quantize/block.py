@@ -106,10 +106,6 @@ class MXQuantizer(Quantizer):
     def __post_init__(self) -> None:
         fp8_max(self.dtype)  # raises for another dtype
 
-    @property
-    def directional(self) -> bool:
-        return True
-
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:

@@ -1,12 +1,11 @@
 """Names of `jax_te.quantize` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK
-from jax_te.quantize.gemm_quantizers import ROLES, GemmQuantizers, TensorRole
 from jax_te.quantize.hadamard import hadamard_rows
-from jax_te.quantize.kernel import PackedOperand
 from jax_te.quantize.nvfp4 import rounding_key
-from jax_te.quantize.observe import current_observer
-from jax_te.quantize.quantizer import quantize_operand, with_scale
+from jax_te.quantize.observe import ambient_observer, current_observer
+from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, precision_of
+from jax_te.quantize.quantizer import Quantization, quantize_operand
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
 from jax_te.quantize.state import as_float32_inside, quantizer_variable
 from jax_te.quantize.tensor import Operand, as_matrix
@@ -15,20 +14,22 @@ __all__ = [
     "BLOCK",
     "MX_BLOCK",
     "ROLES",
-    "GemmQuantizers",
+    "Gemm",
     "Operand",
-    "PackedOperand",
+    "Precision",
+    "Quantization",
     "TensorRole",
     "amax",
+    "ambient_observer",
     "as_float32_inside",
     "as_matrix",
     "compute_scale",
     "current_observer",
     "hadamard_rows",
     "next_amax_state",
+    "precision_of",
     "quantize_operand",
     "quantizer_variable",
     "rounding_key",
     "scale_in_use",
-    "with_scale",
 ]

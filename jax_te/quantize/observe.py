@@ -21,7 +21,7 @@ STATISTICS = ("amax", "scale", "underflow", "saturation", "mse", "relative_mse")
 
 _FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}
 
-_observer = jax.make_user_context(None)
+ambient_observer = jax.make_user_context(None)
 
 
 @dataclass(eq=False)
@@ -74,15 +74,16 @@ def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]
             one.
 
     >>> import jax
-    >>> from jax_te.ops import dense
+    >>> from jax_te.ops import LinearOptions, dense
     >>> from jax_te.recipe import Float8CurrentScaling
+    >>> x, options = jnp.ones((16, 16)), LinearOptions(name="mine")
     >>> with observe_quantization() as observer:
-    ...     y = dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=Float8CurrentScaling(), name="mine")
+    ...     y = dense(x, x, recipe=Float8CurrentScaling(), options=options)
     >>> sorted(observer.records), observer.records["mine", "x"][0]["amax"]
     ([('mine', 'kernel'), ('mine', 'x')], 1.0)
     """
     observer = Observer() if observer is None else observer
-    with _observer(observer):
+    with ambient_observer(observer):
         yield observer
     # Callbacks run asynchronously: without this, records of the last calls could be missing.
     jax.effects_barrier()
@@ -90,7 +91,7 @@ def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]
 
 def current_observer() -> Observer | None:
     """Return the observer of the innermost `observe_quantization`, or None."""
-    return _observer.value
+    return ambient_observer.value
 
 
 def quantization_statistics(

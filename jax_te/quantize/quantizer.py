@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 from jax_te.recipe.internal import fp8_max
+from jax_te.sharding.internal import MeshAxes, reduce_max
 from jax_te.typing import Array, DTypeLike
 
 
@@ -27,12 +27,10 @@ class Quantizer(abc.ABC):
     alignment: ClassVar[int] = 16
     """Sizes of the matrices that GEMMs read quantized so must be multiples of this."""
 
-    dtype: DTypeLike
+    directional: ClassVar[bool] = True
+    """Whether the two GEMMs that read a tensor need it quantized differently."""
 
-    @property
-    @abc.abstractmethod
-    def directional(self) -> bool:
-        """Whether the two GEMMs that read a tensor need it quantized differently."""
+    dtype: DTypeLike
 
     @abc.abstractmethod
     def quantize(
@@ -57,6 +55,8 @@ class TensorQuantizer(Quantizer):
     (-448.0, 2.0)
     """
 
+    directional: ClassVar[bool] = False
+
     scaling: Literal["delayed", "current"] = "current"
     power_of_two: bool = False
 
@@ -64,10 +64,6 @@ class TensorQuantizer(Quantizer):
         fp8_max(self.dtype)  # raises for another dtype
         if self.scaling not in ("delayed", "current"):
             raise ValueError(f"scaling must be 'delayed' or 'current', got {self.scaling!r}")
-
-    @property
-    def directional(self) -> bool:
-        return False
 
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if delayed, from the tensor's amax if current."""
@@ -103,23 +99,33 @@ class TensorQuantizer(Quantizer):
         ), amaxes
 
 
-def with_scale(
-    x: Array, quantizer: Quantizer | None, scale: Array | None, reduce: Callable[[Array], Array] | None
-) -> tuple[Quantizer | None, Array | None]:
-    """A quantizer and a scale that quantize ``x``, a part of a tensor, as ``quantizer`` would quantize the tensor.
+class Quantization(NamedTuple):
+    """How one tensor of a call is quantized, in the arguments of a backend's primitives.
 
     Args:
-        reduce: makes an amax of the part that of the tensor. None: ``x`` is the tensor.
+        quantizer: None: not at all.
+        scale: fp32 ``[]``, for delayed scaling only.
+        amax_axes: mesh axes over which an amax of the array at hand, one device's shard, is reduced to the tensor's.
     """
-    if reduce is None or not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
-        return quantizer, scale
-    return dataclasses.replace(quantizer, scaling="delayed"), quantizer.scale_for(reduce(amax(x)), None)
+
+    quantizer: Quantizer | None = None
+    scale: Array | None = None
+    amax_axes: MeshAxes = ()
+
+    def of_shard(self, x: Array) -> Quantization:
+        """Return the quantization of the shard ``x`` that gives the shard of the quantized tensor."""
+        quantizer = self.quantizer
+        if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
+            return self
+        # With the whole tensor's amax, current scaling is delayed scaling under a scale that is known.
+        scale = quantizer.scale_for(reduce_max(amax(x), self.amax_axes), None)
+        return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 
 def quantize(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1, columnwise: bool = False
 ) -> tuple[QuantizedTensor, Array | None]:
-    """Quantize an array for one GEMM.
+    """Return an array quantized for one GEMM, and its amax.
 
     Args:
         x: fp32, bf16 or fp16 ``[...]``, seen as the matrix ``[R, C]`` whose columns are the axes from ``axis`` on.
@@ -143,9 +149,10 @@ def quantize(
 def quantize_operand(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1
 ) -> tuple[QuantizedOperand, Array | None]:
-    """Quantize an array for both GEMMs that read it, and its amax; see `quantize`."""
-    rowwise, x_amax = quantize(x, quantizer, scale, axis=axis)
+    """Return an array quantized for both GEMMs that read it, and its amax; see `quantize`."""
+    axis = axis % x.ndim
+    rowwise, x_amax = quantizer.quantize(x, scale, axis=axis, columnwise=False)
     if not quantizer.directional:
         return QuantizedOperand(rowwise=rowwise, columnwise=None), x_amax
-    columnwise, _ = quantize(x, quantizer, scale, axis=axis, columnwise=True)
+    columnwise, _ = quantizer.quantize(x, scale, axis=axis, columnwise=True)
     return QuantizedOperand(rowwise=rowwise, columnwise=columnwise), x_amax

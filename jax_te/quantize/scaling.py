@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,13 @@ AmaxState = dict[str, Array]
 """``{"scale": f32[], "amax_history": f32[n]}``: the scale last used, and the newest amax in slot 0.
 
 With a scale for each of ``d`` parts of the batch, ``f32[d]`` and ``f32[d, n]``."""
+
+
+class AmaxRule(NamedTuple):
+    """How delayed scaling takes a scale from a history, see `jax_te.recipe.DelayedScaling`, which has these fields."""
+
+    margin: int
+    amax_compute_algo: str
 
 
 def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
@@ -81,11 +90,11 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
 
 
-def scale_in_use(state: AmaxState, dtype: DTypeLike, recipe: DelayedScaling) -> Array:
+def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule | DelayedScaling) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
-    newest = history[..., 0] if recipe.amax_compute_algo == "most_recent" else amax(history, axis=-1)
-    return compute_scale(newest, dtype, margin=recipe.margin, old_scale=state["scale"])
+    newest = history[..., 0] if rule.amax_compute_algo == "most_recent" else amax(history, axis=-1)
+    return compute_scale(newest, dtype, margin=rule.margin, old_scale=state["scale"])
 
 
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
-from jax_te.quantize.gemm_quantizers import ROLES, GemmState
+from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks

@@ -10,7 +10,7 @@ import jax
 from jax_te.recipe.base import Recipe
 
 # A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.
-_recipe = jax.make_user_context(None)
+ambient_recipe = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -40,10 +40,10 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
             f"autocast takes a jax_te recipe instance or None, got {recipe!r}{hint}; "
             "for example autocast(DelayedScaling())"
         )
-    with _recipe(recipe if enabled else None):
+    with ambient_recipe(recipe if enabled else None):
         yield
 
 
 def current_recipe() -> Recipe | None:
     """Return the recipe of the innermost `autocast`; None outside of one and where it is disabled."""
-    return _recipe.value
+    return ambient_recipe.value

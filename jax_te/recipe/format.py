@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -57,6 +58,8 @@ _FORWARD = {  # not jax.numpy's names of the same dtypes: formats import without
 _LARGEST = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": E5M2_MAX}
 
 
+# Cached, because every quantization of every operand asks.
+@functools.cache
 def fp8_max(dtype: DTypeLike) -> float:
     """Return the largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2.
 

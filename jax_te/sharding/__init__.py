@@ -1,17 +1,10 @@
 """Meshes, logical axes, where arrays live on a mesh, and code that runs on each device of it."""
 
+from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.mesh import make_mesh
 from jax_te.sharding.placement import shardings_of
 from jax_te.sharding.report import ArrayPlacement, ShardingReport, sharding_report
-from jax_te.sharding.rules import (
-    ShardingRules,
-    auto_region,
-    constrain,
-    current_mesh,
-    logical_to_spec,
-    named_sharding,
-    use_rules,
-)
+from jax_te.sharding.rules import ShardingRules, current_mesh, logical_to_spec, named_sharding, use_rules
 
 __all__ = [
     "ArrayPlacement",

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jax_te.sharding.rules import auto_region, constrain, current_mesh, logical_to_spec, named_sharding, ranks_of
+from jax_te.sharding.constrain import auto_region, constrain
+from jax_te.sharding.rules import current_mesh, logical_to_spec, named_sharding, ranks_of
 from jax_te.typing import Array, LogicalAxes, PyTree
 
 

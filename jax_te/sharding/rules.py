@@ -1,20 +1,20 @@
-"""Logical axis names, the rules that map them to mesh axes, and sharding constraints for every kind of mesh."""
+"""Logical axis names, and the rules that map them to mesh axes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_te.config import MESH_AXES
 from jax_te.config.internal import check_mesh_axis
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
 _COMPOSED = {"heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
@@ -74,7 +74,7 @@ class ShardingRules:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """All logical axes.
+        """Return all logical axes.
 
         >>> ShardingRules.names()[-2:]
         ('heads_fsdp', 'ffn_fsdp')
@@ -82,7 +82,7 @@ class ShardingRules:
         return (*(rule.name for rule in fields(cls)), *_COMPOSED)
 
     def mesh_axes(self, name: str) -> MeshAxes:
-        """The mesh axes of one of these `names`.
+        """Return the mesh axes of one of these `names`.
 
         >>> ShardingRules().mesh_axes("ffn_fsdp")
         ('tensor', 'fsdp')
@@ -122,7 +122,7 @@ def use_rules(rules: ShardingRules) -> Iterator[None]:
 
 
 def whole_sequences() -> contextlib.AbstractContextManager[None]:
-    """Inside, no array is split along a sequence, by the ambient rules otherwise: for one token at a time.
+    """Return a context in which no array is split along a sequence, by the ambient rules otherwise: for single tokens.
 
     >>> with whole_sequences():
     ...     tuple(logical_to_spec(("sequence",), AbstractMesh((2,), ("context",))))
@@ -132,7 +132,7 @@ def whole_sequences() -> contextlib.AbstractContextManager[None]:
 
 
 def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> PartitionSpec:
-    """PartitionSpec of an array whose dimensions carry the logical names ``axes``; it has no mesh axes of size 1.
+    """Return the PartitionSpec of an array whose dimensions carry the logical names ``axes``, without axes of size 1.
 
     Args:
         axes: a logical name or None for each dimension.
@@ -146,7 +146,12 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
     >>> tuple(logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))))
     ('data', None, 'tensor')
     """
-    rules = _rules.value if rules is None else rules
+    return _resolved(tuple(axes), mesh, _rules.value if rules is None else rules)
+
+
+# Cached, because layers ask for the same few axes at every call; meshes and rules are hashable.
+@functools.lru_cache(maxsize=4096)
+def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> PartitionSpec:
     known = rules.names()
     taken: dict[str, str] = {}
     spec: list[Any] = []
@@ -176,8 +181,15 @@ def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: Shardin
     return PartitionSpec(*spec)
 
 
+def current_rules() -> ShardingRules:
+    """Return the rules of the innermost `use_rules`."""
+    return _rules.value
+
+
 def row_axis(axis: str | None) -> str:
-    """Logical name of the first axis of a kernel whose inputs tensor ranks split along ``axis``; None: not at all.
+    """Return the logical name of the first axis of a kernel whose inputs the tensor axis splits along ``axis``.
+
+    ``axis`` None: it does not split them.
 
     >>> row_axis("ffn"), row_axis(None)
     ('ffn_fsdp', 'fsdp')
@@ -186,7 +198,7 @@ def row_axis(axis: str | None) -> str:
 
 
 def activation_axis(axis: str | None) -> str | None:
-    """Logical axis of activations that a kernel's axis is multiplied with, or gives.
+    """Return the logical axis of the activations that a kernel's axis is contracted with, or produces.
 
     >>> activation_axis("fsdp"), activation_axis("ffn_fsdp"), activation_axis("ffn")
     ('hidden', 'ffn', 'ffn')
@@ -195,7 +207,7 @@ def activation_axis(axis: str | None) -> str | None:
 
 
 def batch_ranks() -> int:
-    """How many parts the mesh in use splits a batch into; 1 without a mesh.
+    """Return the number of shards into which the mesh in use splits a batch; 1 without a mesh.
 
     >>> batch_ranks()
     1
@@ -204,7 +216,7 @@ def batch_ranks() -> int:
 
 
 def axis_ranks(name: str) -> int:
-    """How many parts the mesh in use splits a logical axis into; 1 without a mesh.
+    """Return the number of shards into which the mesh in use splits a logical axis; 1 without a mesh.
 
     >>> axis_ranks("ffn")
     1
@@ -214,7 +226,7 @@ def axis_ranks(name: str) -> int:
 
 
 def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
-    """The mesh axes that an entry of a PartitionSpec names, as text, and how many parts they make.
+    """Return the mesh axes that an entry of a PartitionSpec names, as text, and the number of shards they make.
 
     >>> ranks_of(("data", "fsdp"), AbstractMesh((2, 4), ("data", "fsdp")))
     ('data*fsdp', 8)
@@ -224,7 +236,7 @@ def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh set by ``jax.set_mesh``, or None.
+    """Return the mesh set by ``jax.set_mesh``, or None.
 
     >>> current_mesh() is None
     True
@@ -236,90 +248,8 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
-def _axes_of_type(mesh: AbstractMesh, kind: AxisType) -> frozenset[str]:
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, axis_type in types if axis_type == kind)
-
-
-def _keep(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
-    kept = []
-    for entry in spec:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        axes = tuple(axis for axis in axes if axis in names)
-        kept.append(axes[0] if len(axes) == 1 else axes or None)
-    return PartitionSpec(*kept)
-
-
-def constrain(x: Array, axes: LogicalAxes | None) -> Array:
-    """``x`` with the sharding its logical axes stand for.
-
-    The identity without a mesh and for ``axes=None``; a sharding constraint over the mesh's Auto axes, a reshard
-    over its Explicit axes. Axes that a surrounding ``shard_map`` made manual are left alone.
-
-    Raises:
-        ValueError: if ``axes`` does not name every dimension, or as `logical_to_spec`.
-
-    >>> constrain(jax.numpy.ones((2, 4)), ("batch", "hidden")).shape
-    (2, 4)
-    """
-    if axes is None:
-        return x
-    if len(axes) != x.ndim:
-        raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
-    mesh = current_mesh()
-    if mesh is None:
-        return x
-    spec = logical_to_spec(axes, mesh)
-    auto, explicit = _axes_of_type(mesh, AxisType.Auto), _axes_of_type(mesh, AxisType.Explicit)
-    if explicit:
-        x = jax.sharding.reshard(x, _keep(spec, explicit))
-    if auto:
-        x = _constrain_auto(x, _keep(spec, auto))
-    return x
-
-
-# Under a jit of its own, because an eager constraint, or its transpose, refuses arrays that are not on the mesh yet.
-@functools.partial(jax.jit, static_argnums=1)
-def _constrain_auto(x: Array, spec: PartitionSpec) -> Array:
-    return jax.lax.with_sharding_constraint(x, spec)
-
-
-def auto_region(fn: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
-    """``fn`` with the mesh's Explicit axes hidden from it, so that the compiler propagates shardings inside.
-
-    Without Explicit axes ``fn`` itself. Differentiable.
-
-    Args:
-        fn: function of arrays and pytrees of arrays.
-        out_axes: logical axes of its result: one tuple for an array, or a matching tree of tuples.
-
-    Raises:
-        ValueError: on an Explicit mesh when ``out_axes`` is None: the result needs a sharding.
-
-    >>> x = jax.numpy.ones((2, 4))
-    >>> with jax.set_mesh(jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)):
-    ...     auto_region(lambda x: x @ x.T, ("batch", None))(x).tolist()
-    [[4.0, 4.0], [4.0, 4.0]]
-    """
-    mesh = current_mesh()
-    if mesh is None or not _axes_of_type(mesh, AxisType.Explicit):
-        return fn
-    if out_axes is None:
-        raise ValueError(
-            f"the mesh {mesh} has Explicit axes, so the result's sharding must be named: pass out_axes, "
-            "for example out_axes=('batch', 'sequence', 'ffn')"
-        )
-    explicit = _axes_of_type(mesh, AxisType.Explicit)
-    out = jax.tree.map(lambda axes: _keep(logical_to_spec(axes, mesh), explicit), out_axes, is_leaf=_is_axes)
-    return jax.sharding.auto_axes(fn, out_sharding=out)
-
-
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
-
-
 def named_sharding(axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
+    """Return the NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
 
     Raises:
         ValueError: as `logical_to_spec`.

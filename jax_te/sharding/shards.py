@@ -105,7 +105,7 @@ def flat(dims: Dims) -> MeshAxes:
     >>> flat((("data", "fsdp"), (), ("tensor",)))
     ('data', 'fsdp', 'tensor')
     """
-    return tuple(axis for axes in dims for axis in axes)
+    return sum(dims, ())
 
 
 def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:
@@ -149,148 +149,10 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = ()) -> Array:
         for dim, names in enumerate(scatter):
             if names:
                 x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-        scattered = flat(scatter)
-        axes = tuple(axis for axis in axes if axis not in scattered)
+        axes = tuple([axis for axis in axes if axis not in flat(scatter)])
     return jax.lax.psum(x, axes) if axes else x
 
 
 def reduce_max(x: Array, axes: MeshAxes) -> Array:
     """Return the maximum of a device's ``x`` over mesh axes."""
     return jax.lax.pmax(x, axes) if axes else x
-
-
-# Being replaced: ops that have not moved to sharded_vjp yet use these.
-@dataclass(frozen=True)
-class Layout:
-    """How one array is split: the mesh axes of each of its dimensions, the outermost first.
-
-    >>> tuple(Layout((("data", "fsdp"), (), ("tensor",))).spec)
-    (('data', 'fsdp'), None, 'tensor')
-    """
-
-    dims: tuple[MeshAxes, ...] = ()
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The same for JAX."""
-        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in self.dims))
-
-    @property
-    def axes(self) -> MeshAxes:
-        """All mesh axes that split the array."""
-        return tuple(axis for axes in self.dims for axis in axes)
-
-    def local_shape(self, shape: tuple[int, ...], mesh: AbstractMesh) -> tuple[int, ...] | None:
-        """Shape of one device's part; None if the array does not divide."""
-        sizes = [prod(mesh.shape[axis] for axis in axes) for axes in self.dims]
-        if any(size % parts for size, parts in zip(shape, sizes, strict=True)):
-            return None
-        return tuple(size // parts for size, parts in zip(shape, sizes, strict=True))
-
-
-class _PerRank:
-    def __repr__(self) -> str:
-        return "PER_RANK"
-
-
-PER_RANK = _PerRank()
-"""In place of a `Layout`: a tree that means something to the device only that made it, handed from one call of
-`on_ranks` to another as a `RankTree`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RankTree:
-    """A tree that every device has its own of: ``leaves`` with a leading dimension, one entry for each device."""
-
-    leaves: tuple[Any, ...]
-    treedef: Any = field(metadata={"static": True})
-
-
-WHOLE = Layout()
-"""Every device has all of it."""
-
-
-def rank_mesh() -> AbstractMesh | None:
-    """The mesh in use, if it has several devices and no axis that a surrounding ``shard_map`` has taken; else None.
-
-    >>> rank_mesh()
-    """
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
-        return None
-    return mesh
-
-
-def layout_of(axes: LogicalAxes, mesh: AbstractMesh) -> Layout:
-    """The layout that an array's logical axes stand for."""
-    spec = logical_to_spec(axes, mesh)
-    return Layout(tuple(() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec))
-
-
-def place(tree: Any, layout: Layout, mesh: AbstractMesh) -> Any:
-    """Arrays split so, where shardings are part of types; `on_ranks` does it elsewhere. Differentiable."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return tree
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, layout.spec), tree)
-
-
-def on_ranks(
-    fn: Callable[..., Any], static: Any, mesh: AbstractMesh, in_layouts: tuple[Any, ...], out_layouts: Any, args: Any
-) -> Any:
-    """``fn(static, *args)`` on every device's parts of the arguments. For the rules of a custom_vjp: nothing
-    differentiates it.
-
-    Args:
-        fn: a function of this module's caller, the same object at each call.
-        static: hashable.
-        mesh: of `rank_mesh`.
-        in_layouts: for each argument a `Layout`, `PER_RANK`, or a tuple tree of them down to subtrees of the argument.
-        out_layouts: likewise for the result.
-        args: trees of arrays.
-    """
-    return _on_ranks(fn, static, mesh, in_layouts, out_layouts, args)
-
-
-# Under a jit of its own for calls that no jit surrounds.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _on_ranks(fn: Any, static: Any, mesh: AbstractMesh, in_layouts: Any, out_layouts: Any, args: Any) -> Any:
-    everywhere = PartitionSpec(mesh.axis_names)
-
-    def spec(layout: Any) -> PartitionSpec:
-        return everywhere if layout is PER_RANK else layout.spec
-
-    def local(*args: Any) -> Any:
-        result = fn(static, *jax.tree.map(_enter, in_layouts, args))
-        return jax.tree.map(_leave, out_layouts, result)
-
-    if AxisType.Explicit in mesh.axis_types:
-        args = jax.tree.map(
-            lambda layout, tree: jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec(layout)), tree),
-            in_layouts,
-            args,
-        )
-    split = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=jax.tree.map(spec, in_layouts),
-        out_specs=jax.tree.map(spec, out_layouts),
-        check_vma=False,
-    )
-    return split(*args)
-
-
-def _enter(layout: Any, tree: Any) -> Any:
-    if layout is not PER_RANK:
-        return tree
-    return jax.tree.unflatten(tree.treedef, [leaf[0] for leaf in tree.leaves])
-
-
-def _leave(layout: Any, tree: Any) -> Any:
-    if layout is not PER_RANK:
-        return tree
-    leaves, treedef = jax.tree.flatten(tree)
-    return RankTree(tuple(jnp.expand_dims(leaf, 0) for leaf in leaves), treedef)
-
-
-gather = all_gather

@@ -70,7 +70,7 @@ def gemm_call(recipe, *, backend, kernel=None, state=None):
 
     def call(x, w, state):
         used, gradient = (w, None) if kernel is None else (kernel(w, state), w)
-        return dense(x, used, recipe=recipe, state=state, gradient=gradient, backend=backend)
+        return dense(x, used, recipe=recipe, state=state, backend=backend, grad_sink=gradient)
 
     y, vjp = jax.vjp(jax.jit(call), x, w, state)
     return y, vjp(g)

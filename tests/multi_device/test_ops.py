@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_te.config import ParallelConfig
-from jax_te.ops import activation, dense, dot_product_attention, layernorm, softmax_cross_entropy
+from jax_te.ops import LinearOptions, activation, dense, dot_product_attention, layernorm, softmax_cross_entropy
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.sharding import make_mesh, named_sharding
@@ -185,10 +185,10 @@ def test_axes_that_collide(mesh):
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match=r"logical axes 'ffn' and 'heads' .* both map to mesh axis 'tensor'"),
     ):
-        jax.jit(lambda x, k: dense(x, k, out_axes=("batch", "ffn", "heads")))(x, kernel)
+        jax.jit(lambda x, k: dense(x, k, options=LinearOptions(out_axes=("batch", "ffn", "heads"))))(x, kernel)
 
 
 def test_axes_of_the_wrong_number(mesh):
     x, kernel = jnp.ones((4, 16, 16)), jnp.ones((16, 16))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="2 logical axes"):
-        jax.jit(lambda x, k: dense(x, k, out_axes=("batch", "ffn")))(x, kernel)
+        jax.jit(lambda x, k: dense(x, k, options=LinearOptions(out_axes=("batch", "ffn"))))(x, kernel)

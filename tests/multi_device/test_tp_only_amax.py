@@ -8,7 +8,7 @@ import pytest
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import Linear, prepare_quantization
-from jax_te.ops import dense
+from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
@@ -29,7 +29,7 @@ def operands():
 
 def run(x, w, g, recipe, state):
     def call(x, w, state):
-        return dense(x, w, recipe=recipe, state=state, out_axes=("batch", "sequence", "ffn"))
+        return dense(x, w, recipe=recipe, state=state, options=LinearOptions(out_axes=("batch", "sequence", "ffn")))
 
     y, vjp = jax.jit(lambda *args: jax.vjp(call, *args))(x, w, state)
     return y, *vjp(g)

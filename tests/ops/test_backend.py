@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import OPS, Choice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
+from jax_te.ops import OPS, BackendChoice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
 from jax_te.ops.attention.checks import attention_spec
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.numerics import without_type_checker
@@ -19,7 +19,7 @@ KERNEL_OPS = tuple(op for op in OPS if op != "softmax_cross_entropy")
 @pytest.mark.parametrize("op", KERNEL_OPS)
 def test_auto_says_why_it_does_not_take_te(op):
     choice = explain_backend(op, backend="auto")
-    assert choice == Choice(op, "xla", "TE cannot: transformer_engine is not installed (see docs/install.md)")
+    assert choice == BackendChoice(op, "xla", "TE cannot: transformer_engine is not installed (see docs/install.md)")
     assert str(choice) == f"{op}: xla (TE cannot: transformer_engine is not installed (see docs/install.md))"
 
 
@@ -39,13 +39,13 @@ def test_te_asked_for_by_name_raises_with_the_reason(recipe):
 
 def test_a_backend_asked_for_is_the_one_that_runs_or_it_raises(monkeypatch):
     monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
-    assert explain_backend("dense", backend="te") == Choice("dense", "te", "asked for")
-    assert explain_backend("dense", backend="xla") == Choice("dense", "xla", "asked for")
+    assert explain_backend("dense", backend="te") == BackendChoice("dense", "te", "asked for")
+    assert explain_backend("dense", backend="xla") == BackendChoice("dense", "xla", "asked for")
     assert explain_backend("dense", backend="auto").backend == ("te" if jax.default_backend() == "gpu" else "xla")
     if jax.default_backend() != "gpu":
         assert "no GPU" in explain_backend("dense").reason
     monkeypatch.setattr(te, "supports", lambda op, **_: (False, "a made-up reason"))
-    assert explain_backend("dense") == Choice("dense", "xla", "TE cannot: a made-up reason")
+    assert explain_backend("dense") == BackendChoice("dense", "xla", "TE cannot: a made-up reason")
     with pytest.raises(BackendUnavailableError, match="a made-up reason"):
         explain_backend("dense", backend="te")
 
@@ -59,8 +59,8 @@ def test_supports_is_asked_about_this_call(monkeypatch):
     dot_product_attention(qkv, mask_type="no_mask")
     spec = attention_spec(qkv, "no_mask", None, 0.0)
     assert asked == [
-        (("dense",), {"recipe": recipe, "attention": None, "ranks": None}),
-        (("dot_product_attention",), {"recipe": None, "attention": spec, "ranks": None}),
+        (("dense",), {"recipe": recipe, "attention": None, "unsharded": None}),
+        (("dot_product_attention",), {"recipe": None, "attention": spec, "unsharded": None}),
     ]
 
 
@@ -91,7 +91,7 @@ def test_use_backend_is_part_of_the_jit_cache_key():
 
 
 def test_cross_entropy_has_one_implementation():
-    assert explain_backend("softmax_cross_entropy") == Choice(
+    assert explain_backend("softmax_cross_entropy") == BackendChoice(
         "softmax_cross_entropy", "xla", "Transformer Engine has no kernel for it"
     )
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_te.ops import NormSpec, dense, layernorm_dense, layernorm_mlp
+from jax_te.ops import NormSpec
 from jax_te.quantize import BlockQuantizer, MXQuantizer, TensorQuantizer, quantize, quantizer_for
 from jax_te.recipe import (
     CustomRecipe,
@@ -22,6 +22,7 @@ from jax_te.recipe import (
 )
 from jax_te.sharding import named_sharding
 from tests.support import formulas, oracles
+from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.cases import make_case
 from tests.support.meshes import use_mesh
 from tests.support.numerics import (

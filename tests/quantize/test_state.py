@@ -17,8 +17,8 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
-from jax_te.quantize.internal import ROLES, GemmQuantizers, quantizer_variable
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from jax_te.quantize.internal import ROLES, precision_of, quantizer_variable
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from jax_te.training import split_model
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw
@@ -62,24 +62,36 @@ def test_variable_is_registered_under_the_name_that_optimizers_look_for():
 
 def test_missing_state_names_the_remedy():
     with pytest.raises(QuantizerStateError, match=r"with autocast\(recipe\).*prepare_quantization\(model, recipe\)"):
-        GemmQuantizers(RECIPE, None)
+        dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=RECIPE)
     with pytest.raises(ValueError, match="prepare_quantization"):  # callers may catch the built-in type
         dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=RECIPE)
 
 
-def test_gemm_quantizers():
+def test_precision():
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-    assert all(GemmQuantizers(None, None)[role] == (None, None) for role in ROLES)
-    assert GemmQuantizers(None, None).next_state(dict.fromkeys(ROLES)) is None
-    current = GemmQuantizers(Float8CurrentScaling(), None)
-    assert [current[role][0].dtype for role in ROLES] == [e4m3, e4m3, e5m2]
-    assert [current[role][1] for role in ROLES] == [None] * 3
+    none = precision_of(None)
+    assert all(getattr(none, role).quantizer is None and none.scale(None, role) is None for role in ROLES)
+    assert none.next_state(None, dict.fromkeys(ROLES, (None, None))) is None
+    current = precision_of(Float8CurrentScaling())
+    assert [getattr(current, role).quantizer.dtype for role in ROLES] == [e4m3, e4m3, e5m2]
+    assert [current.scale(None, role) for role in ROLES] == [None] * 3
     state = init_gemm_state(DelayedScaling(fp8_format=Format.E4M3))
-    delayed = GemmQuantizers(DelayedScaling(fp8_format=Format.E4M3), state)
-    assert [delayed[role][0].dtype for role in ROLES] == [e4m3] * 3
-    assert [float(delayed[role][1]) for role in ROLES] == [1.0] * 3
+    delayed = precision_of(DelayedScaling(fp8_format=Format.E4M3))
+    assert [getattr(delayed, role).quantizer.dtype for role in ROLES] == [e4m3] * 3
+    assert [float(delayed.scale(state, role)) for role in ROLES] == [1.0] * 3
     with pytest.raises(TypeError, match="no quantizers for recipe"):
-        GemmQuantizers(Recipe(), None)["x"]
+        precision_of(Recipe())
+
+
+def test_which_form_of_an_operand_its_gemms_read():
+    high_wgrad = precision_of(Float8CurrentScaling(override_linear_precision=(False, False, True)))
+    forms = {role: getattr(high_wgrad, role) for role in ROLES}
+    assert {role: (form.read_quantized, form.read_unquantized) for role, form in forms.items()} == {
+        "x": (True, True),
+        "kernel": (True, False),
+        "grad": (True, True),
+    }
+    assert [getattr(precision_of(Float8BlockScaling()), role).one_scale for role in ROLES] == [False] * 3
 
 
 def test_split_model_finds_everything_once():

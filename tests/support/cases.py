@@ -81,7 +81,12 @@ def make_case(
 
         def call(a, state, o):
             return ops.dense(
-                a["x"], a["kernel"], a["bias"], state=state, out_axes=(*lead, "ffn"), kernel_axes=axes["kernel"], **o
+                a["x"],
+                a["kernel"],
+                a["bias"],
+                state=state,
+                options=ops.LinearOptions(out_axes=(*lead, "ffn"), kernel_axes=axes["kernel"]),
+                **o,
             )
 
         args = {"x": x, "kernel": draw("kernel", (h, f), scale=0.2), "bias": draw("bias", (f,))}
@@ -92,7 +97,11 @@ def make_case(
 
         def call(a, state, o):
             return ops.dense(
-                a["x"], a["kernel"], state=state, out_axes=(*lead, "hidden"), kernel_axes=axes["kernel"], **o
+                a["x"],
+                a["kernel"],
+                state=state,
+                options=ops.LinearOptions(out_axes=(*lead, "hidden"), kernel_axes=axes["kernel"]),
+                **o,
             )
 
         args = {"x": draw("x", (b, s, f)), "kernel": draw("kernel", (f, h), scale=0.2)}
@@ -114,8 +123,9 @@ def make_case(
         out_axes = (*lead, "components", "heads")
 
         def call(a, state, o):
-            values = (a[key] for key in ("x", "scale", "ln_bias", "kernel", "bias"))
-            return ops.layernorm_dense(*values, state=state, out_axes=out_axes, kernel_axes=axes["kernel"], **o)
+            linear = ops.LinearWeights(a["kernel"], a["bias"], state)
+            sharding = ops.LinearOptions(out_axes=out_axes, kernel_axes=axes["kernel"])
+            return ops.layernorm_dense(a["x"], a["scale"], a["ln_bias"], linear, options=sharding, **o)
 
         args = {
             "x": x,
@@ -136,18 +146,18 @@ def make_case(
             "wo_kernel": wo_axes,
             "wo_bias": ("norm",),
         }
-        keys = ("x", "scale", "ln_bias", "wi_kernel", "wi_bias", "wo_kernel", "wo_bias")
+        mlp = ops.MlpOptions(
+            norm=norm,
+            activation=ops.Activation(options),
+            wi=ops.LinearOptions((*lead, "hidden"), wi_axes, (*lead, "components", "ffn")),
+            wo=ops.LinearOptions((*lead, "ffn"), wo_axes, (*lead, "hidden")),
+        )
 
         def call(a, states, o):
-            sharding = {
-                "ffn_axes": (*lead, "ffn"),
-                "out_axes": (*lead, "hidden"),
-                "wi_axes": wi_axes,
-                "wo_axes": wo_axes,
-            }
-            return ops.layernorm_mlp(
-                *(a[key] for key in keys), norm=norm, activation=options, states=states, **sharding, **o
-            )
+            wi_state, wo_state = (None, None) if states is None else states
+            wi = ops.LinearWeights(a["wi_kernel"], a["wi_bias"], wi_state)
+            wo = ops.LinearWeights(a["wo_kernel"], a["wo_bias"], wo_state)
+            return ops.layernorm_mlp(a["x"], a["scale"], a["ln_bias"], wi, wo, options=mlp, **o)
 
         args = {
             "x": x,

@@ -18,16 +18,9 @@ import pytest
 
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import (
-    NormSpec,
-    activation,
-    dot_product_attention,
-    explain_backend,
-    layernorm_dense,
-    layernorm_mlp,
-    use_backend,
-)
+from jax_te.ops import NormSpec, activation, dot_product_attention, explain_backend, use_backend
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.support.calls import layernorm_dense, layernorm_mlp
 from tests.support.cases import GEMM_CASES, OTHER_CASES, make_case
 from tests.support.numerics import (
     TOLERANCE,

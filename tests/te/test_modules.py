@@ -23,10 +23,11 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.jax.flax import DenseGeneral, LayerNorm, LayerNormDenseGeneral, LayerNormMLP
 from transformer_engine.jax.sharding import MeshResource
 
-from jax_te.ops import NormSpec, dense, layernorm, layernorm_dense, layernorm_mlp
+from jax_te.ops import NormSpec, layernorm
 from jax_te.quantize import init_gemm_state
 from jax_te.quantize.internal import ROLES, scale_in_use
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
+from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.numerics import (
     TOLERANCE,
     assert_bitwise,

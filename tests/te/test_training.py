@@ -57,7 +57,7 @@ def test_kernel_quantized_ahead_gives_the_same_bits(name, portable):
             if ahead:
                 used = quantize_kernel(w, recipe=recipe, state=state, portable=portable, backend="te")
                 gradient = w
-            return dense(x, used, recipe=recipe, state=state, gradient=gradient, backend="te")
+            return dense(x, used, recipe=recipe, state=state, backend="te", grad_sink=gradient)
 
         y, vjp = jax.vjp(jax.jit(fn), x, w, init_gemm_state(recipe))
         return y, vjp(g)

@@ -168,7 +168,7 @@ def _resolve(
     elif prod([size for name, size in mesh.shape.items() if name not in mesh.manual_axes]) > 1:
         reason = f"out_axes {axes} do not say how heads and examples are split"
     if sharding is None:
-        return select("dot_product_attention", attention=spec, backend=backend, ranks=reason), None
+        return select("dot_product_attention", attention=spec, backend=backend, unsharded=reason), None
     name = choose_backend(sharding, arrays, backend).backend
     if name == "xla" and not sharding.context:
         # The compiler partitions plain JAX, and jax.nn's call of cuDNN, as well as rules of our own would.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-
-import jax
-from jax.ad_checkpoint import checkpoint_name
+from typing import Any
 
 from jax_te.config import ActivationParams
-from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.ops.linear.row_ranks import RowRanks, row_ranks
-from jax_te.ops.linear.spec import activation_parts, check_activation_params
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import Layout, on_ranks, place
-from jax_te.typing import Array, LogicalAxes
+from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.linear.plan import row_plan
+from jax_te.ops.linear.spec import Activation
+from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.sharding.internal import partition_spec
+from jax_te.typing import Array, BackendName, LogicalAxes
 
 
 def activation(
@@ -25,7 +22,7 @@ def activation(
     out_axes: LogicalAxes | None = None,
     backend: BackendName | None = None,
 ) -> Array:
-    """The product of the named functions of each component of ``x``.
+    """Return the product of the named functions of each component of ``x``.
 
     With one component, ``n_act = 1``:
 
@@ -56,58 +53,32 @@ def activation(
     >>> activation(jnp.array([[-1.0, 2.0]]), "relu").tolist()
     [0.0, 2.0]
     """
-    parts = len(activation_parts(name))
-    if x.ndim < 2 or x.shape[-2] != parts:
-        raise ValueError(f"activation: x must be [..., {parts}, f] for {name!r}, got {x.shape}")
-    check_activation_params(name, params)
+    function = Activation(name, params)
+    n_act = len(function.parts())
+    if x.ndim < 2 or x.shape[-2] != n_act:
+        raise ValueError(f"activation: x must be [..., {n_act}, f] for {name!r}, got {x.shape}")
     axes = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
-    ranks = row_ranks(x.shape, axes, whole=0)
-    chosen = select("activation", backend=backend, ranks=ranks)
-    spec = _Spec(backend=chosen, name=name, params=params, ranks=ranks if isinstance(ranks, RowRanks) else None)
-    if spec.ranks is None:
-        return auto_region(functools.partial(_activation, spec), out_axes)(x)
-    return _activation(spec, place(x, spec.ranks.rows, spec.ranks.mesh))
+    plan = row_plan(x.shape, axes, whole=0)
+    chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason)
+    shards = None
+    if plan.mesh is not None:
+        rows, out = plan.x_spec, partition_spec((*plan.x[:-2], plan.x[-1]))
+        shards = Shards(mesh=plan.mesh, args=rows, out=out, cotangents=rows)
+    return _activation(_Spec(chosen, function), shards, x, None, out_axes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Spec:
-    backend: str
-    name: str
-    params: ActivationParams | None
-    ranks: RowRanks | None
-
-    @property
-    def out(self) -> Layout:
-        """Layout of the result."""
-        assert self.ranks is not None
-        *lead, _, last = self.ranks.rows.dims
-        return Layout((*lead, last))
+    backend: Backend
+    activation: Activation
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activation(spec: _Spec, x: Array) -> Array:
-    return _forward(spec, x)[0]
+def _fwd(spec: _Spec, x: Array) -> tuple[Array, Any]:
+    return spec.backend.act(x, spec.activation), x
 
 
-def _forward(spec: _Spec, x: Array) -> tuple[Array, Array]:
-    ranks = spec.ranks
-    y = _run(spec, x) if ranks is None else on_ranks(_run, spec, ranks.mesh, (ranks.rows,), spec.out, (x,))
-    return checkpoint_name(y, "activation"), x
+def _bwd(spec: _Spec, x: Array, dz: Array) -> tuple[Array, None]:
+    return spec.backend.act_backward(dz, x, spec.activation), None
 
 
-def _run(spec: _Spec, x: Array) -> Array:
-    return primitives(spec.backend).act(x, spec.name, spec.params)
-
-
-def _backward(spec: _Spec, x: Array, dz: Array) -> tuple[Array]:
-    ranks = spec.ranks
-    if ranks is None:
-        return (_run_backward(spec, x, dz),)
-    return (on_ranks(_run_backward, spec, ranks.mesh, (ranks.rows, spec.out), ranks.rows, (x, dz)),)
-
-
-def _run_backward(spec: _Spec, x: Array, dz: Array) -> Array:
-    return primitives(spec.backend).act_backward(dz, x, spec.name, spec.params)
-
-
-_activation.defvjp(_forward, _backward)
+_activation = sharded_vjp(_fwd, _bwd, name="activation")

@@ -1,23 +1,21 @@
-"""The linear transformation and its quantized form."""
+"""The linear transformation and its quantized form, by itself and behind a norm that writes its output quantized."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_te.ops.backend import BackendName, select
-from jax_te.ops.linear.gemm import GemmSpec, LinearGemms, cotangents, gemm_spec
-from jax_te.ops.linear.plan import gemm_ranks, kernel_layout, place_linear
-from jax_te.ops.linear.quantize_kernel import ready_kernel
-from jax_te.ops.linear.split_gemms import linear_gemms
+from jax_te.ops.linear import gemms
+from jax_te.ops.linear.gemms import LinearResiduals, Operand
+from jax_te.ops.linear.resolve import Layer, LinearArgs, check_differentiated, check_norm, resolve_call
+from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec
+from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import PER_RANK, WHOLE, on_ranks, place
-from jax_te.typing import Array, LogicalAxes
+from jax_te.sharding.internal import flat, reduce_sum
+from jax_te.typing import Array, BackendName
 
 
 def dense(
@@ -27,34 +25,23 @@ def dense(
     *,
     recipe: Recipe | None = None,
     state: GemmState | None = None,
-    out_axes: LogicalAxes | None = None,
-    kernel_axes: LogicalAxes | None = None,
-    x_axes: LogicalAxes | None = None,
-    gradient: Array | None = None,
-    save_original_input: bool = False,
-    name: str | None = None,
+    grad_sink: Any = None,
+    options: LinearOptions = LinearOptions(),
     backend: BackendName | None = None,
 ) -> Array:
-    """``x @ kernel + bias``, with its three GEMMs (forward, input gradient, kernel gradient) quantized by ``recipe``.
+    """Return ``x @ kernel + bias``, with its three GEMMs (forward, input gradient, kernel gradient) quantized.
 
     Args:
         x: ``[..., k]`` fp32, bf16 or fp16: the compute dtype.
         kernel: ``[k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same quantized
-            beforehand, see `quantize_kernel`.
+            before the call, see `quantize_kernel`.
         bias: ``[*n]`` or None.
         recipe: None for high precision. FP8 needs ``k``, ``prod(n)`` and the number of tokens to be multiples of 16
             (``recipe.alignment``).
         state: the recipe's state, if it has any; its gradient is its next value.
-        out_axes: logical axes of the result; required on a mesh with Explicit axes.
-        kernel_axes: logical axes of the kernel, and of its gradient. With both of these named, a mesh's devices each
-            run the GEMMs of their parts, and tell each other what `GemmRanks` says.
-        x_axes: logical axes of the input. None: those of the result's leading axes, and ``"hidden"`` or the kernel's
-            first.
-        gradient: ``[k, *n]``, what is differentiated in place of the kernel: nothing reads its values, the kernel's
-            gradient comes out as its gradient, in its dtype.
-        save_original_input: keep ``x`` itself for backward, and quantize it there, instead of its quantized copy:
-            less memory where ``x`` is alive anyway. Not with delayed scaling.
-        name: under which the quantized tensors are observed, see `observe_quantization`.
+        grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
+            its gradient, in its dtype.
+        options: logical axes of input, kernel and output, and more: see `LinearOptions`.
         backend: None for the ambient one, see `use_backend`.
 
     Returns:
@@ -64,7 +51,7 @@ def dense(
     Raises:
         ValueError: for shapes that do not fit.
         QuantizerStateError: if the recipe has state and none is given.
-        TypeError: if a quantized kernel is differentiated and no ``gradient`` is given.
+        TypeError: if a quantized kernel is differentiated and no ``grad_sink`` is given.
         BackendUnavailableError: if the backend asked for cannot run it.
 
     Source: ``transformer_engine.jax.dense.dense``.
@@ -74,97 +61,118 @@ def dense(
     >>> dense(jnp.ones((2, 8, 32)), jnp.ones((32, 16)), recipe=Float8CurrentScaling()).shape
     (2, 8, 16)
     """
-    kernel = ready_kernel(kernel, gradient, recipe)
-    ranks = gemm_ranks(
-        x.shape, kernel, x_axes=x_axes, kernel_axes=kernel_axes, out_axes=out_axes, recipe=recipe, state=state
-    )
-    chosen = select("dense", recipe=recipe, backend=backend, ranks=ranks)
-    spec = gemm_spec(
-        "dense",
-        x.shape,
-        kernel,
-        bias,
-        recipe=recipe,
-        backend=chosen,
-        out_axes=out_axes,
-        kernel_axes=kernel_axes,
-        x_dtype=x.dtype,
-        gradient=gradient,
-        save_original_input=save_original_input,
-        name=name,
-        ranks=ranks,
-    )
-    LinearGemms(spec, state)  # raises for a missing state
-    if spec.ranks is None:
-        return auto_region(functools.partial(_dense, spec), out_axes)(x, kernel, bias, state, gradient)
-    x = place(x, spec.ranks.x, spec.ranks.mesh)
-    return _dense(spec, x, *place_linear(spec.ranks, kernel, bias, state), gradient)
+    layer = Layer("dense", x.shape, LinearWeights(kernel, bias, state, grad_sink), options)
+    call = resolve_call("dense", (layer,), x.dtype, recipe=recipe, backend=backend)
+    return call.run(_linear, _Spec(None, call.specs[0]), x, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense(
-    spec: GemmSpec,
+def layernorm_dense(
     x: Array,
-    kernel: Array | QuantizedKernel,
-    bias: Array | None,
-    state: GemmState | None,
-    gradient: Array | None,
+    scale: Array,
+    ln_bias: Array | None,
+    linear: LinearWeights,
+    *,
+    norm: NormSpec = NormSpec(),
+    recipe: Recipe | None = None,
+    options: LinearOptions = LinearOptions(),
+    backend: BackendName | None = None,
 ) -> Array:
-    return _forward(spec, x, kernel, bias, state, gradient)[0]
+    """Return ``norm(x) @ kernel + bias``, see `layernorm` and `dense`.
+
+    Args:
+        x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
+        scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
+        linear: kernel ``[h, *n]``, bias, quantizer state and ``grad_sink``.
+        norm: which norm, its epsilon, and whether the scale is an offset from 1.
+        recipe, options, backend: as in `dense`; the quantized input is the norm's output.
+
+    Returns:
+        ``[..., *n]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: as `dense`.
+
+    Source: ``transformer_engine.jax.layernorm_dense.layernorm_dense``.
+
+    >>> import jax.numpy as jnp
+    >>> from jax_te.ops import LinearWeights
+    >>> layernorm_dense(jnp.ones((4, 16)), jnp.ones(16), jnp.zeros(16), LinearWeights(jnp.ones((16, 8)))).shape
+    (4, 8)
+    """
+    check_norm("layernorm_dense", x.shape[-1], scale, ln_bias, norm)
+    layer = Layer("layernorm_dense", x.shape, linear, options)
+    call = resolve_call("layernorm_dense", (layer,), x.dtype, recipe=recipe, backend=backend, behind_norm=True)
+    return call.run(_linear, _Spec(norm, call.specs[0]), x, (scale, ln_bias))
 
 
-def _forward(
-    spec: GemmSpec,
-    x: Array,
-    kernel: Array | QuantizedKernel,
-    bias: Array | None,
-    state: GemmState | None,
-    gradient: Array | None,
-) -> tuple[Array, tuple[Any, ...]]:
-    arrays, ranks = (x, kernel, bias, state), spec.ranks
-    if ranks is None:
-        y, saved = _run(spec, *arrays)
+@dataclass(frozen=True)
+class _Spec:
+    norm: NormSpec | None
+    linear: LinearSpec
+
+    @property
+    def stored_quantized(self) -> tuple[bool]:
+        return (self.linear.stored_quantized,)
+
+
+class NormResiduals(NamedTuple):
+    """What a norm's backward needs: its input, statistics and parameters."""
+
+    x: Array
+    stats: Any
+    scale: Array
+    bias: Array | None
+
+
+def normed_operand(
+    spec: LinearSpec, norm: NormSpec, x: Array, scale: Array, bias: Array | None, state: GemmState | None
+) -> tuple[Operand, Any]:
+    """Return the norm's output as the GEMMs read it, and the statistics that backward needs."""
+    how = gemms.quantization(spec, state, "x")
+    if gemms.fuses(spec, "x"):
+        written, stats, amax = spec.backend.norm_quantize(x, scale, bias, norm, how)
+        return gemms.adopt(spec, "x", written, (how.scale, amax)), stats
+    y, stats = spec.backend.norm(x, scale, bias, norm)
+    return gemms.make_operand(spec, "x", y, how, axis=-1), stats
+
+
+def norm_backward(
+    spec: LinearSpec, norm: NormSpec, residuals: NormResiduals, dy: Array
+) -> tuple[Array, Array | None, Array | None]:
+    """Return the gradients of the norm's input, scale and bias, the latter two summed over the rows of all devices."""
+    dx, dscale, dbias = spec.backend.norm_backward(dy, residuals.x, residuals.stats, *residuals[2:], norm)
+    if spec.plan.mesh is None:
+        return dx, dscale, dbias
+    axes = flat(spec.plan.x[:-1])
+    return dx, reduce_sum(dscale, axes), None if dbias is None else reduce_sum(dbias, axes)
+
+
+def _fwd(spec: _Spec, args: LinearArgs) -> tuple[Array, Any]:
+    x, norm, ((kernel, bias, state, _),) = args
+    linear, stats = spec.linear, None
+    if spec.norm is None:
+        operand = gemms.make_operand(linear, "x", x, gemms.quantization(linear, state, "x"), axis=-1)
     else:
-        layouts = (ranks.x, kernel_layout(kernel, ranks.kernel), ranks.bias, WHOLE)
-        y, saved = on_ranks(_run, spec, ranks.mesh, layouts, (ranks.out, PER_RANK), arrays)
-    return checkpoint_name(y, "gemm"), (checkpoint_name(saved, "quantized"), state, gradient)
+        operand, stats = normed_operand(linear, spec.norm, x, *norm, state)
+    kernel_operand, kernel_residual = gemms.kernel_operand(linear, kernel, state)
+    y = gemms.fprop(linear, operand, kernel_operand, bias)
+    saved = gemms.wgrad_residual(linear, operand, x), kernel_residual, (operand.used, kernel_operand.used)
+    # The kernel that quantizes a norm's output writes the statistics, too: unnamed, they would make it run again.
+    stats, saved = checkpoint_name((stats, saved), "quantized")
+    normed = None if norm is None else NormResiduals(x, stats, *norm)
+    return y, (normed, LinearResiduals(*saved, state))
 
 
-def _run(
-    spec: GemmSpec, x: Array, kernel: Array | QuantizedKernel, bias: Array | None, state: GemmState | None
-) -> tuple[Array, Any]:
-    gemms = linear_gemms(spec, state)
-    x_forms, x_amax = gemms.operand(x, "x", axis=-1)
-    kernel_forms, kernel_amax = gemms.kernel(kernel)
-    y = gemms.fprop(x_forms, kernel_forms, bias)
-    return y, (gemms.keep(x_forms, kernel_forms, x), x_amax, kernel_amax)
+def _bwd(spec: _Spec, residuals: tuple[NormResiduals | None, LinearResiduals], g: Array) -> tuple[LinearArgs, Any]:
+    (normed, saved), linear, dnorm = residuals, spec.linear, None
+    grad, dbias = gemms.grad_operand(linear, g, saved.state)
+    dx = gemms.dgrad(linear, saved.kernel, grad, after=g)
+    dkernel, sink = gemms.kernel_cotangents(linear, gemms.wgrad(linear, saved.x, grad))
+    if normed is not None:
+        assert spec.norm is not None
+        dx, *dnorm = norm_backward(linear, spec.norm, normed, dx)
+    weights = LinearWeights(dkernel, dbias, gemms.next_state(linear, saved, grad))
+    return LinearArgs(dx, None if dnorm is None else tuple(dnorm), (weights,)), (sink,)
 
 
-def _backward(spec: GemmSpec, kept: tuple[Any, ...], g: Array) -> tuple[Any, ...]:
-    saved, state, gradient = kept
-    ranks = spec.ranks
-    if ranks is None:
-        dx, dkernel, dbias, next_state = _run_backward(spec, saved, state, g)
-    else:
-        dx, dkernel, dbias, next_state = on_ranks(
-            _run_backward,
-            spec,
-            ranks.mesh,
-            (PER_RANK, WHOLE, ranks.out),
-            (ranks.x, ranks.kernel, ranks.bias, WHOLE),
-            (saved, state, g),
-        )
-    dkernel, dgradient = cotangents(spec, dkernel, gradient)
-    return dx, dkernel, dbias, next_state, dgradient
-
-
-def _run_backward(spec: GemmSpec, saved: Any, state: GemmState | None, g: Array) -> tuple[Any, ...]:
-    operands, x_amax, kernel_amax = saved
-    gemms = linear_gemms(spec, state)
-    gemms.begin_backward(g)
-    g_forms, dbias, g_amax = gemms.gradient(g)
-    dx, dkernel = gemms.backward(operands, g_forms)
-    return dx, dkernel, dbias, gemms.next_state({"x": x_amax, "kernel": kernel_amax, "grad": g_amax})
-
-
-_dense.defvjp(_forward, _backward)
+_linear = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
-from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.ops.linear.row_ranks import RowRanks, row_ranks
+from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.linear.plan import Plan, row_plan
+from jax_te.ops.linear.resolve import check_norm
 from jax_te.ops.linear.spec import NormSpec
-from jax_te.sharding import auto_region, constrain
-from jax_te.sharding.internal import PER_RANK, WHOLE, on_ranks, place, reduce_sum
-from jax_te.typing import Array, LogicalAxes
-
-
-def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: NormSpec) -> None:
-    """Raise ValueError unless scale (and bias) are ``[h]`` and the bias is there for layer norm only."""
-    if scale.shape != (hidden,) or (bias is not None and bias.shape != (hidden,)):
-        raise ValueError(
-            f"{op}: the norm's scale and bias must have shape ({hidden},), got {scale.shape}"
-            f"{'' if bias is None else f' and {bias.shape}'}"
-        )
-    if norm.kind == "rmsnorm" and bias is not None:
-        raise ValueError(f"{op}: RMS norm has no bias; pass None, or NormSpec(kind='layernorm')")
+from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.sharding import constrain
+from jax_te.sharding.internal import REPLICATED, reduce_sum
+from jax_te.typing import Array, BackendName, LogicalAxes
 
 
 def layernorm(
@@ -37,7 +24,7 @@ def layernorm(
     out_axes: LogicalAxes | None = None,
     backend: BackendName | None = None,
 ) -> Array:
-    """``(x - mean) / sqrt(var + eps) * scale + bias`` over the last axis, or RMS norm, by ``norm``.
+    """Return ``(x - mean) / sqrt(var + eps) * scale + bias`` over the last axis, or RMS norm, by ``norm``.
 
     Statistics and arithmetic are fp32.
 
@@ -58,56 +45,46 @@ def layernorm(
     [[-1.0, 1.0]]
     """
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
-    ranks = row_ranks(x.shape, out_axes, whole=1)
-    chosen = select("layernorm", backend=backend, ranks=ranks)
-    spec = _Spec(norm=norm, backend=chosen, out_axes=out_axes, ranks=ranks if isinstance(ranks, RowRanks) else None)
-    if spec.ranks is None:
-        return auto_region(functools.partial(_layernorm, spec), out_axes)(x, scale, bias)
-    scale, bias = place((scale, bias), WHOLE, spec.ranks.mesh)
-    return _layernorm(spec, place(x, spec.ranks.rows, spec.ranks.mesh), scale, bias)
+    plan = row_plan(x.shape, out_axes, whole=1)
+    chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)
+    shards = None
+    if plan.mesh is not None:
+        rows = plan.x_spec
+        args = _Args(rows, REPLICATED, REPLICATED)
+        shards = Shards(mesh=plan.mesh, args=args, out=rows, cotangents=args)
+    return _layernorm(_Spec(norm, chosen, plan, out_axes), shards, _Args(x, scale, bias), None, out_axes)
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Args(NamedTuple):
+    x: Any
+    scale: Any
+    bias: Any
+
+
+@dataclass(frozen=True)
 class _Spec:
     norm: NormSpec
-    backend: str
+    backend: Backend
+    plan: Plan
     out_axes: LogicalAxes | None
-    ranks: RowRanks | None
+
+    def constrain(self, x: Array) -> Array:
+        """Return ``x`` in the sharding that the call names, where the compiler partitions the op."""
+        return constrain(x, self.out_axes) if self.plan.constrained else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layernorm(spec: _Spec, x: Array, scale: Array, bias: Array | None) -> Array:
-    return _forward(spec, x, scale, bias)[0]
+def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
+    x = spec.constrain(args.x)
+    y, stats = spec.backend.norm(x, args.scale, args.bias, spec.norm)
+    return spec.constrain(y), (x, stats, args.scale, args.bias)
 
 
-def _forward(spec: _Spec, x: Array, scale: Array, bias: Array | None) -> tuple[Array, tuple[Any, ...]]:
-    ranks = spec.ranks
-    if ranks is None:
-        y, saved = _run(spec, constrain(x, spec.out_axes), scale, bias)
-    else:
-        layouts = (ranks.rows, WHOLE, WHOLE)
-        y, saved = on_ranks(_run, spec, ranks.mesh, layouts, (ranks.rows, PER_RANK), (x, scale, bias))
-    return checkpoint_name(constrain(y, spec.out_axes), "norm"), (saved, scale, bias)
+def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[_Args, None]:
+    dx, dscale, dbias = spec.backend.norm_backward(spec.constrain(dy), *residuals, spec.norm)
+    if spec.plan.mesh is not None:
+        dscale = reduce_sum(dscale, spec.plan.row_axes)
+        dbias = None if dbias is None else reduce_sum(dbias, spec.plan.row_axes)
+    return _Args(dx, dscale, dbias), None
 
 
-def _run(spec: _Spec, x: Array, scale: Array, bias: Array | None) -> tuple[Array, Any]:
-    y, stats = primitives(spec.backend).norm(x, scale, bias, spec.norm)
-    return y, (x, stats)
-
-
-def _backward(spec: _Spec, kept: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    saved, scale, bias = kept
-    ranks = spec.ranks
-    if ranks is None:
-        return _run_backward(spec, saved, scale, bias, constrain(dy, spec.out_axes))
-    layouts = (PER_RANK, WHOLE, WHOLE, ranks.rows)
-    return on_ranks(_run_backward, spec, ranks.mesh, layouts, (ranks.rows, WHOLE, WHOLE), (saved, scale, bias, dy))
-
-
-def _run_backward(spec: _Spec, saved: Any, scale: Array, bias: Array | None, dy: Array) -> tuple[Any, ...]:
-    dx, *dnorm = primitives(spec.backend).norm_backward(dy, *saved, scale, bias, spec.norm)
-    axes = () if spec.ranks is None else spec.ranks.rows.axes
-    return dx, *(None if gradient is None else reduce_sum(gradient, axes) for gradient in dnorm)
-
-
-_layernorm.defvjp(_forward, _backward)
+_layernorm = sharded_vjp(_fwd, _bwd, name="norm")

@@ -1,239 +1,294 @@
-"""How the GEMMs of a linear layer are split over a mesh, and what is communicated between them."""
+"""Where the GEMMs of a linear layer run on a mesh, and which collectives stand between them."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from jax_te.quantize import (
-    ROLES,
-    BlockQuantizer,
-    GemmState,
-    MXQuantizer,
-    QuantizedKernel,
-    Quantizer,
-    TensorQuantizer,
-    quantizer_for,
-)
-from jax_te.quantize.internal import BLOCK, MX_BLOCK, current_observer
-from jax_te.recipe import Recipe
+from jax_te.quantize import BlockQuantizer, GemmState, MXQuantizer, QuantizedKernel, Quantizer, TensorQuantizer
+from jax_te.quantize.internal import BLOCK, MX_BLOCK, ROLES, Precision, ambient_observer
+from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import (
-    PER_RANK,
-    WHOLE,
-    Layout,
+    REPLICATED,
+    Dims,
     MeshAxes,
-    RankTree,
     activation_axis,
-    layout_of,
-    place,
-    rank_mesh,
+    current_rules,
+    device_mesh,
+    flat,
+    local_shape,
+    mesh_dims,
+    partition_spec,
 )
 from jax_te.typing import Array, LogicalAxes
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmRanks:
-    """``x [..., k] @ kernel [k, *n]`` on the devices of a mesh. Hashable.
+class LinearOptions(NamedTuple):
+    """The static options of one linear layer inside of an op.
 
-    Between the GEMMs, a device has
+    Args:
+        x_axes: logical axes of the input. None: those of the output's leading axes, and ``"hidden"`` or the kernel's
+            first.
+        kernel_axes: logical axes of the kernel, and of its gradient. With these and ``out_axes`` named, each device of
+            a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
+        out_axes: logical axes of the output; required on a mesh with Explicit axes.
+        save_original_input: keep the input itself as the residual, and quantize it again in backward, instead of its
+            quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
+        name: the layer's path, under which its quantized tensors are observed, see
+            `jax_te.quantize.observe_quantization`.
 
-    - the rows ``rows`` of ``x``: its own, joined along ``x_gather`` (the sequence under sequence parallelism);
-    - of the kernel what its parts of ``k`` and ``n`` need, joined along ``kernel_gather`` (fully sharded parameters);
-    - a part of the sum over ``k``, where ``k`` is split (row-parallel layers): the output is summed over ``inner``, and
-      scattered along ``out_scatter`` where the output is split more finely than the rows.
-
-    Backward is the transpose of each.
+    >>> LinearOptions(kernel_axes=("fsdp", "ffn"), out_axes=("batch", "sequence", "ffn")).name is None
+    True
     """
 
-    mesh: AbstractMesh
-    x: Layout
-    kernel: Layout
-    out: Layout
-
-    @property
-    def lead(self) -> int:
-        """Number of axes of ``x`` before the last one."""
-        return len(self.x.dims) - 1
-
-    @property
-    def rows(self) -> tuple[MeshAxes, ...]:
-        """Mesh axes of each leading dimension while the GEMMs run."""
-        return tuple(_common(x, out) for x, out in zip(self.x.dims[:-1], self.out.dims[: self.lead], strict=True))
-
-    @property
-    def x_gather(self) -> tuple[MeshAxes, ...]:
-        """What ``x`` is joined along, for each leading dimension."""
-        return self._rest(self.x.dims[:-1], self.rows)
-
-    @property
-    def out_scatter(self) -> tuple[MeshAxes, ...]:
-        """What the output's sum is scattered along, for each leading dimension."""
-        return self._rest(self.out.dims[: self.lead], self.rows)
-
-    @property
-    def inner(self) -> MeshAxes:
-        """Mesh axes that split the sum over ``k``."""
-        return self._rest(self.x.dims[-1:], ((),))[0]
-
-    @property
-    def features(self) -> tuple[MeshAxes, ...]:
-        """Mesh axes of each output feature dimension, as for a bias."""
-        return self.out.dims[self.lead :]
-
-    @property
-    def kernel_gather(self) -> tuple[MeshAxes, ...]:
-        """What the kernel is joined along, for each of its dimensions."""
-        return self._rest(self.kernel.dims, (self.x.dims[-1], *self.features))
-
-    def _rest(self, dims: tuple[MeshAxes, ...], without: tuple[MeshAxes, ...]) -> tuple[MeshAxes, ...]:
-        """Axes of ``dims`` behind those of ``without``, if they have more than one device."""
-        pairs = zip(dims, without, strict=True)
-        return tuple(tuple(a for a in axes[len(part) :] if self.mesh.shape[a] > 1) for axes, part in pairs)
-
-    @property
-    def bias(self) -> Layout:
-        """Layout of a bias ``[*n]``."""
-        return Layout(self.features)
+    x_axes: LogicalAxes | None = None
+    kernel_axes: LogicalAxes | None = None
+    out_axes: LogicalAxes | None = None
+    save_original_input: bool = False
+    name: str | None = None
 
 
-def gemm_ranks(
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """``x [..., k] @ kernel [k, *n]``, or an op on the rows of ``x``, on the devices of a mesh. Hashable.
+
+    Between the GEMMs a device has its rows of ``x``, all-gathered along ``x_all_gather`` (the sequence under sequence
+    parallelism), and its shards of ``k`` and ``n`` of the kernel, all-gathered along ``kernel_all_gather`` (fully
+    sharded parameters). Where ``k`` is sharded (row-parallel layers), the output is all-reduced over
+    ``contracting_axes``, or reduce-scattered along ``out_reduce_scatter``. Backward has the transpose of each.
+
+    Args:
+        mesh: None: on one device, or as the compiler partitions it.
+        reason: why there is a mesh of several devices, and they cannot run the op by themselves.
+        constrained: there is a mesh, and the compiler partitions the op by constraints on its arrays.
+        x, kernel, out: how input, kernel and output are sharded outside of the GEMMs.
+        x_all_gather, out_reduce_scatter: mesh axes for each leading dimension of input and output.
+        kernel_all_gather: mesh axes for each dimension of the kernel.
+        contracting_axes: mesh axes that shard the sum over ``k``.
+        row_axes: mesh axes that shard the rows while the GEMMs run.
+        feature_axes: mesh axes that shard the output's features.
+        amax_axes: mesh axes that reduce a shard's amax to the tensor's.
+        x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
+
+    Source: Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism), Rajbhandari et al.
+    2020 (ZeRO-3).
+    """
+
+    mesh: AbstractMesh | None = None
+    reason: str | None = None
+    constrained: bool = False
+    x: Dims = ()
+    kernel: Dims = ()
+    out: Dims = ()
+    x_all_gather: Dims = ()
+    out_reduce_scatter: Dims = ()
+    kernel_all_gather: Dims = ()
+    contracting_axes: MeshAxes = ()
+    row_axes: MeshAxes = ()
+    feature_axes: MeshAxes = ()
+    amax_axes: MeshAxes = ()
+    x_spec: PartitionSpec = REPLICATED
+    kernel_spec: PartitionSpec = REPLICATED
+    bias_spec: PartitionSpec = REPLICATED
+    out_spec: PartitionSpec = REPLICATED
+
+    def without_mesh(self, reason: str | None) -> Plan:
+        """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
+        return self if reason is None or self.mesh is None else _partitioned(reason)
+
+
+UNSHARDED = Plan()
+"""On one device."""
+
+CONSTRAINED = Plan(constrained=True)
+"""On a mesh of one device, or inside of a ``shard_map`` that left axes to the compiler."""
+
+
+def _partitioned(reason: str) -> Plan:
+    return Plan(reason=reason, constrained=True)
+
+
+def linear_plan(
     x_shape: tuple[int, ...],
     kernel: Array | QuantizedKernel,
-    *,
-    x_axes: LogicalAxes | None,
-    kernel_axes: LogicalAxes | None,
-    out_axes: LogicalAxes | None,
-    recipe: Recipe | None,
+    options: LinearOptions,
+    precision: Precision = Precision(),
     state: GemmState | None = None,
-) -> GemmRanks | str | None:
-    """How a linear layer is split over the mesh in use: None without a mesh of several devices, or why it cannot be.
+) -> Plan:
+    """Return how a linear layer runs on the mesh in use.
 
     Args:
         x_shape: of the whole input.
         kernel: ``[k, *n]``.
-        x_axes: logical axes of ``x``; None: those that ``out_axes`` and ``kernel_axes`` leave no choice about.
-        kernel_axes, out_axes: logical axes of the kernel and of the output.
-        recipe: what quantizes the operands: blocks of the scales must not lie on two devices.
-        state: its state, if it has any.
+        options: logical axes of input, kernel and output.
+        precision: blocks of the quantizers' scales must not lie on two devices.
+        state: the recipe's state, if it has any.
     """
-    mesh = rank_mesh()
+    x_axes, kernel_axes, out_axes, *_ = options
+    mesh = device_mesh()
     if mesh is None:
-        return None
+        return UNSHARDED if current_mesh() is None else CONSTRAINED
     if out_axes is None or kernel_axes is None:
-        return "the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)"
-    if current_observer() is not None:
-        return "its quantized tensors are observed, which is done on whole arrays"
+        return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
+    if ambient_observer.value is not None:
+        return _partitioned("its quantized tensors are observed, which is done on whole arrays")
     if state is not None and state["x"]["scale"].ndim > 0:
-        return "each part of the batch has scales of its own (tp_only_amax_red)"
+        return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     lead = len(x_shape) - 1
     if x_axes is None:
         x_axes = (*out_axes[:lead], activation_axis(kernel_axes[0]))
-    ranks = GemmRanks(
-        mesh=mesh, x=layout_of(x_axes, mesh), kernel=layout_of(kernel_axes, mesh), out=layout_of(out_axes, mesh)
+    plan = _linear_plan(mesh, current_rules(), (x_shape, kernel.shape), (x_axes, kernel_axes, out_axes), precision)
+    return plan if not isinstance(kernel, QuantizedKernel) else plan.without_mesh(_stored_whole(kernel))
+
+
+# A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.
+@functools.lru_cache(maxsize=4096)
+def _linear_plan(
+    mesh: AbstractMesh,
+    rules: object,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    axes: tuple[LogicalAxes, LogicalAxes, LogicalAxes],
+    precision: Precision,
+) -> Plan:
+    """Return the plan for these shapes; ``rules`` are the ambient ones, here because they are part of the key."""
+    x, kernel, out = (mesh_dims(names, mesh) for names in axes)
+    (x_shape, kernel_shape), lead = shapes, len(x) - 1
+    rows = tuple(_common(of_x, of_out) for of_x, of_out in zip(x[:-1], out[:lead], strict=True))
+    features, contracting = out[lead:], x[-1]
+    plan = Plan(
+        mesh=mesh,
+        x=x,
+        kernel=kernel,
+        out=out,
+        x_all_gather=_beyond(x[:-1], rows, mesh),
+        out_reduce_scatter=_beyond(out[:lead], rows, mesh),
+        kernel_all_gather=_beyond(kernel, (contracting, *features), mesh),
+        contracting_axes=tuple(axis for axis in contracting if mesh.shape[axis] > 1),
+        row_axes=flat(rows),
+        feature_axes=flat(features),
+        amax_axes=mesh.axis_names,
+        x_spec=partition_spec(x),
+        kernel_spec=partition_spec(kernel),
+        bias_spec=partition_spec(features),
+        out_spec=partition_spec(out),
     )
-    why_not = _layouts_disagree(ranks)
-    if why_not is not None:
-        return why_not
-    for name, shape, layout in (
-        ("input", x_shape, ranks.x),
-        ("kernel", kernel.shape, ranks.kernel),
-        ("output", (*x_shape[:-1], *kernel.shape[1:]), ranks.out),
+    reason = _disagreement(plan, features)
+    if reason is not None:
+        return _partitioned(reason)
+    for name, shape, dims in (
+        ("input", x_shape, x),
+        ("kernel", kernel_shape, kernel),
+        ("output", (*x_shape[:-1], *kernel_shape[1:]), out),
     ):
-        if layout.local_shape(shape, mesh) is None:
-            return f"the {name} {shape} does not divide over {layout.spec} of the mesh {dict(mesh.shape)}"
-    return _kernel_disagrees(kernel) or _scales_disagree(ranks, x_shape, kernel.shape, recipe) or ranks
+        if local_shape(shape, dims, mesh) is None:
+            return _partitioned(
+                f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+            )
+    return plan.without_mesh(_split_blocks(precision, rows, (contracting, *features), mesh, shapes))
 
 
-def norm_ranks(ranks: GemmRanks | str | None) -> GemmRanks | str | None:
-    """The same for a linear layer behind a norm, which needs whole rows of the input."""
-    if isinstance(ranks, GemmRanks) and ranks.inner:
-        return f"the norm's input is split along its features, {ranks.x.spec}"
-    return ranks
+def norm_plan(plan: Plan) -> Plan:
+    """Return the plan of a linear layer behind a norm, which needs whole rows of the input."""
+    if plan.contracting_axes:
+        return _partitioned(f"the norm's input is split along its features, {plan.x_spec}")
+    return plan
 
 
-def kernel_layout(kernel: Array | QuantizedKernel, layout: Layout) -> Any:
-    """``layout`` for all of a kernel's arrays: what has its shape is split like it, and there is one scale."""
-    if not isinstance(kernel, QuantizedKernel):
-        return layout
-    if kernel.is_packed:
-        form: Any = PER_RANK
-    else:
-        form = jax.tree.map(lambda leaf: layout if leaf.shape == kernel.shape else WHOLE, kernel.form)
-    return dataclasses.replace(kernel, form=form, amax=None if kernel.amax is None else WHOLE)
+def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, *, whole: int) -> Plan:
+    """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
+
+    Args:
+        shape: of ``x``.
+        axes: its logical axes.
+        whole: number of trailing dimensions that must be whole on every device.
+    """
+    mesh = device_mesh()
+    if mesh is None:
+        return UNSHARDED if current_mesh() is None else CONSTRAINED
+    if axes is None:
+        return _partitioned("the call does not name the logical axes of its output (out_axes)")
+    dims = mesh_dims(axes, mesh)
+    if any(mesh.shape[axis] > 1 for axis in flat(dims[len(dims) - whole :])):
+        return _partitioned(f"its rows are split over devices: {partition_spec(dims)}")
+    if local_shape(shape, dims, mesh) is None:
+        return _partitioned(
+            f"the input {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+        )
+    spec = partition_spec(dims)
+    return Plan(mesh=mesh, x=dims, out=dims, row_axes=flat(dims), x_spec=spec, out_spec=spec)
 
 
-def place_linear(
-    ranks: GemmRanks, kernel: Array | QuantizedKernel, bias: Array | None, state: GemmState | None
-) -> tuple[Array | QuantizedKernel, Array | None, GemmState | None]:
-    """What a linear layer reads beside its input, split as its layouts say; a kernel that is quantized is already."""
-    mesh = ranks.mesh
-    if not isinstance(kernel, QuantizedKernel):
-        kernel = place(kernel, ranks.kernel, mesh)
-    return kernel, place(bias, ranks.bias, mesh), place(state, WHOLE, mesh)
+def _beyond(dims: Dims, without: Dims, mesh: AbstractMesh) -> Dims:
+    """Return the axes of ``dims`` behind those of ``without``, if they have more than one device; () for none."""
+    pairs = zip(dims, without, strict=True)
+    rest = tuple(tuple(a for a in axes[len(part) :] if mesh.shape[a] > 1) for axes, part in pairs)
+    return rest if any(rest) else ()
 
 
 def _common(one: MeshAxes, other: MeshAxes) -> MeshAxes:
-    """The leading axes that both have."""
+    """Return the leading axes that both have."""
     count = 0
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
     return one[:count]
 
 
-def _layouts_disagree(ranks: GemmRanks) -> str | None:
-    """Why the collectives between these layouts are none of `GemmRanks`, or None."""
-    x, kernel, out = ranks.x, ranks.kernel, ranks.out
-    needed = (x.dims[-1], *ranks.features)
-    split = tuple(axis for axes in ranks.features for axis in axes)
-    rows = tuple(axis for axes in ranks.rows for axis in axes)
+def _disagreement(plan: Plan, features: Dims) -> str | None:
+    """Return why the collectives between these shardings are none of `Plan`'s, or None."""
+    needed = (plan.x[-1], *features)
     fits = (
-        len(kernel.dims) == 1 + len(ranks.features)
-        and all(axes[: len(part)] == part for axes, part in zip(kernel.dims, needed, strict=True))
-        and all(axis in ranks.inner for axes in ranks.out_scatter for axis in axes)
-        and all(axis in split for axes in ranks.x_gather for axis in axes)
-        and all(axis in rows for axes in ranks.kernel_gather for axis in axes)
+        len(plan.kernel) == len(needed)
+        and all(axes[: len(part)] == part for axes, part in zip(plan.kernel, needed, strict=True))
+        and all(axis in plan.contracting_axes for axis in flat(plan.out_reduce_scatter))
+        and all(axis in plan.feature_axes for axis in flat(plan.x_all_gather))
+        and all(axis in plan.row_axes for axis in flat(plan.kernel_all_gather))
     )
     if fits:
         return None
-    return f"input {x.spec}, kernel {kernel.spec} and output {out.spec} are split in ways that do not go together"
+    return (
+        f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec} are split in ways that do not go "
+        "together"
+    )
 
 
-def _kernel_disagrees(kernel: Array | QuantizedKernel) -> str | None:
-    """Why a kernel that was quantized beforehand has no parts for the devices, or None."""
-    if not isinstance(kernel, QuantizedKernel) or isinstance(kernel.form, RankTree):
-        return None
-    if kernel.is_packed:
-        return "its kernel was quantized as a whole, for one device"
+def _stored_whole(kernel: QuantizedKernel) -> str | None:
+    """Return why a kernel that was quantized before the call has no shards for the devices, or None."""
+    if kernel.is_opaque:
+        return None if kernel.form.per_device else "its kernel was quantized as a whole, for one device"
     return None if isinstance(kernel.quantizer, TensorQuantizer) else "its kernel was quantized in blocks as a whole"
 
 
-def _scales_disagree(
-    ranks: GemmRanks, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], recipe: Recipe | None
+def _split_blocks(
+    precision: Precision,
+    rows: Dims,
+    weights: Dims,
+    mesh: AbstractMesh,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> str | None:
-    """Why quantizing the parts is not quantizing the whole, or None."""
-    quantizers = [quantizer_for(recipe, role) for role in ROLES]
+    """Return why quantizing the shards is not quantizing the whole, or None.
+
+    ``rows`` and ``weights`` say how input and kernel of ``shapes`` are sharded while the GEMMs run.
+    """
+    quantizers = [getattr(precision, role).quantizer for role in ROLES]
     if all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers):
         return None
-    assert recipe is not None
-    if not all(quantizer is None or isinstance(quantizer, _BY_PART) for quantizer in quantizers):
-        return f"recipe {recipe.name!r} has scales of the whole tensor beside those of its blocks"
+    if not all(quantizer is None or isinstance(quantizer, _BY_SHARD) for quantizer in quantizers):
+        return f"recipe {precision.recipe_name!r} has scales of the whole tensor beside those of its blocks"
     multiple = max(_block(quantizer) for quantizer in quantizers)
-    rows = Layout(ranks.rows).local_shape(x_shape[:-1], ranks.mesh)
-    kernel = Layout((ranks.x.dims[-1], *ranks.features)).local_shape(kernel_shape, ranks.mesh)
-    assert rows is not None
+    tokens, kernel = local_shape(shapes[0][:-1], rows, mesh), local_shape(shapes[1], weights, mesh)
+    assert tokens is not None
     assert kernel is not None
-    sizes = {"tokens in a row": rows[-1] if rows else 1, "input size": kernel[0], "output size": kernel[-1]}
+    sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
     for name, size in sizes.items():
         if size % multiple:
             return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
     return None
 
 
-_BY_PART = (TensorQuantizer, BlockQuantizer, MXQuantizer)
+_BY_SHARD = (TensorQuantizer, BlockQuantizer, MXQuantizer)
 """Quantizers that need no more of the rest of a tensor than its amax."""
 
 

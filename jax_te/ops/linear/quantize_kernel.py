@@ -1,30 +1,31 @@
-"""Quantizing a kernel ahead of the calls that use it."""
+"""Quantizing a kernel before the calls that use it."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec
 
-from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.quantize import (
-    GemmQuantizers,
-    GemmState,
-    PackedOperand,
-    QuantizedKernel,
-    Quantizer,
-    TensorQuantizer,
-    quantize_operand,
-    quantizer_for,
-)
-from jax_te.quantize.internal import current_observer
+from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.linear.resolve import usable_weights
+from jax_te.ops.linear.spec import LinearWeights
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, quantize_operand
+from jax_te.quantize.internal import Quantization, ambient_observer, precision_of
 from jax_te.recipe import Recipe
 from jax_te.sharding import auto_region, current_mesh
-from jax_te.sharding.internal import PER_RANK, WHOLE, Layout, layout_of, on_ranks, rank_mesh, reduce_max
-from jax_te.typing import Array, LogicalAxes
+from jax_te.sharding.internal import (
+    REPLICATED,
+    OpaqueTree,
+    device_mesh,
+    local_shape,
+    mesh_dims,
+    partition_spec,
+    reduce_max,
+    reshard,
+)
+from jax_te.typing import Array, BackendName, LogicalAxes
 
 
 def quantize_kernel(
@@ -36,11 +37,11 @@ def quantize_kernel(
     portable: bool = False,
     backend: BackendName | None = None,
 ) -> QuantizedKernel:
-    """A kernel in the form that the GEMMs read, for several calls with the same values.
+    """Return a kernel in the form that the GEMMs read, for several calls with the same values.
 
     A call with it gives the bits that a call with the kernel itself gives, unless the recipe keeps one of the kernel's
     GEMMs in high precision: then that one reads the quantized values, too. It is no differentiable function of the
-    kernel: tell the call where its gradient goes (``gradient`` of `dense`).
+    kernel: give the call a ``grad_sink`` (see `dense`).
 
     Args:
         kernel: ``[k, *n]`` in any float dtype.
@@ -63,95 +64,70 @@ def quantize_kernel(
     (16, 16)
     """
     kernel, state = jax.lax.stop_gradient((kernel, state))
-    quantizer, scale = GemmQuantizers(recipe, state)["kernel"]
+    precision = precision_of(recipe)
+    usable_weights(LinearWeights(kernel, state=state), precision, recipe)  # raises for a missing state
+    quantizer = precision.kernel.quantizer
     if quantizer is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
-    chosen = select("dense", recipe=recipe, backend=backend)
+    chosen = backend_for("dense", backend or ambient_backend.value, recipe)
+    # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
+    scale = precision.scale(jax.tree.map(_float32, state), "kernel")
 
     def run(kernel: Array, scale: Array | None) -> tuple[Any, Array | None]:
         if portable:
             return quantize_operand(kernel, quantizer, scale, axis=1)
-        return primitives(chosen).quantize_operand(kernel, quantizer, scale, axis=1)
+        return chosen.quantize_operand(kernel, Quantization(quantizer, scale), axis=1)
 
-    ranks = None if portable else _kernel_ranks(kernel, kernel_axes, quantizer, state)
-    if ranks is not None:
-        mesh, layout = ranks
-        static = (chosen, quantizer, mesh.axis_names)
-        form, amax = on_ranks(_run, static, mesh, (layout, WHOLE), (PER_RANK, WHOLE), (kernel, scale))
+    spec = None if portable else _kernel_spec(kernel, kernel_axes, quantizer, state)
+    if spec is not None:
+        mesh = device_mesh()
+        assert mesh is not None
+        kernel, scale = reshard((kernel, scale), (spec, REPLICATED), mesh)
+        form, amax = _on_devices(chosen, quantizer, mesh, spec, kernel, scale)
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
-        form = operand if portable else PackedOperand.of(operand)
+        form = operand if portable else OpaqueTree.pack(operand)
     return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
 
 
-def _kernel_ranks(
+def _float32(leaf: Array) -> Array:
+    return jax.lax.convert_element_type(leaf, "float32")
+
+
+def _kernel_spec(
     kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None
-) -> tuple[AbstractMesh, Layout] | None:
-    """The mesh and the kernel's layout, where each device can quantize its part of the kernel by itself, and the calls
-    that read it run so: see `gemm_ranks`.
+) -> PartitionSpec | None:
+    """Return the kernel's PartitionSpec where each device can quantize its shard by itself, and the calls that read it
+    run so (`jax_te.ops.linear.plan.linear_plan`); else None.
     """
-    mesh = rank_mesh()
-    if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or current_observer() is not None:
+    mesh = device_mesh()
+    if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or ambient_observer.value is not None:
         return None
     if state is not None and state["x"]["scale"].ndim > 0:
         return None
-    layout = layout_of(axes, mesh)
-    return None if layout.local_shape(kernel.shape, mesh) is None else (mesh, layout)
+    dims = mesh_dims(axes, mesh)
+    return None if local_shape(kernel.shape, dims, mesh) is None else partition_spec(dims)
 
 
-def _run(static: tuple[str, Quantizer, tuple[str, ...]], kernel: Array, scale: Array | None) -> tuple[Any, Any]:
-    """On one device: its part of a kernel, quantized with the scale of the whole."""
-    backend, quantizer, axes = static
-    reduce = functools.partial(reduce_max, axes=axes)
-    operand, amax = primitives(backend).quantize_operand(kernel, quantizer, scale, axis=1, reduce=reduce)
-    return operand, None if amax is None else reduce(amax)
+# Under a jit of its own, for calls that no jit surrounds.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _on_devices(
+    backend: Backend, quantizer: Quantizer, mesh: Any, spec: PartitionSpec, kernel: Array, scale: Array | None
+) -> tuple[OpaqueTree, Array | None]:
+    def on_device(kernel: Array, scale: Array | None) -> tuple[OpaqueTree, Array | None]:
+        operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, mesh.axis_names), axis=1)
+        return OpaqueTree.pack(operand, per_device=True), None if amax is None else reduce_max(amax, mesh.axis_names)
+
+    out_specs = PartitionSpec(mesh.axis_names), REPLICATED
+    split = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, REPLICATED), out_specs=out_specs, check_vma=False)
+    return split(kernel, scale)
 
 
 def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:
-    """``run``, with the results that have the kernel's shape sharded like it, and scales replicated."""
+    """Return ``run``'s results: arrays of the kernel's shape sharded like it, scales replicated."""
     if current_mesh() is None:
         return run(kernel, scale)
     abstract = jax.eval_shape(run, kernel, scale)
     out_axes = [axes if leaf.shape == kernel.shape else (None,) * leaf.ndim for leaf in jax.tree.leaves(abstract)]
     leaves = auto_region(lambda *args: jax.tree.leaves(run(*args)), out_axes)(kernel, scale)
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def ready_kernel(
-    kernel: Array | QuantizedKernel, gradient: Array | None, recipe: Recipe | None
-) -> Array | QuantizedKernel:
-    """The kernel as a call under ``recipe`` can use it.
-
-    Raises:
-        ValueError: if it was quantized for another recipe.
-        TypeError: when differentiated, if its gradient has no place to go.
-    """
-    if not isinstance(kernel, QuantizedKernel):
-        return kernel
-    if gradient is None:
-        kernel = cast(QuantizedKernel, _without_gradient(kernel))
-    quantizer = quantizer_for(recipe, "kernel")
-    if quantizer is None:
-        return jax.lax.stop_gradient(kernel.dequantize())
-    if quantizer != kernel.quantizer:
-        raise ValueError(
-            f"the kernel was quantized with {kernel.quantizer}, and the recipe of this call needs {quantizer}. "
-            "Quantize it again under this recipe (is_first_microbatch=True, or quantize_parameters)"
-        )
-    return kernel
-
-
-@functools.partial(jax.custom_jvp)
-def _without_gradient(kernel: QuantizedKernel) -> QuantizedKernel:
-    return kernel
-
-
-@functools.partial(_without_gradient.defjvp, symbolic_zeros=True)
-def _refuse(primals: tuple[QuantizedKernel], tangents: tuple[Any]) -> Any:
-    (kernel,) = primals
-    if any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)):
-        raise TypeError(
-            "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, which "
-            "takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"
-        )
-    return kernel, tangents[0]

@@ -1,11 +1,16 @@
-"""Static descriptions that ops and backends share."""
+"""Static descriptions of linear layers, norms and activation functions, and the arrays of a linear layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from jax_te.config import ACTIVATIONS, ActivationParams
+from jax_te.ops.linear.plan import LinearOptions, Plan
+from jax_te.quantize import GemmState, Observer, QuantizedKernel
+from jax_te.quantize.internal import Precision
+from jax_te.sharding.internal import Dims
+from jax_te.typing import Array, DTypeLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +38,83 @@ class NormSpec:
             raise ValueError(f"epsilon must be > 0, got {self.epsilon!r}")
 
 
-def activation_parts(name: str) -> tuple[str, ...]:
-    """Functions applied to each component of the pre-activation; the results are multiplied.
+class LinearWeights(NamedTuple):
+    """The arrays of one linear layer inside of an op.
 
-    >>> activation_parts("swiglu")
+    Args:
+        kernel: ``[k, *n]`` in any float dtype, or quantized before the call (`quantize_kernel`).
+        bias: ``[*n]`` or None.
+        state: the recipe's state, if it has any; its gradient is its next value.
+        grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
+            its gradient, in its dtype.
+
+    >>> import jax.numpy as jnp
+    >>> LinearWeights(jnp.ones((16, 32))).bias is None
+    True
+    """
+
+    kernel: Array | QuantizedKernel
+    bias: Array | None = None
+    state: GemmState | None = None
+    grad_sink: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """One resolved linear layer inside of an op: hashable, so that it can be an argument that is not differentiated.
+
+    Args:
+        backend: the module of primitives, a `jax_te.ops.backend.Backend`.
+        precision: the recipe, resolved.
+        plan: the mesh and the collectives, or the reason why the compiler partitions the GEMMs.
+        options: as the call gave them.
+        x_dtype: the compute dtype.
+        wgrad_dtype: dtype of the kernel's gradient.
+        kernel_rank: number of axes of the kernel.
+        stored_quantized: the kernel was quantized before the call.
+        bias_dtype: None without a bias.
+        kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
+            quantized.
+        saves_original: the residual of the input is the input itself, which is quantized again in backward.
+        grad_sink: the kernel's gradient is returned as that of a sink, see `LinearWeights`.
+        observer: collects statistics of the quantized tensors, or None.
+    """
+
+    backend: Any
+    precision: Precision
+    plan: Plan
+    options: LinearOptions
+    x_dtype: DTypeLike
+    wgrad_dtype: DTypeLike
+    kernel_rank: int
+    stored_quantized: bool
+    bias_dtype: DTypeLike | None
+    kernel_all_gather: Dims = ()
+    saves_original: bool = False
+    grad_sink: bool = False
+    observer: Observer | None = None
+
+
+class Activation(NamedTuple):
+    """An activation function: its name in `jax_te.config.ACTIVATIONS`, and the parameters of ``"clamped_swiglu"``.
+
+    >>> Activation("swiglu").parts()
     ('silu', 'linear')
     """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; allowed: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
+    name: str
+    params: ActivationParams | None = None
 
-def check_activation_params(name: str, params: ActivationParams | None) -> None:
-    """Raise ValueError for an unknown activation, or for parameters that it does not have.
+    def parts(self) -> tuple[str, ...]:
+        """Return the functions applied to each component of the pre-activation; the results are multiplied.
 
-    >>> check_activation_params("clamped_swiglu", ActivationParams(limit=5.0))
-    """
-    if activation_parts(name) != ACTIVATIONS["clamped_swiglu"] and params is not None:
-        raise ValueError(f"activation {name!r} has no parameters, got {params}; only 'clamped_swiglu' has")
+        Raises:
+            ValueError: for an unknown activation, or for parameters that it does not have.
+        """
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {self.name!r}; allowed: {', '.join(ACTIVATIONS)}")
+        if self.params is not None and self.name != "clamped_swiglu":
+            raise ValueError(
+                f"activation {self.name!r} has no parameters, got {self.params}; only 'clamped_swiglu' has"
+            )
+        return ACTIVATIONS[self.name]

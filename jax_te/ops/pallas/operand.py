@@ -74,13 +74,13 @@ def _operand(rows: Any, rows_scale_inv: Any, columns: Any, columns_scale_inv: An
     )
 
 
-def keep_x(x: BlockOperand) -> BlockOperand:
-    """What backward needs of the input."""
+def residual_for_wgrad(x: BlockOperand) -> BlockOperand:
+    """Return the values of the input that the kernel gradient's GEMM reads."""
     return _operand(None, None, x.columns, x.columns_scale_inv, shape=x.shape, axis=x.axis, dtype=x.dtype)
 
 
-def keep_kernel(kernel: BlockOperand) -> BlockOperand:
-    """What backward needs of the kernel."""
+def residual_for_dgrad(kernel: BlockOperand) -> BlockOperand:
+    """Return the values of the kernel that the input gradient's GEMM reads."""
     return _operand(kernel.rows, kernel.rows_scale_inv, None, None, shape=kernel.shape, axis=1, dtype=kernel.dtype)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.te.load import available
@@ -30,17 +29,17 @@ def primitives() -> ModuleType:
 
 
 def supports(
-    op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None, ranks: Any = None
+    op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None, unsharded: str | None = None
 ) -> tuple[bool, str]:
     """Whether TE can run ``op`` here, and if not why.
 
-    On a mesh its kernels run on each device's arrays; ``ranks`` is a str where that cannot be, and says why.
+    On a mesh its kernels run on each device's arrays; ``unsharded`` says why that cannot be.
     """
     ok, reason = available()
     if not ok:
         return False, reason
-    if isinstance(ranks, str):
-        return False, f"its kernels run on each device of the mesh by itself, and here they cannot: {ranks}"
+    if unsharded is not None:
+        return False, f"its kernels run on each device of the mesh by itself, and here they cannot: {unsharded}"
     if recipe is not None:
         ok, reason = _recipe_supports(recipe)
         if not ok:

@@ -16,29 +16,22 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
 from jax_te.config import ActivationParams
 from jax_te.ops import xla
-from jax_te.ops.linear.spec import activation_parts
-from jax_te.ops.te.gemm import Reduce, needs_amax, quantize_operand
+from jax_te.ops.linear.spec import Activation
+from jax_te.ops.te.gemm import needs_amax, quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
-from jax_te.quantize import Quantizer, TensorQuantizer
+from jax_te.quantize import TensorQuantizer
+from jax_te.quantize.internal import Quantization
 from jax_te.typing import Array, DTypeLike
 
 
-def act_quantize(
-    x: Array,
-    name: str,
-    quantizer: Quantizer | None,
-    scale: Array | None,
-    *,
-    params: ActivationParams | None = None,
-    reduce: Reduce | None = None,
-) -> tuple[Any, Array | None]:
-    """``x [..., n_act, f]`` -> ``[..., f]`` as a GEMM operand, and its amax where reported."""
-    if not is_te_quantizer(quantizer) or needs_amax(quantizer, reduce):
-        return quantize_operand(act(x, name, params), quantizer, scale, axis=-1, reduce=reduce)
+def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Any, Array | None]:
+    """Return ``x [..., n_act, f]`` activated, ``[..., f]``, as an operand, and its amax where reported."""
+    if not is_te_quantizer(how.quantizer) or needs_amax(how):
+        return quantize_operand(act(x, activation), how, axis=-1)
     with inside_te():
-        te_q = te_quantizer(quantizer, scale)
+        te_q = te_quantizer(how.quantizer, how.scale)
         operand = tex.act_lu(
-            x, activation_parts(name), quantizer=te_q, act_params=_te_params(params), amax_scope=AmaxScope.LOCAL
+            x, activation.parts(), quantizer=te_q, act_params=_te_params(activation.params), amax_scope=AmaxScope.LOCAL
         )
     return operand, seen_amax(te_q)
 
@@ -50,29 +43,21 @@ def _te_params(params: ActivationParams | None) -> TEActivationParams:
     )
 
 
-def act(x: Array, name: str, params: ActivationParams | None = None) -> Array:
-    """`act_quantize` without quantization: an array in the dtype of ``x``."""
-    return act_quantize(x, name, None, None, params=params)[0].data
+def act(x: Array, activation: Activation) -> Array:
+    """Return `act_quantize`'s result without quantization: an array in the dtype of ``x``."""
+    return act_quantize(x, activation, Quantization())[0].data
 
 
 def act_backward_quantize(
-    dz: Array,
-    x: Array,
-    name: str,
-    quantizer: Quantizer | None,
-    scale: Array | None,
-    *,
-    bias_dtype: DTypeLike | None,
-    params: ActivationParams | None = None,
-    reduce: Reduce | None = None,
+    dz: Array, x: Array, activation: Activation, how: Quantization, *, bias_dtype: DTypeLike | None
 ) -> tuple[Any, Array | None, Array | None]:
-    """From the output gradient ``dz [..., f]``: the input gradient as an operand, its bias gradient, its amax.
+    """Return the gradient of ``x`` from ``dz [..., f]`` as an operand, its bias gradient, its amax.
 
     Where the scale is known beforehand, one TE kernel differentiates, quantizes both ways, sums the bias gradient
     and finds the amax in one pass. Otherwise XLA fuses the derivative with the sum, and TE quantizes: te.jax's own
     way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
-    parts = activation_parts(name)
+    quantizer, parts = how.quantizer, activation.parts()
     if (
         isinstance(quantizer, TensorQuantizer)
         and quantizer.scaling == "delayed"
@@ -80,9 +65,9 @@ def act_backward_quantize(
         and bias_dtype is not None
         and DActLuDBiasQuantizePrimitive.enabled()
     ):
-        return _fused(dz, x, parts, quantizer, scale, bias_dtype)
-    dx, dbias = xla.act_backward_dbias(dz, x, name, bias_dtype=bias_dtype, params=params)
-    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2, reduce=reduce)
+        return _fused(dz, x, parts, quantizer, how.scale, bias_dtype)
+    dx, dbias = xla.act_backward_dbias(dz, x, activation, bias_dtype=bias_dtype)
+    operand, dx_amax = quantize_operand(dx, how, axis=-2)
     return operand, dbias, dx_amax
 
 
@@ -113,6 +98,6 @@ def _fused(
     return operand, dbias.astype(bias_dtype), new_amax.reshape(())
 
 
-def act_backward(dz: Array, x: Array, name: str, params: ActivationParams | None = None) -> Array:
-    """The input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
-    return xla.act_backward(dz, x, name, params)
+def act_backward(dz: Array, x: Array, activation: Activation) -> Array:
+    """Return the input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
+    return xla.act_backward(dz, x, activation)

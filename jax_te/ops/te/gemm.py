@@ -20,23 +20,20 @@ from transformer_engine.jax.quantize import ScaledTensor, ScaledTensor2x, Scalin
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
-from jax_te.ops.xla.gemm import Reduce
-from jax_te.quantize import QuantizedOperand, Quantizer, TensorQuantizer, amax, with_scale
-from jax_te.quantize.internal import as_matrix
-from jax_te.sharding.internal import MeshAxes, gather
+from jax_te.quantize import QuantizedOperand, TensorQuantizer
+from jax_te.quantize.internal import Gemm, Quantization, amax, as_matrix
+from jax_te.sharding.internal import Dims, all_gather
 from jax_te.typing import Array, DTypeLike
 
 OURS = (QuantizedOperand, BlockOperand)
 """Operands that TE did not quantize."""
 
 
-def quantize_operand(
-    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, reduce: Reduce | None = None
-) -> tuple[Any, Array | None]:
-    """``x`` as an operand, rows ending at ``axis``, and its amax where the quantizer reports one."""
-    quantizer, scale = with_scale(x, quantizer, scale, reduce)
+def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
+    """Return ``x`` as an operand, and its amax where the quantizer reports one."""
+    quantizer, scale, _ = how = how.of_shard(x) if how.amax_axes else how
     if not is_te_quantizer(quantizer):
-        return xla.quantize_operand(x, quantizer, scale, axis=axis)
+        return xla.quantize_operand(x, how, axis=axis)
     axis = axis if axis < 0 else axis - x.ndim
     with inside_te():
         te_q = te_quantizer(quantizer, scale, as_matrix(x, axis))
@@ -44,25 +41,19 @@ def quantize_operand(
 
 
 def quantize_dbias(
-    g: Array,
-    quantizer: Quantizer | None,
-    scale: Array | None,
-    *,
-    axis: int,
-    bias_dtype: DTypeLike | None,
-    reduce: Reduce | None = None,
+    g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
 ) -> tuple[Any, Array | None, Array | None]:
-    """The output gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax.
+    """Return the output's gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax.
 
     With a quantizer and a bias, one TE kernel quantizes both ways and sums; te.jax takes three passes there.
     """
-    quantizer, scale = with_scale(g, quantizer, scale, reduce)
+    quantizer, scale, _ = how = how.of_shard(g) if how.amax_axes else how
     if bias_dtype is None:
-        operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
+        operand, g_amax = quantize_operand(g, how, axis=axis)
         return operand, None, g_amax
     if isinstance(quantizer, TensorQuantizer) and is_te_quantizer(quantizer) and DBiasQuantizePrimitive.enabled():
         return _quantize_dbias_fused(g, quantizer, scale, axis - g.ndim, bias_dtype)
-    operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis)
+    operand, g_amax = quantize_operand(g, how, axis=axis)
     return operand, xla.sum_rows(g, axis, bias_dtype), g_amax
 
 
@@ -94,57 +85,57 @@ def _quantize_dbias_fused(
     return operand, dbias.astype(bias_dtype), None if current else new_amax.reshape(())
 
 
-def needs_amax(quantizer: Quantizer | None, reduce: Reduce | None) -> bool:
-    """Whether the tensor must be there before it is quantized, because its amax is asked of other devices."""
-    return reduce is not None and isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current"
+def needs_amax(how: Quantization) -> bool:
+    """Return whether the tensor must be there before it is quantized, because its amax is reduced over devices."""
+    return bool(how.amax_axes) and isinstance(how.quantizer, TensorQuantizer) and how.quantizer.scaling == "current"
 
 
-def gather_rows(operand: Any, dims: tuple[MeshAxes, ...]) -> Any:
-    """An operand with one scale, joined with other devices' parts along mesh axes of each leading dimension.
+def all_gather_operand(operand: Any, dims: Dims) -> Any:
+    """Return an operand with one scale, all-gathered along mesh axes of each leading dimension.
 
-    Rowwise and transposed values are both sent, in one byte each: together what one bf16 tensor takes, and the GEMMs
+    Rowwise and transposed values are both sent, in one byte each: together the bytes of one bf16 tensor, and the GEMMs
     need not wait for a transposition.
     """
     if isinstance(operand, OURS):
-        return xla.gather_rows(operand, dims)
+        return xla.all_gather_operand(operand, dims)
     if isinstance(operand, ScaledTensor2x):
         return ScaledTensor2x(_gathered(operand.rowwise_tensor, dims), _gathered(operand.colwise_tensor, dims))
     return _gathered(operand, dims)
 
 
-def gather_kernel(kernel: Any, dims: tuple[MeshAxes, ...], gemm: str) -> Any:
-    """A kernel with one scale, joined likewise: the form that one GEMM reads, ``"fprop"`` or ``"dgrad"``."""
+def all_gather_kernel(kernel: Any, dims: Dims, gemm: Gemm) -> Any:
+    """Return a kernel with one scale all-gathered, in the form that ``"fprop"`` or ``"dgrad"`` reads."""
     if isinstance(kernel, OURS):
-        return xla.gather_kernel(kernel, dims, gemm)
+        return xla.all_gather_kernel(kernel, dims, gemm)
     usage = TensorUsage.RHS if gemm == "fprop" else TensorUsage.RHS_TRANS
     return _gathered(kernel.get_tensor(usage=usage), dims)
 
 
-def _gathered(form: Any, dims: tuple[MeshAxes, ...]) -> Any:
-    """One form of a tensor, joined; ``dims`` are those of the tensor, which a transposed form has in another order."""
+def _gathered(form: Any, dims: Dims) -> Any:
+    """Return one form of a tensor, all-gathered; a transposed form has the tensor's ``dims`` in another order."""
     if isinstance(form, ScaledTensor) and form.data_layout == "T":
         first = form.ndim - form.flatten_axis
         dims = dims + ((),) * (form.ndim - len(dims))
         dims = (*dims[first:], *dims[:first])
-    return dataclasses.replace(form, data=gather(form.data, dims))
+    return dataclasses.replace(form, data=all_gather(form.data, dims))
 
 
-def keep_x(x: Any) -> Any:
-    """The copy of the input that the weight gradient reads."""
-    return xla.keep_x(x) if isinstance(x, OURS) else x.get_tensor(usage=TensorUsage.LHS_TRANS)
+def residual_for_wgrad(x: Any) -> Any:
+    """Return the copy of the input that the kernel gradient's GEMM reads."""
+    return xla.residual_for_wgrad(x) if isinstance(x, OURS) else x.get_tensor(usage=TensorUsage.LHS_TRANS)
 
 
-def keep_kernel(kernel: Any) -> Any:
-    """The copy of the kernel that the input gradient reads."""
+def residual_for_dgrad(kernel: Any) -> Any:
+    """Return the copy of the kernel that the input gradient's GEMM reads."""
     if isinstance(kernel, OURS):
-        return xla.keep_kernel(kernel)
+        return xla.residual_for_dgrad(kernel)
     return kernel.get_tensor(usage=TensorUsage.RHS_TRANS)
 
 
-def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
-    """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``; the bias is added by the GEMM."""
+def gemm_fprop(x: Any, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
+    """Return ``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``; the bias is added by the GEMM."""
     if isinstance(x, OURS):
-        return xla.gemm_fprop(x, kernel, bias, precise)
+        return xla.gemm_fprop(x, kernel, bias, split_accumulator)
     lhs = x.get_tensor(usage=TensorUsage.LHS)
     if isinstance(kernel, QuantizedOperand):
         kernel = _adopted(kernel, lhs)
@@ -155,44 +146,44 @@ def gemm_fprop(x: Any, kernel: Any, bias: Array | None, precise: bool) -> Array:
     bias = None if bias is None else bias.astype(dtype)
     # cuBLAS has no FP8 GEMM with fp32 output that also adds a bias.
     if bias is not None and isinstance(lhs, ScaledTensor) and dtype == jnp.float32:
-        y = _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), precise)
+        y = _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), split_accumulator)
         return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
-    return _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), precise, bias=bias)
+    return _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), split_accumulator, bias=bias)
 
 
-def gemm_dgrad(g: Any, kernel: Any, precise: bool) -> Array:
-    """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
+def gemm_dgrad(g: Any, kernel: Any, split_accumulator: bool) -> Array:
+    """Return ``g [..., *n] @ kernel [k, *n]^T``, ``[..., k]`` in the dtype of ``g``."""
     if isinstance(g, OURS):
-        return xla.gemm_dgrad(g, kernel, precise)
+        return xla.gemm_dgrad(g, kernel, split_accumulator)
     lhs = g.get_tensor(usage=TensorUsage.LHS)
     if isinstance(kernel, QuantizedOperand):
-        kernel = keep_kernel(_adopted(kernel, lhs))
+        kernel = residual_for_dgrad(_adopted(kernel, lhs))
     rank = kernel.ndim
     if not isinstance(lhs, ScaledTensor):
         kernel = kernel.data.astype(lhs.data.dtype)
     contract = (tuple(range(lhs.ndim - rank + 1, lhs.ndim)), tuple(range(1, rank)))
-    return _gemm(lhs, kernel, contract, precise)
+    return _gemm(lhs, kernel, contract, split_accumulator)
 
 
-def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, precise: bool) -> Array:
-    """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Array:
+    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
     if isinstance(x, OURS):
-        return xla.gemm_wgrad(x, g, dtype, precise)
+        return xla.gemm_wgrad(x, g, dtype, split_accumulator)
     rows = tuple(range(x.ndim - 1))
     rhs = g.get_tensor(usage=TensorUsage.RHS)
     if isinstance(x, ScaledTensor):
         x = dataclasses.replace(x, dq_dtype=jnp.dtype(dtype))  # TE takes the output dtype from its left operand
-        return _gemm(x, rhs, (rows, rows), precise)
+        return _gemm(x, rhs, (rows, rows), split_accumulator)
     if x.data.dtype == jnp.dtype(dtype):
-        return _gemm(x.data, rhs.data, (rows, rows), precise)
+        return _gemm(x.data, rhs.data, (rows, rows), split_accumulator)
     # TE's GEMM gives the operands' dtype; a wider kernel gets its gradient unrounded.
     return jax.lax.dot_general(x.data, rhs.data, ((rows, rows), ((), ())), preferred_element_type=jnp.dtype(dtype))
 
 
-def _gemm(lhs: Any, rhs: Any, contract: Any, precise: bool, bias: Array | None = None) -> Array:
+def _gemm(lhs: Any, rhs: Any, contract: Any, split_accumulator: bool, bias: Array | None = None) -> Array:
     """TE's GEMM; ``tex.gemm`` reads the accumulation mode from the environment, so the function below it is called."""
     with inside_te():
-        if not (precise and isinstance(lhs, ScaledTensor) and GemmPrimitive.enabled()):
+        if not (split_accumulator and isinstance(lhs, ScaledTensor) and GemmPrimitive.enabled()):
             return tex.gemm(lhs, rhs, bias=bias, contracting_dims=contract)
         return _te_gemm(lhs, rhs, bias, contracting_dims=contract, use_split_accumulator=True)
 

@@ -9,36 +9,30 @@ import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
 from jax_te.ops.linear.spec import NormSpec
-from jax_te.ops.te.gemm import Reduce, needs_amax, quantize_operand
+from jax_te.ops.te.gemm import needs_amax, quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
-from jax_te.quantize import Quantizer
+from jax_te.quantize.internal import Quantization
 from jax_te.typing import Array
 
 
 def _gamma(scale: Array, x: Array, spec: NormSpec) -> tuple[Array, bool]:
-    """The scale in the dtype of ``x``, and whether TE is to add 1 to it: for RMS norm it refuses to."""
+    """Return the scale in the dtype of ``x``, and whether TE is to add 1 to it: for RMS norm it refuses to."""
     if spec.kind == "rmsnorm" and spec.zero_centered_gamma:
         return (scale.astype(jnp.float32) + 1.0).astype(x.dtype), False
     return scale.astype(x.dtype), spec.zero_centered_gamma
 
 
 def norm_quantize(
-    x: Array,
-    scale: Array,
-    bias: Array | None,
-    spec: NormSpec,
-    quantizer: Quantizer | None,
-    q_scale: Array | None,
-    reduce: Reduce | None = None,
+    x: Array, scale: Array, bias: Array | None, spec: NormSpec, how: Quantization
 ) -> tuple[Any, Any, Array | None]:
-    """The norm's output as a GEMM operand, the statistics backward needs, the output's amax where reported."""
-    if not is_te_quantizer(quantizer) or needs_amax(quantizer, reduce):
+    """Return the norm's output as an operand, the statistics for backward, the output's amax where reported."""
+    if not is_te_quantizer(how.quantizer) or needs_amax(how):
         y, stats = norm(x, scale, bias, spec)
-        operand, y_amax = quantize_operand(y, quantizer, q_scale, axis=-1, reduce=reduce)
+        operand, y_amax = quantize_operand(y, how, axis=-1)
         return operand, stats, y_amax
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
-        te_q = te_quantizer(quantizer, q_scale)
+        te_q = te_quantizer(how.quantizer, how.scale)
         operand, mean, rstd = tex.normalization_fwd(
             x,
             gamma,
@@ -53,15 +47,15 @@ def norm_quantize(
 
 
 def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Any]:
-    """Normalize ``x [..., h]`` over its last axis; the output has its dtype."""
-    operand, stats, _ = norm_quantize(x, scale, bias, spec, None, None)
+    """Return ``x [..., h]`` normalized over its last axis, in its dtype, and the statistics for backward."""
+    operand, stats, _ = norm_quantize(x, scale, bias, spec, Quantization())
     return operand.data, stats
 
 
 def norm_backward(
     dy: Array, x: Array, stats: Any, scale: Array, bias: Array | None, spec: NormSpec
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of the input, the scale and the bias, each in the dtype of what it belongs to."""
+    """Return the gradients of input, scale and bias, each in the dtype of what it belongs to."""
     mean, rstd = stats
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():

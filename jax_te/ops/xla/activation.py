@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jax_te.config import ActivationParams
-from jax_te.ops.linear.spec import activation_parts
-from jax_te.ops.xla.gemm import Reduce, quantize_operand, sum_rows
-from jax_te.quantize import Operand, Quantizer
+from jax_te.ops.linear.spec import Activation
+from jax_te.ops.xla.gemm import quantize_operand, sum_rows
+from jax_te.quantize.internal import Operand, Quantization
 from jax_te.typing import Array, DTypeLike
 
 _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
@@ -24,6 +23,9 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "linear": lambda x: x,
 }
+
+
+_DEFAULT_PARAMS = ActivationParams()
 
 
 def _clamped_silu(x: Array, params: ActivationParams) -> Array:
@@ -46,58 +48,44 @@ def _apply(part: str, x: Array, params: ActivationParams) -> Array:
     return _clamped_linear(x, params) if part == "clamped_linear" else _FUNCTIONS[part](x)
 
 
-def _wide(x: Array, name: str, params: ActivationParams | None) -> Array:
-    parts, params = activation_parts(name), params or ActivationParams()
-    return functools.reduce(operator.mul, (_apply(part, x[..., i, :], params) for i, part in enumerate(parts)))
+def _wide(x: Array, activation: Activation) -> Array:
+    params = activation.params or _DEFAULT_PARAMS
+    first, *others = activation.parts()
+    wide = _apply(first, x[..., 0, :], params)
+    for i, part in enumerate(others, 1):
+        wide = wide * _apply(part, x[..., i, :], params)
+    return wide
 
 
-def act(x: Array, name: str, params: ActivationParams | None = None) -> Array:
-    """``x [..., n_act, f]`` -> ``[..., f]``: the product of the named functions of each component, in the dtype of
-    ``x``.
-    """
-    return _wide(x.astype(jnp.float32), name, params).astype(x.dtype)
+def act(x: Array, activation: Activation) -> Array:
+    """Return ``x [..., n_act, f]`` activated, ``[..., f]``: the product of the functions of each component."""
+    return _wide(x.astype(jnp.float32), activation).astype(x.dtype)
 
 
-def act_quantize(
-    x: Array,
-    name: str,
-    quantizer: Quantizer | None,
-    scale: Array | None,
-    *,
-    params: ActivationParams | None = None,
-    reduce: Reduce | None = None,
-) -> tuple[Operand, Array | None]:
-    """`act`, its output as a GEMM operand, with the output's amax."""
-    return quantize_operand(act(x, name, params), quantizer, scale, axis=-1, reduce=reduce)
+def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Operand, Array | None]:
+    """Return `act`'s output as an operand, and its amax."""
+    return quantize_operand(act(x, activation), how, axis=-1)
 
 
 def act_backward_dbias(
-    dz: Array, x: Array, name: str, *, bias_dtype: DTypeLike | None, params: ActivationParams | None = None
+    dz: Array, x: Array, activation: Activation, *, bias_dtype: DTypeLike | None
 ) -> tuple[Array, Array | None]:
-    """The input gradient ``[..., n_act, f]`` from ``dz [..., f]``, and its bias gradient, summed in fp32."""
-    _, vjp = jax.vjp(lambda x: _wide(x, name, params), x.astype(jnp.float32))
+    """Return the input gradient ``[..., n_act, f]`` from ``dz [..., f]``, and its bias gradient, summed in fp32."""
+    _, vjp = jax.vjp(lambda x: _wide(x, activation), x.astype(jnp.float32))
     dx = vjp(dz.astype(jnp.float32))[0].astype(x.dtype)
     # The sum reads the rounded values: from the fp32 ones XLA would write them all out first.
     return dx, None if bias_dtype is None else sum_rows(dx, x.ndim - 2, bias_dtype)
 
 
 def act_backward_quantize(
-    dz: Array,
-    x: Array,
-    name: str,
-    quantizer: Quantizer | None,
-    scale: Array | None,
-    *,
-    bias_dtype: DTypeLike | None,
-    params: ActivationParams | None = None,
-    reduce: Reduce | None = None,
+    dz: Array, x: Array, activation: Activation, how: Quantization, *, bias_dtype: DTypeLike | None
 ) -> tuple[Operand, Array | None, Array | None]:
-    """`act_backward_dbias` with the input gradient as an operand, and its amax."""
-    dx, dbias = act_backward_dbias(dz, x, name, bias_dtype=bias_dtype, params=params)
-    operand, dx_amax = quantize_operand(dx, quantizer, scale, axis=-2, reduce=reduce)
+    """Return `act_backward_dbias`'s results with the input gradient as an operand, and its amax."""
+    dx, dbias = act_backward_dbias(dz, x, activation, bias_dtype=bias_dtype)
+    operand, dx_amax = quantize_operand(dx, how, axis=-2)
     return operand, dbias, dx_amax
 
 
-def act_backward(dz: Array, x: Array, name: str, params: ActivationParams | None = None) -> Array:
-    """The input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
-    return act_backward_dbias(dz, x, name, bias_dtype=None, params=params)[0]
+def act_backward(dz: Array, x: Array, activation: Activation) -> Array:
+    """Return the input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
+    return act_backward_dbias(dz, x, activation, bias_dtype=None)[0]

@@ -6,7 +6,6 @@ Where the kernels of `jax_te.ops.pallas` run, block scaling is theirs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,102 +13,92 @@ import jax.numpy as jnp
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK
-from jax_te.quantize import BlockQuantizer, Operand, QuantizedOperand, QuantizedTensor, Quantizer, with_scale
+from jax_te.quantize import BlockQuantizer, QuantizedOperand, QuantizedTensor
 from jax_te.quantize import quantize_operand as quantize_both
-from jax_te.sharding.internal import MeshAxes, gather
+from jax_te.quantize.internal import Gemm, Operand, Quantization
+from jax_te.sharding.internal import Dims, all_gather
 from jax_te.typing import Array, DTypeLike
 
-Reduce = Callable[[Array], Array]
 
-
-def quantize_operand(
-    x: Array, quantizer: Quantizer | None, scale: Array | None, *, axis: int, reduce: Reduce | None = None
-) -> tuple[Operand, Array | None]:
-    """``x`` quantized for its two GEMMs, rows ending at ``axis``, and its amax; without a quantizer ``x`` and None.
-
-    Where ``x`` is one device's part of a tensor, ``reduce`` makes its amax that of the tensor.
-    """
-    quantizer, scale = with_scale(x, quantizer, scale, reduce)
-    if quantizer is None:
+def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Operand, Array | None]:
+    """Return ``x`` as an operand, and its amax; see `jax_te.ops.backend.Backend`."""
+    if how.quantizer is None:
         return x, None
+    quantizer, scale, _ = how.of_shard(x) if how.amax_axes else how
     if isinstance(quantizer, BlockQuantizer) and hopper.runs_here(quantizer):
         return hopper.quantize_operand(x, quantizer, axis=axis), None
     return quantize_both(x, quantizer, scale, axis=axis)
 
 
 def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:
-    """Sum in fp32 over the axes before ``axis``: a bias gradient."""
+    """Return the sum over the axes before ``axis``, accumulated in fp32: a bias gradient."""
     return jnp.sum(g, axis=tuple(range(axis)), dtype=jnp.float32).astype(dtype)
 
 
 def quantize_dbias(
-    g: Array,
-    quantizer: Quantizer | None,
-    scale: Array | None,
-    *,
-    axis: int,
-    bias_dtype: DTypeLike | None,
-    reduce: Reduce | None = None,
+    g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
 ) -> tuple[Operand, Array | None, Array | None]:
-    """The output gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax."""
+    """Return the output's gradient as an operand, the bias gradient, the amax; see `jax_te.ops.backend.Backend`."""
     dbias = None if bias_dtype is None else sum_rows(g, axis, bias_dtype)
-    operand, g_amax = quantize_operand(g, quantizer, scale, axis=axis, reduce=reduce)
+    operand, g_amax = quantize_operand(g, how, axis=axis)
     return operand, dbias, g_amax
 
 
-def gather_rows(operand: Operand, dims: tuple[MeshAxes, ...]) -> Operand:
-    """An operand with one scale, joined with other devices' parts along mesh axes of each leading dimension."""
+def all_gather_operand(operand: Operand, dims: Dims) -> Operand:
+    """Return an operand with one scale, all-gathered along mesh axes of each leading dimension."""
     if not isinstance(operand, QuantizedOperand):
-        return gather(operand, dims)
+        return all_gather(operand, dims)
     form = operand.rowwise
-    return QuantizedOperand(rowwise=dataclasses.replace(form, data=gather(form.data, dims)), columnwise=None)
+    return QuantizedOperand(rowwise=dataclasses.replace(form, data=all_gather(form.data, dims)), columnwise=None)
 
 
-def gather_kernel(kernel: Operand, dims: tuple[MeshAxes, ...], gemm: str) -> Operand:
-    """A kernel with one scale, joined likewise, for one GEMM, ``"fprop"`` or ``"dgrad"``."""
-    return gather_rows(kernel, dims)
+def all_gather_kernel(kernel: Operand, dims: Dims, gemm: Gemm) -> Operand:
+    """Return a kernel with one scale all-gathered; ``xla`` stores one form for both GEMMs."""
+    return all_gather_operand(kernel, dims)
 
 
-def keep_x(x: Operand) -> Operand:
-    """What backward needs of the input: the form whose rows are summed over."""
+def residual_for_wgrad(x: Operand) -> Operand:
+    """Return the form of the input whose rows are summed over."""
     if isinstance(x, BlockOperand):
-        return hopper.keep_x(x)
+        return hopper.residual_for_wgrad(x)
     return QuantizedOperand(rowwise=None, columnwise=_form(x, "rows")) if isinstance(x, QuantizedOperand) else x
 
 
-def keep_kernel(kernel: Operand) -> Operand:
-    """What backward needs of the kernel: the form whose columns are summed over."""
+def residual_for_dgrad(kernel: Operand) -> Operand:
+    """Return the form of the kernel whose columns are summed over."""
     if isinstance(kernel, BlockOperand):
-        return hopper.keep_kernel(kernel)
+        return hopper.residual_for_dgrad(kernel)
     return QuantizedOperand(rowwise=kernel.rowwise, columnwise=None) if isinstance(kernel, QuantizedOperand) else kernel
 
 
 def _form(operand: Operand, summed: str) -> Array | QuantizedTensor:
-    """The form of an operand whose ``"rows"`` or ``"columns"`` are summed over."""
+    """Return the form of an operand whose ``"rows"`` or ``"columns"`` are summed over."""
+    if isinstance(operand, BlockOperand):
+        operand = hopper.unpack(operand)
     if not isinstance(operand, QuantizedOperand):
         return operand
     form = operand.rowwise if summed == "columns" or operand.columnwise is None else operand.columnwise
     assert form is not None
-    assert summed == "columns" or form is operand.columnwise or form.serves_both
+    assert summed == "columns" or form is operand.columnwise or form.block is None or form.block[0] == form.block[1]
     return form
 
 
-def _dtype(operand: Operand) -> DTypeLike:
-    if not isinstance(operand, QuantizedOperand):
-        return operand.dtype
-    return (operand.columnwise if operand.rowwise is None else operand.rowwise).dtype
-
-
-def _is_blocked(kernel: QuantizedOperand) -> bool:
-    """Whether a kernel held as plain arrays has the 128 x 128 blocks that the Pallas kernels read."""
-    return kernel.rowwise is not None and kernel.rowwise.block == (BLOCK, BLOCK)
+def _adopted(kernel: Operand) -> Operand:
+    """Return a kernel stored as plain arrays, in the 128 x 128 blocks of the Pallas kernels, as their operand."""
+    if isinstance(kernel, QuantizedOperand) and kernel.rowwise is not None and kernel.rowwise.block == (BLOCK, BLOCK):
+        return hopper.adopt(kernel)
+    return kernel
 
 
 Contract = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _dot(
-    lhs: Array | QuantizedTensor, rhs: Array | QuantizedTensor, contract: Contract, dtype: DTypeLike, precise: bool
+    lhs: Array | QuantizedTensor,
+    rhs: Array | QuantizedTensor,
+    contract: Contract,
+    dtype: DTypeLike,
+    split_accumulator: bool,
 ) -> Array:
     dims = (contract, ((), ()))
     if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
@@ -117,7 +106,7 @@ def _dot(
             return _dot_parts(lhs, rhs, contract).astype(dtype)
         if lhs.block is None and rhs.block is None:
             # The FP8 product is accumulated and scaled in fp32 and rounded once, as FP8 GEMM units do.
-            precision = jax.lax.Precision.HIGHEST if precise else jax.lax.Precision.DEFAULT
+            precision = jax.lax.Precision.HIGHEST if split_accumulator else jax.lax.Precision.DEFAULT
             product = jax.lax.dot_general(
                 lhs.data, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32
             )
@@ -126,7 +115,8 @@ def _dot(
         left, right = (lhs.values(), rhs.values()) if lhs.rotated == rhs.rotated else (_wide(lhs), _wide(rhs))
         product = jax.lax.dot_general(left, right, dims, precision="highest", preferred_element_type=jnp.float32)
         return product.astype(dtype)
-    left, right = (side.dequantize() if isinstance(side, QuantizedTensor) else side for side in (lhs, rhs))
+    left = lhs.dequantize() if isinstance(lhs, QuantizedTensor) else lhs
+    right = rhs.dequantize() if isinstance(rhs, QuantizedTensor) else rhs
     compute = left.dtype if isinstance(rhs, QuantizedTensor) else right.dtype
     if jnp.dtype(dtype) == jnp.float32 and jax.default_backend() == "cpu":
         compute = jnp.dtype(jnp.float32)  # XLA's CPU dot has no half-precision operands with an fp32 result
@@ -135,7 +125,7 @@ def _dot(
 
 
 def _dot_parts(lhs: QuantizedTensor, rhs: QuantizedTensor, contract: Contract) -> Array:
-    """A product in FP8 where each part of the batch has its own scales, fp32."""
+    """Return a product in FP8 where each part of the batch has its own scales, fp32."""
     split = lhs.data.reshape(lhs.parts, -1, *lhs.shape[1:])
     scales = lhs.scale_inv * rhs.scale_inv
     if not rhs.parts:  # the batch is no axis of the kernel: scale the rows of the result
@@ -154,39 +144,37 @@ def _wide(x: QuantizedTensor) -> Array:
     return dataclasses.replace(x, dtype=jnp.float32).dequantize()
 
 
-def gemm_fprop(x: Operand, kernel: Operand, bias: Array | None, precise: bool) -> Array:
-    """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
-    if isinstance(x, BlockOperand) and isinstance(kernel, QuantizedOperand) and _is_blocked(kernel):
-        kernel = hopper.adopt(kernel)
-    if isinstance(x, BlockOperand) and isinstance(kernel, BlockOperand):
-        return hopper.gemm_fprop(x, kernel, bias)
-    x, kernel = hopper.unpack(x), hopper.unpack(kernel)
-    if not isinstance(kernel, QuantizedOperand):
-        kernel = kernel.astype(_dtype(x))
-    y = _dot(_form(x, "columns"), _form(kernel, "rows"), ((x.ndim - 1,), (0,)), _dtype(x), precise)
-    if bias is None:
-        return y
-    return y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
+def gemm_fprop(x: Operand, kernel: Operand, bias: Array | None, split_accumulator: bool) -> Array:
+    """Return ``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
+    if isinstance(x, BlockOperand):
+        kernel = _adopted(kernel)
+        if isinstance(kernel, BlockOperand):
+            return hopper.gemm_fprop(x, kernel, bias)
+    lhs, rhs = _form(x, "columns"), _form(kernel, "rows")
+    if not isinstance(rhs, QuantizedTensor):
+        rhs = rhs.astype(lhs.dtype)
+    y = _dot(lhs, rhs, ((lhs.ndim - 1,), (0,)), lhs.dtype, split_accumulator)
+    return y if bias is None else y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
 
 
-def gemm_dgrad(g: Operand, kernel: Operand, precise: bool) -> Array:
-    """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
-    if isinstance(g, BlockOperand) and isinstance(kernel, QuantizedOperand) and _is_blocked(kernel):
-        kernel = hopper.adopt(kernel)
-    if isinstance(g, BlockOperand) and isinstance(kernel, BlockOperand):
-        return hopper.gemm_dgrad(g, kernel)
-    g, kernel = hopper.unpack(g), hopper.unpack(kernel)
-    if not isinstance(kernel, QuantizedOperand):
-        kernel = kernel.astype(_dtype(g))
-    out_axes = kernel.ndim - 1
-    contract = (tuple(range(g.ndim - out_axes, g.ndim)), tuple(range(1, kernel.ndim)))
-    return _dot(_form(g, "columns"), _form(kernel, "columns"), contract, _dtype(g), precise)
+def gemm_dgrad(g: Operand, kernel: Operand, split_accumulator: bool) -> Array:
+    """Return ``g [..., *n] @ kernel [k, *n]^T``, ``[..., k]`` in the dtype of ``g``."""
+    if isinstance(g, BlockOperand):
+        kernel = _adopted(kernel)
+        if isinstance(kernel, BlockOperand):
+            return hopper.gemm_dgrad(g, kernel)
+    lhs, rhs = _form(g, "columns"), _form(kernel, "columns")
+    if not isinstance(rhs, QuantizedTensor):
+        rhs = rhs.astype(lhs.dtype)
+    rank, kernel_rank = lhs.ndim, rhs.ndim
+    contract = (tuple(range(rank - kernel_rank + 1, rank)), tuple(range(1, kernel_rank)))
+    return _dot(lhs, rhs, contract, lhs.dtype, split_accumulator)
 
 
-def gemm_wgrad(x: Operand, g: Operand, dtype: DTypeLike, precise: bool) -> Array:
-    """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+def gemm_wgrad(x: Operand, g: Operand, dtype: DTypeLike, split_accumulator: bool) -> Array:
+    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
     if isinstance(x, BlockOperand) and isinstance(g, BlockOperand):
         return hopper.gemm_wgrad(x, g, dtype)
-    x, g = hopper.unpack(x), hopper.unpack(g)
-    rows = tuple(range(x.ndim - 1))
-    return _dot(_form(x, "rows"), _form(g, "rows"), (rows, rows), dtype, precise)
+    lhs = _form(x, "rows")
+    rows = tuple(range(lhs.ndim - 1))
+    return _dot(lhs, _form(g, "rows"), (rows, rows), dtype, split_accumulator)

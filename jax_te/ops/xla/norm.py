@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import NormSpec
-from jax_te.ops.xla.gemm import Reduce, quantize_operand
-from jax_te.quantize import Operand, Quantizer
+from jax_te.ops.xla.gemm import quantize_operand
+from jax_te.quantize.internal import Operand, Quantization
 from jax_te.typing import Array
 
 Stats = tuple[Array, Array]
@@ -24,7 +24,7 @@ def _rows(vector: Array, like: Array) -> Array:
 
 
 def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Stats]:
-    """Normalize ``x [..., h]`` over its last axis; the output has its dtype."""
+    """Return ``x [..., h]`` normalized over its last axis, in its dtype, and the statistics for backward."""
     wide = x.astype(jnp.float32)
     if spec.kind == "layernorm":
         mean = jnp.mean(wide, axis=-1, keepdims=True)
@@ -39,24 +39,18 @@ def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Ar
 
 
 def norm_quantize(
-    x: Array,
-    scale: Array,
-    bias: Array | None,
-    spec: NormSpec,
-    quantizer: Quantizer | None,
-    q_scale: Array | None,
-    reduce: Reduce | None = None,
+    x: Array, scale: Array, bias: Array | None, spec: NormSpec, how: Quantization
 ) -> tuple[Operand, Stats, Array | None]:
-    """`norm`, its output as a GEMM operand, with the output's amax."""
+    """Return `norm`'s output as an operand, the statistics, the output's amax."""
     y, stats = norm(x, scale, bias, spec)
-    operand, y_amax = quantize_operand(y, quantizer, q_scale, axis=-1, reduce=reduce)
+    operand, y_amax = quantize_operand(y, how, axis=-1)
     return operand, stats, y_amax
 
 
 def norm_backward(
     dy: Array, x: Array, stats: Stats, scale: Array, bias: Array | None, spec: NormSpec
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of the input, the scale and the bias, each in the dtype of what it belongs to."""
+    """Return the gradients of input, scale and bias, each in the dtype of what it belongs to."""
     mean, rstd = stats
     normed = (x.astype(jnp.float32) - mean) * rstd
     dy = dy.astype(jnp.float32)

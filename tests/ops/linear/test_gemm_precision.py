@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops import dense, layernorm, layernorm_dense, layernorm_mlp
+from jax_te.ops import layernorm
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.cases import make_case
 from tests.support.numerics import (
     TOLERANCE,
@@ -145,7 +146,7 @@ def test_the_kernels_gradient_goes_where_it_is_asked_for(kind, dtype):
     unread = jnp.full(kernel.shape, jnp.nan, dtype)
 
     def call(x, kernel, gradient):
-        return dense(x, kernel, gradient=gradient, recipe=recipe, state=case.states(recipe), backend="xla")
+        return dense(x, kernel, grad_sink=gradient, recipe=recipe, state=case.states(recipe), backend="xla")
 
     y, (dx, dkernel, dgradient) = quick_jit(lambda *a: with_vjp(call, *a))((x, kernel, unread), case.g)
     expected_y, (expected_dx, expected) = quick_jit(
@@ -169,7 +170,7 @@ def test_gradients_of_the_mlps_two_kernels():
     def call(kernels, gradients):
         args = case.args | {"wi_kernel": kernels[0], "wo_kernel": kernels[1]}
         return layernorm_mlp(
-            *(args[key] for key in keys), activation="swiglu", recipe=recipe, gradients=gradients, backend="xla"
+            *(args[key] for key in keys), activation="swiglu", recipe=recipe, grad_sinks=gradients, backend="xla"
         )
 
     _, (expected, _) = quick_jit(lambda *a: with_vjp(call, *a))((kernels, (None, None)), case.g)

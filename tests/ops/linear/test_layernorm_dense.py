@@ -2,11 +2,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops import NormSpec, layernorm_dense
+from jax_te.ops import NormSpec
 from jax_te.quantize import init_gemm_state
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support import oracles
+from tests.support.calls import layernorm_dense
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, draw, value_and_vjp
 
 NAMES = ("x", "scale", "ln_bias", "kernel", "bias")

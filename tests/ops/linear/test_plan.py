@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.ops import quantize_kernel
-from jax_te.ops.linear.plan import GemmRanks, gemm_ranks, norm_ranks
+from jax_te.ops import LinearOptions, quantize_kernel
+from jax_te.ops.linear.plan import Plan, linear_plan, norm_plan, row_plan
 from jax_te.quantize import init_gemm_state, observe_quantization
+from jax_te.quantize.internal import precision_of
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.sharding import make_mesh
 
@@ -22,34 +23,47 @@ X, KERNEL = (8, 32, 64), (64, 64)
 CURRENT = Float8CurrentScaling()
 
 
-def plan(**arguments: Any) -> Any:
-    options = {"x_axes": None, "recipe": None} | arguments
-    kernel = options.pop("kernel", jnp.zeros(KERNEL))
+def plan(*, x_shape: Any = X, kernel: Any = None, recipe: Any = None, state: Any = None, **axes: Any) -> Plan:
+    kernel = jnp.zeros(KERNEL) if kernel is None else kernel
     with jax.set_mesh(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))):
-        return gemm_ranks(options.pop("x_shape", X), kernel, **options)
+        return linear_plan(x_shape, kernel, LinearOptions(**axes), precision_of(recipe), state)
 
 
 def test_without_a_mesh_there_is_nothing_to_plan() -> None:
-    assert gemm_ranks(X, jnp.zeros(KERNEL), x_axes=None, recipe=None, **COLUMN) is None
+    assert linear_plan(X, jnp.zeros(KERNEL), LinearOptions(**COLUMN)) == Plan()
+
+
+def test_on_a_mesh_of_one_device_the_compiler_is_told() -> None:
+    with jax.set_mesh(make_mesh(ParallelConfig())):
+        found = linear_plan(X, jnp.zeros(KERNEL), LinearOptions(**COLUMN))
+    assert (found.mesh, found.reason, found.constrained) == (None, None, True)
 
 
 def test_column_parallel() -> None:
-    ranks = plan(**COLUMN)
-    assert (ranks.inner, ranks.x_gather, ranks.out_scatter) == ((), ((), ()), ((), ()))
-    assert ranks.features == (("tensor",),)
-    assert ranks.kernel_gather == (("fsdp",), ())
-    split = plan(**COLUMN, x_axes=SPLIT)
-    assert split.x_gather == ((), ("tensor",))
+    found = plan(**COLUMN)
+    assert (found.contracting_axes, found.x_all_gather, found.out_reduce_scatter) == ((), (), ())
+    assert (found.row_axes, found.feature_axes) == (("data", "fsdp"), ("tensor",))
+    assert found.kernel_all_gather == (("fsdp",), ())
+    assert plan(**COLUMN, x_axes=SPLIT).x_all_gather == ((), ("tensor",))
 
 
 def test_row_parallel() -> None:
-    ranks = plan(**ROW)
-    assert (ranks.inner, ranks.out_scatter) == (("tensor",), ((), ()))
-    assert ranks.kernel_gather == (("fsdp",), ())
-    assert plan(**(ROW | {"kernel_axes": ("ffn", "fsdp")})).kernel_gather == ((), ("fsdp",))
-    assert plan(**(ROW | {"out_axes": SPLIT}), x_axes=("batch", "sequence", "ffn")).out_scatter == ((), ("tensor",))
-    assert isinstance(norm_ranks(plan(**COLUMN)), GemmRanks)
-    assert "the norm's input is split along its features" in norm_ranks(ranks)
+    found = plan(**ROW)
+    assert (found.contracting_axes, found.out_reduce_scatter) == (("tensor",), ())
+    assert found.kernel_all_gather == (("fsdp",), ())
+    assert plan(**(ROW | {"kernel_axes": ("ffn", "fsdp")})).kernel_all_gather == ((), ("fsdp",))
+    split = plan(**(ROW | {"out_axes": SPLIT}), x_axes=("batch", "sequence", "ffn"))
+    assert split.out_reduce_scatter == ((), ("tensor",))
+    assert norm_plan(plan(**COLUMN)).mesh is not None
+    assert "features" in (norm_plan(found).reason or "")
+
+
+def test_rows() -> None:
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))):
+        assert row_plan(X, SPLIT, whole=1).row_axes == ("data", "fsdp", "tensor")
+        refused = ((X, None, "out_axes"), (X, (None, None, "ffn"), "rows"), ((6, 32, 64), SPLIT, "divide"))
+        for shape, axes, word in refused:
+            assert word in (row_plan(shape, axes, whole=1).reason or "")
 
 
 @pytest.mark.parametrize(
@@ -70,18 +84,22 @@ def test_row_parallel() -> None:
     ],
 )  # fmt: skip
 def test_what_the_devices_cannot_do_by_themselves(arguments: dict[str, Any], reason: str) -> None:
-    assert reason in plan(**arguments)
+    found = plan(**arguments)
+    assert found.mesh is None
+    assert found.constrained
+    assert reason in (found.reason or "")
 
 
 def test_states_and_observers() -> None:
     state = init_gemm_state(DelayedScaling())
-    assert isinstance(plan(**COLUMN, recipe=DelayedScaling(), state=state), GemmRanks)
+    assert plan(**COLUMN, recipe=DelayedScaling(), state=state).mesh is not None
     parts = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
-    assert "each part of the batch has scales of its own" in plan(**COLUMN, recipe=DelayedScaling(), state=parts)
+    found = plan(**COLUMN, recipe=DelayedScaling(), state=parts)
+    assert "tp_only_amax_red" in (found.reason or "")
     with observe_quantization():
-        assert "are observed, which is done on whole arrays" in plan(**COLUMN, recipe=CURRENT)
+        assert "observed" in (plan(**COLUMN, recipe=CURRENT).reason or "")
 
 
 def test_blocks_that_lie_on_one_device() -> None:
     big = {"x_shape": (8, 128, 256), "kernel": jnp.zeros((256, 256))}
-    assert isinstance(plan(**COLUMN, **big, recipe=Float8BlockScaling()), GemmRanks)
+    assert plan(**COLUMN, **big, recipe=Float8BlockScaling()).mesh is not None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_te.errors import QuantizerStateError
-from jax_te.ops import dense, layernorm_dense, layernorm_mlp, quantize_kernel
+from jax_te.ops import quantize_kernel
 from jax_te.quantize import QuantizedOperand
 from jax_te.recipe import (
     CustomRecipe,
@@ -17,7 +17,8 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
 )
 from jax_te.sharding import named_sharding
-from jax_te.sharding.shards import RankTree
+from jax_te.sharding.shards import OpaqueTree
+from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.cases import make_case
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
@@ -52,7 +53,7 @@ def test_a_call_with_it_is_the_call_with_the_kernel(recipe, portable):
         if ahead:
             used = quantize_kernel(kernel, recipe=recipe, state=state, portable=portable, backend="xla")
             used = jax.lax.stop_gradient(used)
-        return dense(x, used, recipe=recipe, state=state, gradient=gradient, backend="xla")
+        return dense(x, used, recipe=recipe, state=state, grad_sink=gradient, backend="xla")
 
     args = (x, gradient, case.states(recipe)), case.g
     expected = quick_jit(lambda *a: with_vjp(lambda *b: call(*b, ahead=False), *a))(*args)
@@ -141,7 +142,7 @@ def test_it_has_no_gradient(recipe):
     quantized = quick_jit(lambda k: quantize_kernel(k, recipe=recipe, state=state))(kernel)
 
     def loss(quantized, gradient=None):
-        return jnp.sum(dense(x, quantized, recipe=recipe, state=state, gradient=gradient).astype(jnp.float32))
+        return jnp.sum(dense(x, quantized, recipe=recipe, state=state, grad_sink=gradient).astype(jnp.float32))
 
     for call in (loss, jax.jit(loss), jax.checkpoint(loss)):
         with pytest.raises(TypeError, match="a quantized kernel has no gradient: its values are FP8 or FP4"):
@@ -163,7 +164,7 @@ def test_portable_or_in_the_backends_own_form():
     _, x, kernel = inputs()
     recipe = Float8CurrentScaling()
     portable, own = (quantize_kernel(kernel, recipe=recipe, portable=portable) for portable in (True, False))
-    assert (portable.is_packed, own.is_packed) == (False, True)
+    assert (portable.is_opaque, own.is_opaque) == (False, True)
     assert isinstance(portable.operand, QuantizedOperand)
     assert portable.dequantize().dtype == kernel.dtype
     with pytest.raises(TypeError, match="quantize it with portable=True to dequantize it"):
@@ -181,7 +182,7 @@ def test_on_a_mesh_it_is_split_like_the_kernel(recipe, mode):
         wanted = named_sharding(axes, mesh)
         run = jax.jit(lambda k: quantize_kernel(k, recipe=recipe, kernel_axes=axes))
         quantized = run(jax.device_put(kernel, wanted))
-    if isinstance(quantized.form, RankTree):
+    if isinstance(quantized.form, OpaqueTree) and quantized.form.per_device:
         data, expected = quantized.form.leaves[0], jax.tree.leaves(alone)[0]
         assert recipe == Float8CurrentScaling()
         for rank, (device, index) in enumerate(wanted.devices_indices_map(kernel.shape).items()):
@@ -201,4 +202,4 @@ def test_a_kernel_that_each_device_quantized_needs_calls_that_run_so():
     with use_mesh("auto"):
         quantized = jax.jit(lambda k: quantize_kernel(k, recipe=recipe, kernel_axes=("fsdp", "ffn")))(kernel)
         with pytest.raises(ValueError, match=r"each device of a mesh, .* does not name the logical axes"):
-            dense(x, quantized, recipe=recipe, gradient=kernel)
+            dense(x, quantized, recipe=recipe, grad_sink=kernel)

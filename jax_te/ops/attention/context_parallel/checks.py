@@ -7,7 +7,7 @@ import dataclasses
 from jax_te.ops.attention.context_parallel import all_gather, ring
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
-from jax_te.ops.backend import Choice, explain_backend
+from jax_te.ops.backend import BackendChoice, explain_backend
 from jax_te.typing import BackendName
 
 
@@ -50,7 +50,7 @@ def check_sharding(sharding: AttentionSharding, arrays: AttentionArrays) -> None
         )
 
 
-def choose_backend(sharding: AttentionSharding, arrays: AttentionArrays, backend: BackendName | None) -> Choice:
+def choose_backend(sharding: AttentionSharding, arrays: AttentionArrays, backend: BackendName | None) -> BackendChoice:
     """Return the backend that runs on each device, and why.
 
     Raises:
@@ -59,7 +59,7 @@ def choose_backend(sharding: AttentionSharding, arrays: AttentionArrays, backend
     reason = _te_lacks(sharding, arrays)
     # TE runs the call only if it has a kernel for every block: a device computes several, of different sizes and masks.
     for spec in _block_specs(sharding) if reason is None else [sharding.spec]:
-        choice = explain_backend("dot_product_attention", attention=spec, backend=backend, ranks=reason)
+        choice = explain_backend("dot_product_attention", attention=spec, backend=backend, unsharded=reason)
         if choice.backend == "xla":
             break
     return choice

@@ -1,0 +1,264 @@
+"""The three GEMMs of a linear layer and the quantization of their operands, as functions over explicit residuals.
+
+Every op with a linear layer in it is made of these. On a mesh they run on one device's shards: an operand with one
+scale is quantized as a shard, under the amax of the whole tensor, and all-gathered in FP8; other operands are
+all-gathered first, so that no block of scales lies on two devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.linear.spec import LinearSpec
+from jax_te.quantize import GemmState, QuantizedKernel
+from jax_te.quantize.internal import Gemm, Quantization, TensorRole
+from jax_te.recipe.internal import GEMMS
+from jax_te.sharding import constrain
+from jax_te.sharding.internal import all_gather, flat, reduce_max, reduce_sum
+from jax_te.typing import Array
+
+Used = tuple[Array | None, Array | None]
+"""The scale an operand was quantized with, and the amax that was seen: what its next state is made of."""
+
+
+class Operand(NamedTuple):
+    """One tensor as the GEMMs read it: unquantized, quantized, or both; and what its quantization saw."""
+
+    unquantized: Any = None
+    quantized: Any = None
+    used: Used = (None, None)
+
+    def read_by(self, spec: LinearSpec, gemm: Gemm) -> Any:
+        """Return the form that one GEMM reads."""
+        if self.quantized is None or spec.precision.overridden[GEMMS.index(gemm)]:
+            return self.unquantized
+        return self.quantized
+
+
+class LinearResiduals(NamedTuple):
+    """What backward needs of one linear layer's forward pass.
+
+    Args:
+        x: the input, as the kernel gradient's GEMM reads it.
+        kernel: the kernel, as the input gradient's GEMM reads it; on a mesh this device's shard of it.
+        used: scales and amaxes of both.
+        state: the recipe's state.
+    """
+
+    x: Any
+    kernel: Any
+    used: tuple[Used, Used]
+    state: GemmState | None
+
+
+def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization:
+    """Return how an operand of this layer is quantized."""
+    precision = spec.precision
+    scale = None if precision.amax_rule is None else precision.scale(state, role)
+    return Quantization(getattr(precision, role).quantizer, scale, spec.plan.amax_axes)
+
+
+def fuses(spec: LinearSpec, role: TensorRole) -> bool:
+    """Return whether the op that computes this tensor may write it as an operand: nobody else reads its values.
+
+    On a mesh a tensor that is all-gathered before its quantization does not qualify.
+    """
+    precision = getattr(spec.precision, role)
+    if precision.quantizer is None:
+        return True
+    if spec.observer is not None or precision.read_unquantized:
+        return False
+    return precision.one_scale or not (spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter)
+
+
+def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
+    """Return the operand of a tensor that its op has written as one (see `fuses`), all-gathered."""
+    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    if dims:
+        written = spec.backend.all_gather_operand(written, dims)
+    unquantized = getattr(spec.precision, role).quantizer is None
+    return Operand(unquantized=written, used=used) if unquantized else Operand(quantized=written, used=used)
+
+
+def make_operand(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization, *, axis: int) -> Operand:
+    """Return the input or the output's gradient as an operand, all-gathered.
+
+    Args:
+        spec: the layer.
+        role: ``"x"`` or ``"grad"``.
+        x: the tensor; on a mesh this device's shard.
+        how: its quantization.
+        axis: rows of its matrix view end here.
+    """
+    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    if not dims:
+        return _quantized(spec, role, x, how, axis=axis)
+    if not getattr(spec.precision, role).one_scale:
+        return _quantized(spec, role, all_gather(x, dims), how, axis=axis)
+    shard, gather = _quantized(spec, role, x, how, axis=axis), spec.backend.all_gather_operand
+    return shard._replace(
+        unquantized=None if shard.unquantized is None else gather(shard.unquantized, dims),
+        quantized=None if shard.quantized is None else gather(shard.quantized, dims),
+    )
+
+
+def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
+    """Return the kernel as forward reads it, and its residual: on a mesh the shard, not what was all-gathered of it."""
+    how, dims = quantization(spec, state, "kernel"), spec.kernel_all_gather
+    if isinstance(kernel, QuantizedKernel):
+        unquantized = None
+        if spec.precision.kernel.read_unquantized:
+            unquantized, _ = spec.backend.quantize_operand(kernel.dequantize(), Quantization(), axis=1)
+        operand = Operand(unquantized, kernel.operand, (how.scale, kernel.amax))
+    elif dims and not spec.precision.kernel.one_scale:
+        whole = _quantized(spec, "kernel", all_gather(kernel, dims), how, axis=1)
+        return whole, kernel
+    else:
+        if dims and how.quantizer is None:
+            # Before the all-gather, which then moves the compute dtype's bytes, not those of an fp32 parameter.
+            kernel = kernel.astype(spec.x_dtype)
+        operand = _quantized(spec, "kernel", kernel, how, axis=1)
+    residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
+    if not dims:
+        return operand, residual
+    gather = spec.backend.all_gather_kernel
+    return operand._replace(
+        unquantized=None if operand.unquantized is None else gather(operand.unquantized, dims, "fprop"),
+        quantized=None if operand.quantized is None else gather(operand.quantized, dims, "fprop"),
+    ), residual
+
+
+def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
+    """Return ``x @ kernel + bias``; where the sum over ``k`` is sharded, all-reduced or reduce-scattered."""
+    plan, operands = spec.plan, (x.read_by(spec, "fprop"), kernel.read_by(spec, "fprop"))
+    precise = spec.precision.split_accumulator[0]
+    if not plan.contracting_axes:
+        y = spec.backend.gemm_fprop(*operands, bias, precise)
+        return constrain(y, spec.options.out_axes) if plan.constrained else y
+    # The bias once, behind the sum over the devices, not on each of them.
+    y = reduce_sum(spec.backend.gemm_fprop(*operands, None, precise), plan.contracting_axes, plan.out_reduce_scatter)
+    return y if bias is None else y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
+
+
+def wgrad_residual(spec: LinearSpec, x: Operand, original: Array | None = None) -> Any:
+    """Return what the kernel gradient's GEMM needs of the input; ``original`` is it, for ``save_original_input``."""
+    if spec.saves_original:
+        return original
+    return spec.backend.residual_for_wgrad(x.read_by(spec, "wgrad"))
+
+
+def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[Operand, Array | None]:
+    """Return the output's gradient as an operand, and the bias gradient."""
+    if spec.plan.constrained:
+        g = constrain(g, spec.options.out_axes)
+    axis, how = g.ndim - spec.kernel_rank + 1, quantization(spec, state, "grad")
+    if fuses(spec, "grad"):
+        written, dbias, g_amax = spec.backend.quantize_dbias(g, how, axis=axis, bias_dtype=spec.bias_dtype)
+        return adopt(spec, "grad", written, (how.scale, g_amax)), bias_gradient(spec, dbias)
+    _, dbias, _ = spec.backend.quantize_dbias(g, Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
+    return make_operand(spec, "grad", g, how, axis=axis), bias_gradient(spec, dbias)
+
+
+def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
+    """Return the input's gradient.
+
+    Args:
+        spec: the layer.
+        kernel: its residual.
+        g: the gradient of the output.
+        after: the gradient of the op's output.
+    """
+    plan, dims = spec.plan, spec.kernel_all_gather
+    if dims:
+        # Without the barrier the compiler would find forward's all-gather equal to this one and keep its result: all
+        # kernels of the model would be whole at once.
+        kernel, _ = jax.lax.optimization_barrier((kernel, after))
+        if spec.precision.kernel.one_scale:
+            kernel = spec.backend.all_gather_kernel(kernel, dims, "dgrad")
+        else:
+            how = Quantization(spec.precision.kernel.quantizer, None, plan.amax_axes)
+            whole = _quantized(spec, "kernel", all_gather(kernel, dims), how, axis=1)
+            kernel = spec.backend.residual_for_dgrad(whole.read_by(spec, "dgrad"))
+    dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
+    return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
+
+
+def wgrad(spec: LinearSpec, x: Any, g: Operand) -> Any:
+    """Return the kernel's gradient in its own sharding.
+
+    Args:
+        spec: the layer.
+        x: residual of the input.
+        g: the gradient of the output.
+    """
+    if spec.saves_original:
+        x = spec.backend.residual_for_wgrad(_quantized_again(spec, x))
+    dkernel = spec.backend.gemm_wgrad(
+        x, g.read_by(spec, "wgrad"), spec.wgrad_dtype, spec.precision.split_accumulator[2]
+    )
+    if spec.plan.mesh is not None:
+        return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather)
+    return constrain(dkernel, spec.options.kernel_axes) if spec.plan.constrained else dkernel
+
+
+def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> GemmState | None:
+    """Return the state after a call, with the amaxes of the whole tensors."""
+    if residuals.state is None:
+        return None
+    (x_scale, x_amax), (kernel_scale, kernel_amax) = residuals.used
+    grad_scale, grad_amax = grad.used
+    if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
+        x_amax, kernel_amax, grad_amax = _reduced(spec, [x_amax, kernel_amax, grad_amax])
+    used: dict[TensorRole, Used] = {
+        "x": (x_scale, x_amax),
+        "kernel": (kernel_scale, kernel_amax),
+        "grad": (grad_scale, grad_amax),
+    }
+    return spec.precision.next_state(residuals.state, used)
+
+
+def _reduced(spec: LinearSpec, amaxes: list[Array | None]) -> list[Array | None]:
+    """Return amaxes of shards reduced to those of the whole tensors, in one collective."""
+    seen = [amax for amax in amaxes if amax is not None]
+    whole = list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else []
+    return [None if amax is None else whole.pop(0) for amax in amaxes]
+
+
+def bias_gradient(spec: LinearSpec, dbias: Array | None) -> Array | None:
+    """Return a bias gradient that was summed over a device's rows, summed over those of all devices."""
+    plan = spec.plan
+    if dbias is None or plan.mesh is None:
+        return dbias
+    return reduce_sum(dbias, flat(plan.out[: len(plan.x) - 1]))
+
+
+def kernel_cotangents(spec: LinearSpec, dkernel: Any) -> tuple[Any, Any]:
+    """Return the cotangents of ``(kernel, grad_sink)``: the gradient goes to the sink if there is one; None is zero."""
+    if spec.grad_sink:
+        return None, dkernel
+    return (None if spec.stored_quantized else dkernel), None
+
+
+def _quantized(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization, *, axis: int) -> Operand:
+    """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
+    precision = getattr(spec.precision, role)
+    unquantized = quantized = seen = None
+    if how.quantizer is None or precision.read_unquantized:
+        unquantized, _ = spec.backend.quantize_operand(x, Quantization(), axis=axis)
+    if how.quantizer is not None and precision.read_quantized:
+        if spec.observer is not None:
+            spec.observer.record(spec.options.name, role, x, how.quantizer, how.scale, axis=axis)
+        quantized, seen = spec.backend.quantize_operand(x, how, axis=axis)
+    return Operand(unquantized, quantized, (how.scale, seen))
+
+
+def _quantized_again(spec: LinearSpec, x: Array) -> Any:
+    """Return the input as an operand in backward, for ``save_original_input``."""
+    dims, how = spec.plan.x_all_gather, Quantization(spec.precision.x.quantizer, None, spec.plan.amax_axes)
+    if dims and not spec.precision.x.one_scale:
+        x, dims = all_gather(x, dims), ()
+    operand, _ = spec.backend.quantize_operand(x, how, axis=-1)
+    return spec.backend.all_gather_operand(operand, dims) if dims else operand

@@ -1,0 +1,188 @@
+"""What a recipe does to the operands of a linear layer's three GEMMs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+import jax.numpy as jnp
+
+from jax_te.quantize.block import BlockQuantizer, MXQuantizer
+from jax_te.quantize.nvfp4 import NVFP4Quantizer
+from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
+from jax_te.quantize.scaling import AmaxRule, AmaxState, next_amax_state, scale_in_use
+from jax_te.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from jax_te.recipe.internal import GEMMS
+from jax_te.typing import Array
+
+TensorRole = Literal["x", "kernel", "grad"]
+ROLES: tuple[TensorRole, ...] = ("x", "kernel", "grad")
+"""The operands of a linear layer's three GEMMs: its input, its kernel, the gradient of its output."""
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+"""The forward GEMM, that of the input's gradient and that of the kernel's gradient."""
+
+_READERS: dict[TensorRole, tuple[int, int]] = {"x": (0, 2), "kernel": (0, 1), "grad": (1, 2)}
+
+
+class GemmState(TypedDict):
+    """Delayed-scaling state of one linear layer, an `AmaxState` for each operand."""
+
+    x: AmaxState
+    kernel: AmaxState
+    grad: AmaxState
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandPrecision:
+    """How one operand is quantized, and in which form its two GEMMs read it.
+
+    Args:
+        quantizer: None: the operand is not quantized.
+        read_quantized, read_unquantized: whether a GEMM reads it quantized, or as it is.
+        one_scale: the operand has one scale (or none), so that shards quantized under the amax of the whole tensor are
+            the shards of the quantized tensor.
+    """
+
+    quantizer: Quantizer | None = None
+    read_quantized: bool = True
+    read_unquantized: bool = False
+    one_scale: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A recipe as ops read it: nothing below a public op sees a `Recipe`.
+
+    Args:
+        x, kernel, grad: the three operands.
+        overridden: for each of `GEMMS`, whether it multiplies the operands as they are, in the compute dtype.
+        split_accumulator: for each of `GEMMS`, whether partial sums are promoted to fp32 on the way.
+        amax_rule: of delayed scaling; None for recipes without state.
+        alignment: sizes of quantized matrices must be multiples of it.
+        recipe_name: for messages.
+    """
+
+    x: OperandPrecision = OperandPrecision()
+    kernel: OperandPrecision = OperandPrecision()
+    grad: OperandPrecision = OperandPrecision()
+    overridden: tuple[bool, bool, bool] = (False, False, False)
+    split_accumulator: tuple[bool, bool, bool] = (False, False, False)
+    amax_rule: AmaxRule | None = None
+    alignment: int = 1
+    recipe_name: str | None = None
+
+    def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:
+        """Return the scale that an operand's next use quantizes with; None except under delayed scaling."""
+        if self.amax_rule is None:
+            return None
+        assert state is not None
+        quantizer = getattr(self, role).quantizer
+        return scale_in_use(state[role], quantizer.dtype, self.amax_rule)
+
+    def next_state(
+        self, state: GemmState | None, used: dict[TensorRole, tuple[Array | None, Array | None]]
+    ) -> GemmState | None:
+        """Return the state's next value, which is what its gradient must be; None without state.
+
+        Args:
+            state: fp32.
+            used: for each role the scale in use and the amax that was seen. If no GEMM read the operand quantized, its
+                amax is None and 0 is pushed to its history; zeros do not affect the scale.
+        """
+        if state is None or self.amax_rule is None:
+            return state
+        entries = {}
+        for role in ROLES:
+            scale, seen = used[role]
+            assert scale is not None
+            entries[role] = next_amax_state(state[role], scale, jnp.zeros_like(scale) if seen is None else seen)
+        return GemmState(**entries)  # type: ignore[typeddict-item]
+
+
+# Cached, because every call of every layer asks, and a model has few recipes; a recipe is hashable data.
+@functools.lru_cache(maxsize=512)
+def precision_of(recipe: Recipe | None) -> Precision:
+    """Return a recipe as ops read it.
+
+    >>> precision_of(Float8CurrentScaling()).alignment
+    16
+    """
+    if recipe is None:
+        return Precision()
+    overridden = recipe.override_linear_precision
+    operands = {}
+    for role, readers in _READERS.items():
+        quantizer = quantizer_for(recipe, role)
+        unquantized = [overridden[gemm] for gemm in readers]
+        operands[role] = OperandPrecision(
+            quantizer=quantizer,
+            read_quantized=not all(unquantized),
+            read_unquantized=any(unquantized),
+            one_scale=quantizer is None or isinstance(quantizer, TensorQuantizer),
+        )
+    quantizers = [operand.quantizer for operand in operands.values()]
+    delayed = isinstance(recipe, DelayedScaling)
+    return Precision(
+        **operands,
+        overridden=overridden,
+        split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
+        amax_rule=AmaxRule(recipe.margin, recipe.amax_compute_algo) if delayed else None,
+        alignment=max((quantizer.alignment for quantizer in quantizers if quantizer is not None), default=1),
+        recipe_name=recipe.name,
+    )
+
+
+def quantizer_for(recipe: Recipe | None, role: TensorRole) -> Quantizer | None:
+    """Return the quantizer of a tensor role under a recipe, or None for high precision.
+
+    >>> quantizer_for(NVFP4BlockScaling(), "kernel").two_dimensional
+    True
+    """
+    if recipe is None:
+        return None
+    dtype = recipe.fp8_format.bwd_dtype if role == "grad" else recipe.fp8_format.fwd_dtype
+    if isinstance(recipe, DelayedScaling):
+        return TensorQuantizer(dtype=dtype, scaling="delayed")
+    if isinstance(recipe, Float8CurrentScaling):
+        return TensorQuantizer(dtype=dtype, power_of_two=recipe.use_power_2_scales)
+    if isinstance(recipe, Float8BlockScaling):
+        # Kernels in squares, so that both GEMMs that read a kernel read the same values.
+        return BlockQuantizer(dtype=dtype, two_dimensional=role == "kernel", power_of_two=not recipe.use_f32_scales)
+    if isinstance(recipe, MXFP8BlockScaling):
+        return MXQuantizer(dtype=dtype)
+    if isinstance(recipe, NVFP4BlockScaling):
+        # As NVIDIA's recipe for training in NVFP4: squares for kernels, so that forward and backward read the same
+        # values; stochastic rounding for gradients, whose rounding to nearest would be biased.
+        return NVFP4Quantizer(
+            two_dimensional=role == "kernel" and not recipe.disable_2d_quantization,
+            hadamard=role != "kernel" and not recipe.disable_rht,
+            stochastic_rounding=role == "grad" and not recipe.disable_stochastic_rounding,
+        )
+    if isinstance(recipe, CustomRecipe):
+        return _custom(recipe, role)
+    raise TypeError(f"no quantizers for recipe {recipe!r}")
+
+
+def _custom(recipe: CustomRecipe, role: TensorRole) -> Quantizer | None:
+    quantizer = recipe.qfactory(role)
+    if quantizer is not None and not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"CustomRecipe's qfactory gave {quantizer!r} for role {role!r}; it must give one of jax_te.quantize's "
+            "quantizers, or None for high precision"
+        )
+    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "delayed":
+        raise ValueError(
+            f"CustomRecipe's qfactory gave a delayed-scaling quantizer for role {role!r}, which needs state; use the "
+            "DelayedScaling recipe, or scaling='current'"
+        )
+    return quantizer
