@@ -40,3 +40,7 @@ def __getattr__(name: str) -> Any:
     from jax_te.recipe import context
 
     return getattr(context, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
