@@ -403,4 +403,5 @@ def flags_named() -> Iterator[None]:
         yield
     except ValueError as error:
         # Names of one word, like "bias" and "data", are words of sentences, too; they stay as they are.
-        raise ValueError(re.sub(r"\b\w+\b", lambda word: _FLAGS.get(word[0], word[0]), str(error))) from error
+        text = re.sub(r"\b\w+\b", lambda word: _FLAGS.get(word[0], word[0]), str(error))
+        raise ValueError(text.removesuffix(", or give kv_channels")) from error  # which is no option

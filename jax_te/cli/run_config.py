@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.cli.options import (
+    OF_MESH,
     OPTIONS,
     DataOptions,
     ExecutionOptions,
@@ -108,9 +109,7 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
 
     def on_one_device(self) -> RunConfig:
         """Return the same model and training without a mesh and its options, on whatever backend is there."""
-        defaults = {
-            f.name: f.default for f in dataclasses.fields(self) if f.name != "preset" and OPTIONS[f.name].of_mesh
-        }
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
         return dataclasses.replace(self, backend="auto", **defaults)
 
     def _check_schedule(self) -> None:

@@ -42,7 +42,7 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 130}, r"--hidden-size 130 is not divisible by --num-heads 4; the next that is: 132"),
+        ({"hidden_size": 130}, r"--hidden-size 130 is not divisible by --num-heads 4; the next that is: 132$"),
         ({"num_query_groups": 3}, r"--num-heads 4 is not divisible by --num-query-groups 3"),
         (
             {"hidden_size": 12},
