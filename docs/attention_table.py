@@ -1,12 +1,13 @@
 """Print the table of docs/attention.md, from the code that chooses a backend: ``python docs/attention_table.py``.
 
-It needs Transformer Engine (its pure-JAX mode is enough) and no GPU. What needs one is left out: under ``te`` cuDNN is
-asked for each call, and may still say no.
+It needs Transformer Engine (its pure-JAX mode is enough) and no GPU. On a GPU, ``te`` also asks cuDNN about each call,
+which may still say no; the table leaves that out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from unittest import mock
 
 import jax
@@ -69,7 +70,8 @@ def table() -> str:
         )
         lines.append(f"| {label} | {' | '.join(cells)} |")
         if lacks is not None:
-            refusals.append(f"- {label}: {lacks}")
+            item = f"- {label}: {lacks}"
+            refusals.append(textwrap.fill(item, 118, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join([*lines, "", "Why `te` does not ask cuDNN:", "", *refusals])
 
 
