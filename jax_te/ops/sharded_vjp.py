@@ -162,9 +162,10 @@ def sharded_vjp(
 def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _ShardedResiduals]:
     out, residuals = _run_forward(fwd, spec, shards, args)
     leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
-    used = [source for source in residuals.sources if source is not None]
-    arguments, arg_specs = tuple([leaves[source] for source in used]), tuple([specs[source] for source in used])
-    return out, replace(residuals, arguments=arguments, specs=arg_specs)
+    used = list(filter(_NOT_NONE, residuals.sources))
+    return out, replace(
+        residuals, arguments=tuple(map(leaves.__getitem__, used)), specs=tuple(map(specs.__getitem__, used))
+    )
 
 
 # Both under a jit of their own, for calls that no jit surrounds: an eager shard_map runs one operation at a time.
@@ -172,12 +173,19 @@ def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args
 def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _ShardedResiduals]:
     def on_device(args: Any) -> tuple[Any, _ShardedResiduals]:
         out, residuals = fwd(spec, args)
-        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(args))}
+        given = list(map(id, jax.tree.leaves(args)))
         leaves, treedef = jax.tree.flatten(residuals)
-        sources = tuple([numbers.get(id(leaf)) for leaf in leaves])
-        own = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+        sources, own = [], []
+        for leaf in leaves:
+            sources.append(given.index(id(leaf)) if id(leaf) in given else None)
+            if sources[-1] is None:
+                own.append(leaf)
         return out, _ShardedResiduals(
-            arguments=(), per_device=OpaqueTree.pack(own, per_device=True), specs=(), sources=sources, treedef=treedef
+            arguments=(),
+            per_device=OpaqueTree.pack(own, per_device=True),
+            specs=(),
+            sources=tuple(sources),
+            treedef=treedef,
         )
 
     return shards.map(on_device, (shards.args,), (shards.out, shards.per_device))(args)
@@ -188,8 +196,9 @@ def _backward_on_devices(
     bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: _ShardedResiduals, g: Any
 ) -> Any:
     def on_device(arguments: tuple[Any, ...], per_device: OpaqueTree, g: Any) -> Any:
-        given, own = iter(arguments), iter(per_device.unpack())
-        leaves = [next(own if source is None else given) for source in residuals.sources]
+        given, own, leaves = iter(arguments), iter(per_device.unpack()), []
+        for source in residuals.sources:
+            leaves.append(next(own if source is None else given))
         return bwd(spec, jax.tree.unflatten(residuals.treedef, leaves), g)
 
     g_specs = shards.out
@@ -203,6 +212,7 @@ def _backward_on_devices(
 
 
 _VALUE, _PERTURBED, _DTYPE = map(operator.attrgetter, ("value", "perturbed", "dtype"))
+_NOT_NONE = functools.partial(operator.is_not, None)
 
 
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:

@@ -8,6 +8,7 @@ Engine's custom calls, Pallas kernels) see one device's arrays.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -48,12 +49,12 @@ class OpaqueTree:
         leaves, treedef = jax.tree.flatten(tree)
         if per_device:
             # shard_map concatenates results along an axis they have: scalars and replicated arrays need a new one.
-            leaves = [jnp.expand_dims(leaf, 0) for leaf in leaves]
+            leaves = map(functools.partial(jnp.expand_dims, axis=0), leaves)
         return OpaqueTree(leaves=tuple(leaves), treedef=treedef, per_device=per_device)
 
     def unpack(self) -> Any:
         """Return the tree; of a ``per_device`` one, inside of ``shard_map``, this device's."""
-        leaves = [leaf[0] for leaf in self.leaves] if self.per_device else self.leaves
+        leaves = map(operator.itemgetter(0), self.leaves) if self.per_device else self.leaves
         return jax.tree.unflatten(self.treedef, leaves)
 
 
