@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te import DelayedScaling, Float8CurrentScaling, autocast
-from jax_te.layers import LayerNormMLP, TransformerLayer
+from jax_te import DelayedScaling, Float8CurrentScaling, LayerNormMLP, TransformerLayer, autocast
 from jax_te.quantize import write_back
 from jax_te.training import split_model
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_te import TransformerConfig
+from jax_te import TransformerConfig, create_train_state, make_train_step
 from jax_te.models import GPTModel, generate
-from jax_te.training import create_train_state, make_train_step
 
 TEXT = (
     "The scale of a tensor is the largest value that its format holds, divided by the largest value in the tensor. "

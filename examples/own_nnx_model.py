@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te import DelayedScaling, autocast
-from jax_te.layers import Linear
+from jax_te import DelayedScaling, Linear, autocast, create_train_state, make_train_step
 from jax_te.quantize import write_back
-from jax_te.training import create_train_state, make_train_step, split_model
+from jax_te.training import split_model
 
 FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 64, 128, 10, 256, 60
 TX = optax.adam(3e-3)

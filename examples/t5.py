@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_te import DelayedScaling, TransformerConfig, autocast
+from jax_te import DelayedScaling, TransformerConfig, autocast, create_train_state, make_train_step
 from jax_te.models import T5Model
-from jax_te.training import create_train_state, make_train_step
 
 BEGIN, END, PAD, FIRST = 0, 1, 2, 3  # special tokens, and the first letter
 LETTERS, SHORTEST, LENGTH, BATCH, STEPS = 13, 4, 8, 64, 200

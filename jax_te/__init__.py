@@ -1,8 +1,8 @@
 """Megatron-Core's Transformer Engine layers and precision system for JAX and Flax.
 
-The names below are the ones most programs need; layers are in `jax_te.layers`, models in `jax_te.models`, training in
-`jax_te.training`. They are imported when first used, except on machines with Transformer Engine, which must be loaded
-before XLA loads its own cuDNN.
+The names that most programs need are in this module. Other layers are in `jax_te.layers`, models in `jax_te.models`,
+training in `jax_te.training`. Names are imported when first used, so that ``import jax_te`` is fast. On machines with
+Transformer Engine `jax_te.ops` is imported at once: Transformer Engine must be loaded before XLA loads its own cuDNN.
 
 >>> import jax_te
 >>> jax_te.DelayedScaling(margin=1).margin
@@ -13,87 +13,67 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jax_te.config import ParallelConfig, TransformerConfig
-    from jax_te.layers import prepare_quantization
-    from jax_te.ops import explain_backend, use_backend
-    from jax_te.quantize import observe_quantization
-    from jax_te.recipe import (
-        CustomRecipe,
-        DelayedScaling,
-        Float8BlockScaling,
-        Float8CurrentScaling,
-        Format,
-        MMParams,
-        ModuleRecipe,
-        MXFP8BlockScaling,
-        NVFP4BlockScaling,
-        autocast,
-        current_recipe,
-    )
-    from jax_te.remat import split_vjp
-    from jax_te.sharding import ShardingRules, make_mesh
+from jax_te._names import late_names
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CustomRecipe": "recipe",
-    "DelayedScaling": "recipe",
-    "Float8BlockScaling": "recipe",
-    "Float8CurrentScaling": "recipe",
-    "Format": "recipe",
-    "MMParams": "recipe",
-    "MXFP8BlockScaling": "recipe",
-    "ModuleRecipe": "recipe",
-    "NVFP4BlockScaling": "recipe",
-    "ParallelConfig": "config",
-    "ShardingRules": "sharding",
-    "TransformerConfig": "config",
-    "autocast": "recipe",
-    "current_recipe": "recipe",
-    "explain_backend": "ops",
-    "make_mesh": "sharding",
-    "observe_quantization": "quantize",
-    "prepare_quantization": "layers",
-    "split_vjp": "remat",
-    "use_backend": "ops",
+_EXPORTS = {
+    "checkpoint": ("TrainCheckpointer",),
+    "config": ("ParallelConfig", "TransformerConfig"),
+    "layers": (
+        *("DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "TransformerLayer"),
+        "prepare_quantization",
+    ),
+    "ops": ("explain_backend", "use_backend"),
+    "quantize": ("observe_quantization",),
+    "recipe": (
+        *("CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format"),
+        *("MXFP8BlockScaling", "ModuleRecipe", "NVFP4BlockScaling", "autocast"),
+    ),
+    "sharding": ("ShardingRules", "make_mesh"),
+    "training": ("create_train_state", "make_train_step"),
 }
+_HOMES = {name: f"jax_te.{package}" for package, names in _EXPORTS.items() for name in names}
 
-__all__ = [
-    "CustomRecipe",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "MMParams",
-    "MXFP8BlockScaling",
-    "ModuleRecipe",
-    "NVFP4BlockScaling",
-    "ParallelConfig",
-    "ShardingRules",
-    "TransformerConfig",
-    "autocast",
-    "current_recipe",
-    "explain_backend",
-    "make_mesh",
-    "observe_quantization",
-    "prepare_quantization",
-    "split_vjp",
-    "use_backend",
-]
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"jax_te.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'jax_te' has no attribute {name!r}")
+if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run code; a test compares the two
+    from jax_te.checkpoint import TrainCheckpointer as TrainCheckpointer
+    from jax_te.config import ParallelConfig as ParallelConfig
+    from jax_te.config import TransformerConfig as TransformerConfig
+    from jax_te.layers import DotProductAttention as DotProductAttention
+    from jax_te.layers import LayerNormLinear as LayerNormLinear
+    from jax_te.layers import LayerNormMLP as LayerNormMLP
+    from jax_te.layers import Linear as Linear
+    from jax_te.layers import MultiheadAttention as MultiheadAttention
+    from jax_te.layers import TransformerLayer as TransformerLayer
+    from jax_te.layers import prepare_quantization as prepare_quantization
+    from jax_te.ops import explain_backend as explain_backend
+    from jax_te.ops import use_backend as use_backend
+    from jax_te.quantize import observe_quantization as observe_quantization
+    from jax_te.recipe import CustomRecipe as CustomRecipe
+    from jax_te.recipe import DelayedScaling as DelayedScaling
+    from jax_te.recipe import Float8BlockScaling as Float8BlockScaling
+    from jax_te.recipe import Float8CurrentScaling as Float8CurrentScaling
+    from jax_te.recipe import Format as Format
+    from jax_te.recipe import ModuleRecipe as ModuleRecipe
+    from jax_te.recipe import MXFP8BlockScaling as MXFP8BlockScaling
+    from jax_te.recipe import NVFP4BlockScaling as NVFP4BlockScaling
+    from jax_te.recipe import autocast as autocast
+    from jax_te.sharding import ShardingRules as ShardingRules
+    from jax_te.sharding import make_mesh as make_mesh
+    from jax_te.training import create_train_state as create_train_state
+    from jax_te.training import make_train_step as make_train_step
+else:
+    __getattr__ = late_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+# Transformer Engine's shared library needs the cuDNN that it was built with; if XLA's is loaded first, loading fails.
 if importlib.util.find_spec("transformer_engine") is not None:
     importlib.import_module("jax_te.ops")

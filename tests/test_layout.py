@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jax_te"
 FILES = sorted(PACKAGE.rglob("*.py"))
+OLD = {"parallel"}  # packages that only say where their names are now
 
 
 def rows() -> dict[str, int]:
@@ -51,13 +52,13 @@ def name_of(path: Path) -> str:
 
 def test_every_part_of_the_package_has_a_row():
     parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} - {"__init__", "__main__"}
-    assert parts <= set(rows()), "name the new parts in docs/design.md's import order"
+    assert parts - OLD <= set(rows()), "name the new parts in docs/design.md's import order"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_left(path):
     order, here = rows(), path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if here in ("__init__", "__main__"):
+    if here in ("__init__", "__main__", *OLD):
         return  # the package's public names, and the command line's entry
     for line, dotted in imported(path):
         if dotted.split(".")[0] != "jax_te" or dotted == "jax_te.__version__":
@@ -106,13 +107,7 @@ def test_file_size(path):
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=name_of)
 def test_folders_list_their_public_names(path):
-    tree = ast.parse(path.read_text())
-    listed = [
-        ast.literal_eval(n.value)
-        for n in tree.body
-        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
-    ]
     module = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
-    for names in listed:
-        assert not [name for name in names if not hasattr(module, name)], "listed but not there"
-        assert len(set(names)) == len(names)
+    names = getattr(module, "__all__", [])
+    assert not [name for name in names if not hasattr(module, name)], "listed but not there"
+    assert len(set(names)) == len(names)

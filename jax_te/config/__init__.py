@@ -1,5 +1,8 @@
 """Configuration dataclasses: frozen, keyword-only, checked once when built. They import without jax."""
 
+from typing import TYPE_CHECKING
+
+from jax_te._names import late_names
 from jax_te.config.activation import ACTIVATIONS, ActivationParams
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.initializers import NormalInit
@@ -23,3 +26,6 @@ __all__ = [
     "RecomputeConfig",
     "TransformerConfig",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = late_names(__name__)  # names that moved

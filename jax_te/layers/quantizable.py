@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jax_te.ops import LinearWeights, quantize_kernel
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, quantizer_for, quantizer_variable
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, quantizer_for
+from jax_te.quantize.internal import quantizer_variable
 from jax_te.recipe import ModuleRecipe, Recipe
 from jax_te.recipe.internal import ambient_recipe
 from jax_te.typing import Array, LogicalAxes

@@ -1,22 +1,23 @@
 """Quantized arrays, quantizers, statistics of what they lose, and the state of delayed scaling."""
 
+from typing import TYPE_CHECKING
+
+from jax_te._names import late_names
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.kernel import QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, quantization_statistics
-from jax_te.quantize.precision import ROLES, GemmState, TensorRole, quantizer_for  # noqa: F401
-from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize, quantize_operand  # noqa: F401
-from jax_te.quantize.scaling import amax  # noqa: F401
+from jax_te.quantize.precision import GemmState, quantizer_for
+from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize
 from jax_te.quantize.state import (
     QuantizerState,
     as_float32,
     init_gemm_state,
     merge_quantizers,
-    quantizer_variable,  # noqa: F401
     with_max_gradients,
     write_back,
 )
-from jax_te.quantize.tensor import Operand, QuantizedOperand, QuantizedTensor  # noqa: F401
+from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 
 __all__ = [
     "STATISTICS",
@@ -41,3 +42,6 @@ __all__ = [
     "with_max_gradients",
     "write_back",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = late_names(__name__)  # names that moved

@@ -1,7 +1,8 @@
 """Precision recipes and where they apply: data only, no arrays."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jax_te._names import late_names
 from jax_te.recipe.base import MMParams, Recipe, Support
 from jax_te.recipe.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.recipe.custom import CustomRecipe
@@ -31,15 +32,10 @@ __all__ = [
     "recipe_from_name",
 ]
 
-
-def __getattr__(name: str) -> Any:
+if not TYPE_CHECKING:
     # The ambient recipe is a context of JAX's, which the fields of recipes do without. It must exist before anything is
     # traced, since it is part of the jit cache key; whoever traces with it has imported one of these names by then.
-    if name not in ("autocast", "current_recipe"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from jax_te.recipe import context
-
-    return getattr(context, name)
+    __getattr__ = late_names(__name__, dict.fromkeys(("autocast", "current_recipe"), "jax_te.recipe.context"))
 
 
 def __dir__() -> list[str]:

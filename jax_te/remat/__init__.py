@@ -1,5 +1,8 @@
 """Rematerialization: which arrays backward reads as forward saved them, and which it computes again."""
 
+from typing import TYPE_CHECKING
+
+from jax_te._names import late_names
 from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, RecomputePolicy, recompute_policy, remat
 from jax_te.remat.selective import selective_recompute
 from jax_te.remat.split_backward import split_vjp
@@ -13,3 +16,6 @@ __all__ = [
     "selective_recompute",
     "split_vjp",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = late_names(__name__)  # names that moved

@@ -1,5 +1,8 @@
 """Training: state and step, loss scaling, optimizer, and statistics of what quantization does to a model."""
 
+from typing import TYPE_CHECKING
+
+from jax_te._names import late_names
 from jax_te.training.gradients import LossFn
 from jax_te.training.inspection import (
     TensorStatistics,
@@ -38,3 +41,6 @@ __all__ = [
     "split_model",
     "weight_decay_mask",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = late_names(__name__)  # names that moved

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, quantize_operand
-from jax_te.quantize.internal import Quantization, ambient_observer, precision_of
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer
+from jax_te.quantize.internal import Quantization, ambient_observer, precision_of, quantize_operand
 from jax_te.recipe import Recipe
 from jax_te.sharding import auto_region, current_mesh
 from jax_te.sharding.internal import (
