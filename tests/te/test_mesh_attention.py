@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.ops import Choice, ContextParallel, dot_product_attention, segments_from_cu_seqlens
+from jax_te.ops import BackendChoice, ContextParallel, dot_product_attention, segments_from_cu_seqlens
 from jax_te.ops.attention.context_parallel import checks
 from jax_te.sharding import make_mesh, named_sharding
 
@@ -40,10 +40,10 @@ def a_gpu_with_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
         get_fused_attn_bwd_workspace_sizes = get_fused_attn_fwd_workspace_sizes
 
-    def choose(op: str, *, ranks: Any, **options: Any) -> Choice:
+    def choose(op: str, *, unsharded: Any, **options: Any) -> BackendChoice:
         del options
-        assert ranks is None
-        return Choice(op, "te", "asked for")
+        assert unsharded is None
+        return BackendChoice(op, "te", "asked for")
 
     monkeypatch.setattr(tex, "transformer_engine_jax", Library())
     monkeypatch.setattr(tex, "get_all_device_compute_capability", lambda: [90])

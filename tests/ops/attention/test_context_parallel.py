@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import (
-    Choice,
+    BackendChoice,
     ContextParallel,
     dot_product_attention,
     reorder_to_zigzag,
@@ -316,12 +316,12 @@ class Diagonals:
         self.asked: list[Any] = []
         self.ran = 0
 
-    def explain(self, op: str, *, attention: Any, backend: Any, ranks: Any) -> Choice:
+    def explain(self, op: str, *, attention: Any, backend: Any, unsharded: Any) -> BackendChoice:
         del backend
-        if ranks is not None:
-            raise BackendUnavailableError(ranks)
+        if unsharded is not None:
+            raise BackendUnavailableError(unsharded)
         self.asked.append(attention)
-        return Choice(op, "te", "asked for")
+        return BackendChoice(op, "te", "asked for")
 
     def select(self, *arguments: Any, **options: Any) -> str:
         return self.explain(*arguments, **options).backend
