@@ -16,7 +16,7 @@ from jax_te.layers.qkv import HEAD_AXES
 from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, Window, dot_product_attention
 from jax_te.ops.internal import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, normal_window
-from jax_te.remat.internal import recomputed
+from jax_te.remat.internal import ambient_modules
 from jax_te.typing import Array
 
 
@@ -236,7 +236,7 @@ class DotProductAttention(ContextParallelModule):
         with jax.named_scope("DotProductAttention"):
             qkv = (query,) if key is None or value is None else (query, key, value)
             # The core alone: in plain JAX its probabilities [b, n, sq, skv] are the largest residual of a layer.
-            recompute = checkpoint_core_attention or recomputed("core_attn")
+            recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
         y, *max_logit = result if self.return_max_logit else (result,)

@@ -12,7 +12,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
-from jax_te.remat.internal import run_recomputed
+from jax_te.remat.internal import ambient_modules, run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 
@@ -121,7 +121,7 @@ class LayerNormLinear(Linear):
             def run(x: Array) -> Array:
                 return layernorm_dense(x, scale, ln_bias, linear, norm=norm, recipe=recipe, options=options)
 
-            y = run_recomputed(run, x, kept={"layernorm": ()})
+            y = run_recomputed(run, x, kept={"layernorm": ()}) if ambient_modules.value else run(x)
             return layer_output(y, **extra) if extra else y
 
     def operand(self, x: Array) -> Array:

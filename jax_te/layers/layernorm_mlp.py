@@ -17,7 +17,7 @@ from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, 
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe
-from jax_te.remat.internal import run_recomputed
+from jax_te.remat.internal import ambient_modules, run_recomputed
 from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
@@ -143,7 +143,10 @@ class LayerNormMLP(TensorParallelModule):
             wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
             options = self._options(x, axes)
             run = self._unfused if self.return_layernorm_output else self._fused
-            y, *normed = run_recomputed(lambda x: run(x, wi, wo, options), x, kept=_KEPT)
+            if ambient_modules.value:
+                y, *normed = run_recomputed(lambda x: run(x, wi, wo, options), x, kept=_KEPT)
+            else:
+                y, *normed = run(x, wi, wo, options)
             if not self.return_bias and not normed:
                 return y
             extra: dict[str, Any] = {}

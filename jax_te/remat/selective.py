@@ -11,7 +11,7 @@ import jax
 from jax_te.config import RECOMPUTE_MODULES
 
 # A user context takes part in the jit cache key: a function traced with other modules is traced again.
-_modules = jax.make_user_context(())
+ambient_modules = jax.make_user_context(())
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def selective_recompute(*modules: str) -> Iterator[None]:
     unknown = [name for name in modules if name not in RECOMPUTE_MODULES]
     if unknown:
         raise ValueError(f"unknown modules {unknown}; allowed: {', '.join(RECOMPUTE_MODULES)}")
-    with _modules(tuple(sorted(set(modules)))):
+    with ambient_modules(tuple(sorted(set(modules)))):
         yield
 
 
@@ -54,7 +54,7 @@ def recomputed(module: str) -> bool:
     >>> recomputed("mlp")
     False
     """
-    return module in _modules.value
+    return module in ambient_modules.value
 
 
 def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tuple[str, ...]]) -> Any:
@@ -71,7 +71,7 @@ def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tupl
     ...     run_recomputed(jnp.sin, jnp.zeros(()), kept={"mlp": ()}).item()
     0.0
     """
-    modules = _modules.value
+    modules = ambient_modules.value
     if not modules:
         return function(x)
     chosen = [set(names) for module, names in kept.items() if module in modules]

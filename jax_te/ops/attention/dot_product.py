@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
 from jax_te.config.internal import check_rate
+from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
 from jax_te.ops.attention.context_parallel.checks import check_sharding, choose_backend
@@ -26,9 +28,10 @@ from jax_te.ops.attention.spec import (
     SoftmaxType,
     Window,
 )
-from jax_te.ops.backend import BackendName, primitives, select
-from jax_te.sharding import auto_region, constrain, current_mesh
-from jax_te.typing import Array, LogicalAxes
+from jax_te.ops.backend import Backend, ambient_backend, primitives, select
+from jax_te.sharding import auto_region, constrain
+from jax_te.sharding.internal import current_rules
+from jax_te.typing import Array, BackendName, LogicalAxes
 
 
 def dot_product_attention(
@@ -101,7 +104,8 @@ def dot_product_attention(
     >>> dot_product_attention((q, q, q)).shape
     (1, 4, 2, 8)
     """
-    check_rate(dropout_rate=dropout_rate)
+    if dropout_rate != 0.0:
+        check_rate(dropout_rate=dropout_rate)
     # Without a key nothing is dropped, and backends that have no dropout can run the call.
     spec = attention_spec(
         qkv,
@@ -118,17 +122,22 @@ def dot_product_attention(
     )
     arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
     check_arrays(spec, arrays)
-    # The same array, not a copy: identity is how `choose_backend` knows that both lengths agree.
+    # The same array, not a copy: identity is how `same_lengths` knows that both lengths agree.
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
-    name, sharding = _resolve(spec, arrays, out_axes, context_parallel, backend)
+    mesh, sharding, asked = jax.sharding.get_abstract_mesh(), None, backend or ambient_backend.value
+    if mesh.empty:
+        chosen = primitives(select("dot_product_attention", attention=spec, backend=asked))
+    else:
+        facts, ambient = (mask is not None, arrays.same_lengths()), (current_rules(), te.supports)
+        chosen, sharding = _resolve(mesh, spec, out_axes, context_parallel, facts, asked, ambient)
     with jax.named_scope("dot_product_attention"):
         if sharding is not None:
             out, max_logit = attention_on_mesh(sharding, qkv, arrays)
             return (out, max_logit) if return_max_logit else out
 
         def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
-            out, max_logit = primitives(name).attention(qkv, spec, arrays)
+            out, max_logit = chosen.attention(qkv, spec, arrays)
             # Named behind the constraint, so that a policy saves it in the sharding in which the next layer reads it.
             out = checkpoint_name(constrain(out, out_axes), "context")
             return (out, max_logit) if return_max_logit else out
@@ -137,29 +146,31 @@ def dot_product_attention(
         return auto_region(attend, axes)(qkv, arrays)
 
 
+# Cached, because every attention layer of a model asks the same; ``rules`` and ``supports`` are part of the key.
+@functools.lru_cache(maxsize=1024)
 def _resolve(
+    mesh: AbstractMesh,
     spec: AttentionSpec,
-    arrays: AttentionArrays,
     axes: LogicalAxes | None,
     context_parallel: ContextParallel | None,
-    backend: BackendName | None,
-) -> tuple[str, AttentionSharding | None]:
-    """Return the backend that runs a call, and how the call runs on each device by itself.
+    facts: tuple[bool, bool],
+    backend: BackendName,
+    ambient: tuple[Any, ...],
+) -> tuple[Backend, AttentionSharding | None]:
+    """Return the backend that runs a call on a mesh, and how the call runs on each device by itself.
 
-    The latter is None on one device, and where the compiler partitions the call.
+    The latter is None where the compiler partitions the call. ``facts`` are whether there is a mask array, and whether
+    queries and keys have the same lengths.
     """
-    mesh = current_mesh()
-    if mesh is None:
-        return select("dot_product_attention", attention=spec, backend=backend), None
     # A sharded sequence without axes would be computed as one device's, zig-zag order taken for natural order.
     if axes is None and context_parallel is not None:
         _check_whole_sequences(spec, mesh, context_parallel)
-    cp = context_parallel or ContextParallel()
+    cp, (has_mask, same) = context_parallel or ContextParallel(), facts
     sharding = None if axes is None else attention_sharding(spec, axes, mesh, cp)
     reason = None
     if sharding is not None:
         try:
-            check_sharding(sharding, arrays)
+            check_sharding(sharding, has_mask)
         except ValueError as error:
             if sharding.context:
                 raise
@@ -168,12 +179,12 @@ def _resolve(
     elif prod([size for name, size in mesh.shape.items() if name not in mesh.manual_axes]) > 1:
         reason = f"out_axes {axes} do not say how heads and examples are split"
     if sharding is None:
-        return select("dot_product_attention", attention=spec, backend=backend, unsharded=reason), None
-    name = choose_backend(sharding, arrays, backend).backend
+        return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None
+    name = choose_backend(sharding, same, backend).backend
     if name == "xla" and not sharding.context:
         # The compiler partitions plain JAX, and jax.nn's call of cuDNN, as well as rules of our own would.
-        return name, None
-    return name, replace(sharding, backend=name)
+        return primitives(name), None
+    return primitives(name), replace(sharding, backend=name)
 
 
 def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_parallel: ContextParallel) -> None:

@@ -52,6 +52,13 @@ class AttentionArrays(NamedTuple):
     kv_positions: Array | None = None
     rows: Array | None = None
 
+    def same_lengths(self) -> bool:
+        """Return whether queries and keys have the same lengths."""
+        # By identity: while tracing nothing else says that two arrays are equal.
+        s = self.segments
+        same = s is None or (s.q_lengths is s.kv_lengths and s.q_offsets is s.kv_offsets)
+        return same and self.q_lengths is self.kv_lengths
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:

@@ -6,12 +6,12 @@ import dataclasses
 
 from jax_te.ops.attention.context_parallel import all_gather, ring
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
-from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
+from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.backend import BackendChoice, explain_backend
 from jax_te.typing import BackendName
 
 
-def check_sharding(sharding: AttentionSharding, arrays: AttentionArrays) -> None:
+def check_sharding(sharding: AttentionSharding, has_mask: bool) -> None:
     """Raise ValueError for sizes that do not divide over the mesh, and for arrays that the exchange cannot shard."""
     spec, context, tensor = sharding.spec, sharding.context_shards, sharding.head_shards
     chunks = context * (2 if sharding.load_balanced else 1)
@@ -42,21 +42,21 @@ def check_sharding(sharding: AttentionSharding, arrays: AttentionArrays) -> None
             f"{spec.heads // tensor} query and {spec.groups // tensor} key/value heads, which do not divide; take "
             "'p2p', 'all_gather', or 'a2a+p2p' with fewer a2a ranks"
         )
-    if sharding.ring_size > 1 and (arrays.mask is not None or spec.bias_type in ("pre_scale_bias", "post_scale_bias")):
-        what = "mask" if arrays.mask is not None else spec.bias_type
+    if sharding.ring_size > 1 and (has_mask or spec.bias_type in ("pre_scale_bias", "post_scale_bias")):
+        what = "mask" if has_mask else spec.bias_type
         raise ValueError(
             f"cp_comm_type {kind!r} moves keys around a ring, and a device has no shard of the {what} [b, n, sq, skv] "
             "for them; take 'all_gather' or 'a2a'"
         )
 
 
-def choose_backend(sharding: AttentionSharding, arrays: AttentionArrays, backend: BackendName | None) -> BackendChoice:
+def choose_backend(sharding: AttentionSharding, same_lengths: bool, backend: BackendName | None) -> BackendChoice:
     """Return the backend that runs on each device, and why.
 
     Raises:
         BackendUnavailableError: if ``backend`` was named and cannot run the call.
     """
-    reason = _te_lacks(sharding, arrays)
+    reason = _te_lacks(sharding, same_lengths)
     # TE runs the call only if it has a kernel for every block: a device computes several, of different sizes and masks.
     for spec in _block_specs(sharding) if reason is None else [sharding.spec]:
         choice = explain_backend("dot_product_attention", attention=spec, backend=backend, unsharded=reason)
@@ -74,7 +74,7 @@ def _block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
     return [sharding.shard_spec(sharding.spec.q_length, sharding.spec.kv_length)]
 
 
-def _te_lacks(sharding: AttentionSharding, arrays: AttentionArrays) -> str | None:
+def _te_lacks(sharding: AttentionSharding, same_lengths: bool) -> str | None:
     """Return why blocks that cuDNN has kernels for do not make up the call, or None."""
     spec, kind = sharding.spec, sharding.cp.cp_comm_type
     if sharding.ring_size > 1 and (not ring.is_structured(sharding) or spec.bias_type != "no_bias"):
@@ -89,9 +89,7 @@ def _te_lacks(sharding: AttentionSharding, arrays: AttentionArrays) -> str | Non
         return "cp_comm_type 'all_gather' has no bias; 'a2a' has"
     if not spec.is_causal and spec.window != (-1, -1):
         return "cp_comm_type 'all_gather' has windows under causal masks only; 'a2a' has them all"
-    # By identity: while tracing nothing else says that two arrays are equal.
-    same = arrays.q_lengths is arrays.kv_lengths and (arrays.segments is None or _same_segments(arrays))
-    if spec.is_causal and spec.is_padding and not spec.is_bottom_right and not same:
+    if spec.is_causal and spec.is_padding and not spec.is_bottom_right and not same_lengths:
         return (
             "cp_comm_type 'all_gather' aligns queries and keys at the end of each sequence; where their lengths may "
             "differ 'a2a' keeps them aligned at its beginning"
@@ -100,8 +98,3 @@ def _te_lacks(sharding: AttentionSharding, arrays: AttentionArrays) -> str | Non
         # The first devices' queries would attend to no key, and cuDNN takes no call without keys.
         return "cp_comm_type 'all_gather' has causal masks with no more queries than keys; 'a2a' has others"
     return None
-
-
-def _same_segments(arrays: AttentionArrays) -> bool:
-    s = arrays.segments
-    return s is not None and s.q_lengths is s.kv_lengths and s.q_offsets is s.kv_offsets
