@@ -137,6 +137,7 @@ def dot_product_attention(
             return (out, max_logit) if return_max_logit else out
 
         def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
+            assert chosen is not None
             out, max_logit = chosen.attention(qkv, spec, arrays)
             # Named behind the constraint, so that a policy saves it in the sharding in which the next layer reads it.
             out = checkpoint_name(constrain(out, out_axes), "context")
@@ -156,10 +157,10 @@ def _resolve(
     facts: tuple[bool, bool],
     backend: BackendName,
     ambient: tuple[Any, ...],
-) -> tuple[Backend, AttentionSharding | None]:
-    """Return the backend that runs a call on a mesh, and how the call runs on each device by itself.
+) -> tuple[Backend | None, AttentionSharding | None]:
+    """Return how a call on a mesh runs on each device by itself, or the backend where the compiler partitions it.
 
-    The latter is None where the compiler partitions the call. ``facts`` are whether there is a mask array, and whether
+    The other one is None. ``facts`` are whether there is a mask array, and whether
     queries and keys have the same lengths.
     """
     # A sharded sequence without axes would be computed as one device's, zig-zag order taken for natural order.
@@ -184,7 +185,7 @@ def _resolve(
     if name == "xla" and not sharding.context:
         # The compiler partitions plain JAX, and jax.nn's call of cuDNN, as well as rules of our own would.
         return primitives(name), None
-    return primitives(name), replace(sharding, backend=name)
+    return None, replace(sharding, backend=name)
 
 
 def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_parallel: ContextParallel) -> None:
