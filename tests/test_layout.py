@@ -50,6 +50,30 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def public_names(package: str) -> set[str]:
+    """``__all__`` of ``jax_te.PACKAGE``; no names for a package that lists none."""
+    return set(getattr(importlib.import_module(f"jax_te.{package}"), "__all__", ()))
+
+
+def module_imports(path: Path) -> list[tuple[str, str]]:
+    """Module and name of each ``from jax_te... import name`` that runs when the file is imported."""
+    found, todo = [], list(ast.parse(path.read_text()).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax_te":
+            found += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
+        elif not isinstance(node, ast.FunctionDef):
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+    return found
+
+
+def file_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def test_every_part_of_the_package_has_a_row():
     parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} - {"__init__", "__main__"}
     assert parts - OLD <= set(rows()), "name the new parts in docs/design.md's import order"
@@ -70,6 +94,53 @@ def test_imports_point_left(path):
         assert there == here or order[there] < order[here], (
             f"{name_of(path)}:{line} imports {dotted}: {there} is not left of {here}"
         )
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_packages_import_public_names_of_each_other(path):
+    """Or names of the other's ``internal.py``, which lists those that are for the package alone."""
+    here = path.relative_to(PACKAGE).parts[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").count(".") == 0:
+            continue
+        top, there, *rest = (node.module or "").split(".")
+        if top != "jax_te" or there == here or not (PACKAGE / there).is_dir() or rest == ["internal"]:
+            continue
+        names = [alias.name for alias in node.names]
+        assert path == PACKAGE / "__init__.py" or not rest, (
+            f"{name_of(path)}:{node.lineno} imports from {node.module}; take it from jax_te.{there} or "
+            f"jax_te.{there}.internal, and list it there"
+        )
+        modules = {file.stem for file in (PACKAGE / there).glob("*.py")}
+        assert set(names) <= public_names(there) | modules, f"{name_of(path)}:{node.lineno} imports {names}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    edges = {}
+    for path in FILES:
+        imports = module_imports(path)
+        files = {file_of(f"{module}.{name}") for module, name in imports}
+        files |= {file_of(module) for module, name in imports if not file_of(f"{module}.{name}").exists()}
+        edges[path] = [file for file in files if file.exists() and file != path]
+    # Files whose imports are all taken away are in no circle; what is left is the circles, and those that import them.
+    while free := [path for path, files in edges.items() if not set(files) & edges.keys()]:
+        for path in free:
+            del edges[path]
+    assert not edges, sorted(map(name_of, edges))
+
+
+WRITTEN = "\n".join(
+    path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+)
+
+
+@pytest.mark.parametrize("package", sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}))
+def test_public_names_are_in_a_written_page(package):
+    """In the README, in a page of docs/ (those generated from docstrings do not count) or in an example."""
+    if package in ("__init__", "__main__", "typing", *OLD):
+        return  # the first is a selection of the others; typing's are in every signature
+    missing = public_names(package) - set(re.findall(r"\w+", WRITTEN))
+    assert not missing, f"say in a page of docs/ what these are for, or keep them internal: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
