@@ -74,7 +74,7 @@ def test_tp_size_of_a_transformer_layer_is_the_meshs() -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
         assert jax.eval_shape(layer, x).shape == x.shape
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=4))):
-        with pytest.raises(ValueError, match="built with tp_size=2, and the mesh in use has 4 tensor ranks"):
+        with pytest.raises(ValueError, match=r"tp_size=2.* 4 tensor"):
             jax.eval_shape(layer, x)
         assert jax.eval_shape(build(), x).shape == x.shape
 
@@ -88,5 +88,5 @@ def test_masks_hide_where_they_are_true() -> None:
     y = quick_jit(lambda layer, *a: layer(*a))(build(layer_type="decoder", **kinds), x, future, encoded, behind)
     plain = build(layer_type="decoder")
     assert_close(y, quick_jit(lambda layer, *a: layer(a[0], None, a[1]))(plain, x, encoded[:, :4]), TOLERANCE)
-    with without_type_checker(), pytest.raises(ValueError, match="'arbitrary' needs a mask"):
+    with without_type_checker(), pytest.raises(ValueError, match=r"'arbitrary'.* mask"):
         build(self_attn_mask_type="arbitrary")(x)

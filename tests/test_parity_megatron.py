@@ -75,7 +75,7 @@ def test_splitting_takes_an_initializer_and_a_group():
     assert_bitwise(linear.kernel[...], fused.kernel[...])
     x = draw("x", (2, H))
     assert_bitwise(linear(norm(x))[0], fused(x)[0])
-    with without_type_checker(), pytest.raises(TypeError, match="tp_group must be None or the mesh axis 'tensor'"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"tp_group.* None.* 'tensor'"):
         split_te_layernorm_column_parallel_linear(fused, CONFIG, tp_group="data")
 
 
@@ -85,7 +85,7 @@ def test_the_group_of_an_attention_core():
     for group in ("tensor", None):
         core.set_tensor_parallel_group(group)
         assert_bitwise(core(q, q, q, None), before)
-    with without_type_checker(), pytest.raises(TypeError, match="tp_group must be None or the mesh axis 'tensor'"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"tp_group.* None.* 'tensor'"):
         core.set_tensor_parallel_group("data")
 
 
@@ -101,7 +101,7 @@ def test_what_an_attention_core_describes():
     core = TEDotProductAttention(config, 1, "causal", "self")
     described = core.sharded_state_dict(metadata={"dp_cp_group": None})
     assert described == core.sharded_state_dict() == {"softmax_offset": jax.ShapeDtypeStruct((2,), jnp.float32)}
-    with pytest.raises(ValueError, match=r"sharded_offsets must be \(\), got \(\(0, 1, 2\),\)"):
+    with pytest.raises(ValueError, match=r"sharded_offsets.* \(\(0, 1, 2\),\)"):
         core.sharded_state_dict("", ((0, 1, 2),))
 
 
@@ -112,7 +112,7 @@ def test_attributes_of_a_half_precision_model(kind: str):
     assert model.config is config
     assert (model.fp16, model.bf16) == (kind == "fp16", kind == "bf16")
     assert model.sharded_state_dict("a.", metadata={"any": 1}).keys() == {"a.kernel", "a.bias"}
-    with pytest.raises(ValueError, match=r"sharded_offsets must be \(\)"):
+    with pytest.raises(ValueError, match=r"sharded_offsets"):
         model.sharded_state_dict(sharded_offsets=((0, 1, 2),))
 
 
@@ -121,6 +121,6 @@ def test_offsets_of_linear_layers_are_refused():
     common |= {"is_expert": False, "rngs": nnx.Rngs(0)}
     whole = {"parallel_mode": "duplicated", "skip_weight_param_allocation": False}
     for layer in (TELinear(H, H, **whole, **common), TEColumnParallelLinear(H, H, gather_output=False, **common)):
-        with pytest.raises(ValueError, match=r"sharded_offsets must be \(\), got \(\(0, 1, 2\),\)"):
+        with pytest.raises(ValueError, match=r"sharded_offsets.* \(\(0, 1, 2\),\)"):
             layer.sharded_state_dict("", ((0, 1, 2),))
         assert layer.sharded_state_dict("a.", (), {"any": 1}).keys() == {"a.kernel", "a.bias"}

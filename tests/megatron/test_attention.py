@@ -108,7 +108,7 @@ def test_which_layers_attend_in_a_window(skip, windowed):
     assert not is_layer_window_attention(None, 2, 1)
     with (
         without_type_checker(),
-        pytest.raises(ValueError, match="window_attn_skip_freq must be an integer, a sequence"),
+        pytest.raises(ValueError, match="window_attn_skip_freq"),
     ):
         is_layer_window_attention((2, 0), "all", 1)
 
@@ -121,7 +121,7 @@ def test_one_token_of_a_windowed_decoder_sees_the_last_keys():
 
 
 @pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
-def test_largest_logits_are_returned_where_the_configuration_wants_them(field):
+def test_max_logits_are_returned_if_the_configuration_wants_them(field):
     context, logits = core(**{field: True})(*qkv(), None)
     expected = plain(return_max_logit=True)(*qkv())
     assert_bitwise(context, merged(expected[0]))
@@ -146,25 +146,25 @@ def test_sharded_state_dict_has_the_learnable_offset_split_over_heads():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: core(attention_type="both"), ValueError, "attention_type must be 'self' or 'cross', got 'both'"),
+        (lambda: core(attention_type="both"), ValueError, "attention_type.* 'both'"),
         (
             lambda: TEDotProductAttention(config(), 1, "causal", "self", cp_comm_type="ring"),
             ValueError,
-            r"cp_comm_type must be one of p2p, all_gather, a2a, a2a\+p2p, got 'ring'",
+            r"cp_comm_type.* p2p, all_gather, a2a, a2a\+p2p.* 'ring'",
         ),
         (
             lambda: TEDotProductAttention(config(), 1, "causal", "self", pg_collection="tp"),
             TypeError,
-            "pg_collection must be None: .* jax.set_mesh",
+            "pg_collection.* None.*jax.set_mesh",
         ),
-        (lambda: core("diagonal"), ValueError, "unknown attn_mask_type 'diagonal'"),
-        (lambda: core(AttnMaskType.padding)(*qkv(), None), ValueError, "'padding' needs kv_lengths"),
+        (lambda: core("diagonal"), ValueError, "attn_mask_type.* 'diagonal'"),
+        (lambda: core(AttnMaskType.padding)(*qkv(), None), ValueError, "'padding'.* kv_lengths"),
         (
             lambda: core(AttnMaskType.padding)(*qkv(), jnp.zeros((B, S), bool)),
             ValueError,
-            r"a padding mask must be bool \[b, 1, 1, s\], True where there is padding; got bool \(2, 8\)",
+            r"padding mask.* \[b, 1, 1, s\].* bool \(2, 8\)",
         ),
-        (lambda: core(AttnMaskType.arbitrary)(*qkv(), None), ValueError, "'arbitrary' needs a mask"),
+        (lambda: core(AttnMaskType.arbitrary)(*qkv(), None), ValueError, "'arbitrary'.* mask"),
     ],
 )
 def test_bad_arguments_say_what_is_allowed(call, error, message):

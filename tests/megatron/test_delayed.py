@@ -34,11 +34,11 @@ def test_fields_are_mapped():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fp8_interval": 2}, "fp8_interval must be 1, got 2"),
-        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True: attention does not run in FP8"),
-        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True: attention does not run in FP8"),
-        ({"fp8_margin": -1}, "margin must be an integer >= 0, got -1"),
-        ({"fp8_amax_compute_algo": "mean"}, "amax_compute_algo must be 'max' or 'most_recent', got 'mean'"),
+        ({"fp8_interval": 2}, "fp8_interval.* 1.* 2"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
+        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True"),
+        ({"fp8_margin": -1}, "margin.* -1"),
+        ({"fp8_amax_compute_algo": "mean"}, "amax_compute_algo.*'max'.*'most_recent'.* 'mean'"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], message: str):
@@ -52,5 +52,5 @@ def test_attention_flags_that_are_off_are_fine():
 
 
 def test_the_format_is_a_format():
-    with without_type_checker(), pytest.raises(TypeError, match=r"fp8_format must be a jax_te.recipe.Format"):
+    with without_type_checker(), pytest.raises(TypeError, match="fp8_format"):
         TEDelayedScaling(SimpleNamespace(), "hybrid")  # type: ignore[arg-type]

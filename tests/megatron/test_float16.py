@@ -111,7 +111,7 @@ def test_which_variables_are_cast():
     )
     with (
         without_type_checker(),
-        pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got int8"),
+        pytest.raises(ValueError, match=r"dtype.* float32, bfloat16, float16.* int8"),
     ):
         convert_module_to_dtype_except_fp32_marked(module, jnp.int8)
 
@@ -133,7 +133,7 @@ def test_marks():
     assert nnx.merge(*nnx.split(layer)).kernel.get_metadata("keep_in_fp32")
     with (
         without_type_checker(),
-        pytest.raises(TypeError, match=r"takes an nnx.Variable or an nnx.Module.*got ArrayImpl"),
+        pytest.raises(TypeError, match=r"nnx.Variable.*nnx.Module.* ArrayImpl"),
     ):
         mark_keep_in_fp32(jnp.ones(2))  # type: ignore[type-var]
 
@@ -246,13 +246,13 @@ def test_pipeline_stages(stage: tuple[Any, ...], casts: tuple[bool, bool], fp32_
 
 @pytest.mark.parametrize(("vp_size", "vp_stage"), [(None, 1), (1, 1), (0, 2), (None, -1)])
 def test_a_virtual_stage_without_a_virtual_pipeline(vp_size: int | None, vp_stage: int):
-    with pytest.raises(AssertionError, match=f"vp_stage {vp_stage} is given, but vp_size {vp_size} means no virtual"):
+    with pytest.raises(AssertionError, match=f"vp_stage {vp_stage} .*vp_size {vp_size}"):
         Float16Module(BF16, Echo(), vp_size=vp_size, vp_stage=vp_stage)
 
 
 @pytest.mark.parametrize("vp_stage", [None, 2, -1])
 def test_a_virtual_pipeline_needs_a_stage(vp_stage: int | None):
-    with pytest.raises(ValueError, match=f"vp_stage must be one of 0, ..., 1 for vp_size 2, got {vp_stage}"):
+    with pytest.raises(ValueError, match=f"vp_stage.* 1 .*vp_size 2.* {vp_stage}"):
         Float16Module(BF16, Echo(), vp_size=2, vp_stage=vp_stage)
 
 
@@ -262,13 +262,13 @@ def test_a_virtual_pipeline_needs_a_stage(vp_stage: int | None):
 )
 def test_exactly_one_of_fp16_and_bf16(config: Any, got: str):
     layer = Linear(16, 16, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=f"must have exactly one of fp16 and bf16 True, got {got}"):
+    with pytest.raises(ValueError, match=f"fp16.* bf16.* {got}"):
         Float16Module(config, layer)
     assert layer.kernel.dtype == jnp.float32
 
 
 def test_fp32_output_is_a_bool():
-    with without_type_checker(), pytest.raises(TypeError, match="fp32_output must be True or False, got 1"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"fp32_output.* 1"):
         Float16Module(BF16, Echo())(jnp.ones(2), fp32_output=1)  # type: ignore[arg-type]
 
 
@@ -281,7 +281,7 @@ def test_state_dicts_are_the_wrapped_modules():
     other = Float16Module(BF16, Linear(16, 16, rngs=nnx.Rngs(7)))
     assert other.load_state_dict(model.state_dict()) == IncompatibleKeys([], [])
     assert_bitwise(other.module.kernel[...], inner.kernel[...])
-    with pytest.raises(ValueError, match=r"kernel is float32\[16, 16\], the module has bfloat16\[16, 16\]"):
+    with pytest.raises(ValueError, match=r"kernel.* float32\[16, 16\].* bfloat16\[16, 16\]"):
         other.load_state_dict(state_dict(Linear(16, 16, rngs=nnx.Rngs(0))))
 
 
@@ -311,7 +311,7 @@ def test_a_wrapped_megatron_module_is_asked():
     assert model.state_dict(filled, "p.") is filled
     assert filled.keys() == {"p.weight"}
     assert model.set_input_tensor(3) == ("set", 3)
-    with pytest.raises(TypeError, match="Echo has no set_input_tensor; pass the stage's input as an argument"):
+    with pytest.raises(TypeError, match=r"Echo.* set_input_tensor"):
         Float16Module(BF16, Echo()).set_input_tensor(3)
 
 

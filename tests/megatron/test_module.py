@@ -121,7 +121,7 @@ def test_every_difference_is_listed_and_nothing_loaded():
         ),
     ]
     for arrays, lines in cases:
-        with pytest.raises(ValueError, match="the state dict does not fit Linear") as caught:
+        with pytest.raises(ValueError, match="Linear") as caught:
             load_state_dict(two, arrays)
         for line in lines:
             assert caught.match(line)
@@ -136,7 +136,7 @@ def test_not_strict():
     assert result == IncompatibleKeys(["a.kernel"], ["a.other"])
     assert two.kernel[...] is own
     assert_bitwise(two.bias[...], jnp.ones(16))
-    with pytest.raises(ValueError, match=r"kernel is float32\[2\]"):
+    with pytest.raises(ValueError, match=r"kernel.* float32\[2\]"):
         load_state_dict(one, {"kernel": jnp.ones(2)}, strict=False)
 
 
@@ -181,7 +181,7 @@ def test_set_symmetric_ar(kind: str | None):
 
 
 def test_unknown_all_reduce():
-    with pytest.raises(AssertionError, match=r"set_to must be one of .*'two_shot'.*got 'three_shot'"):
+    with pytest.raises(AssertionError, match=r"set_to.*'two_shot'.* 'three_shot'"):
         Model().set_symmetric_ar("three_shot")
 
 
@@ -190,9 +190,7 @@ def test_config_must_be_hashable():
     class Mutable:
         fp8: str | None = None
 
-    with pytest.raises(
-        TypeError, match=r"config must be hashable.*got Mutable. Declare it with @dataclass\(frozen=True\)"
-    ):
+    with pytest.raises(TypeError, match=r"config.* Mutable.*frozen=True"):
         Model(Mutable())
 
 
@@ -220,7 +218,7 @@ def test_kept_kernels_are_no_part_of_a_state_dict_and_do_not_outlive_their_kerne
     half = kept()
     convert_module_to_dtype_except_fp32_marked(half, jnp.bfloat16)
     assert half.layers[0].kernel_cache is None
-    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match="has kept no quantized kernel"):
+    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match="is_first_microbatch=False"):
         one.layers[0](jnp.ones((16, 16)), is_first_microbatch=False)
 
 
@@ -228,7 +226,7 @@ def test_param_is_not_shared():
     assert param_is_not_shared(nnx.Param(jnp.ones(1)))
     assert param_is_not_shared(nnx.Param(jnp.ones(1), shared=False))
     assert not param_is_not_shared(nnx.Param(jnp.ones(1), shared=True))
-    with without_type_checker(), pytest.raises(TypeError, match=r"takes an nnx.Variable, got ArrayImpl"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"nnx.Variable.* ArrayImpl"):
         param_is_not_shared(jnp.ones(1))  # type: ignore[arg-type]
 
 

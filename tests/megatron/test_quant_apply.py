@@ -146,10 +146,10 @@ def test_layers_without_a_rule_lose_what_they_had(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (EXAMPLE.replace("config: fp8cs", "config: fp8"), KeyError, "names config 'fp8', which is not in 'configs'"),
-        (EXAMPLE.replace("tensorwise", "tensor"), ValueError, "Unhandled FP8 recipe 'tensor'"),
-        (EXAMPLE.replace(", evaluation_recipe: {}", ", eval: {}"), AssertionError, "unknown keys 'eval'"),
-        (EXAMPLE.replace("evaluation_recipe: {}", "evaluation_recipe:"), TypeError, "evaluation_recipe.*is blank"),
+        (EXAMPLE.replace("config: fp8cs", "config: fp8"), KeyError, "config 'fp8'.*'configs'"),
+        (EXAMPLE.replace("tensorwise", "tensor"), ValueError, "FP8 recipe 'tensor'"),
+        (EXAMPLE.replace(", evaluation_recipe: {}", ", eval: {}"), AssertionError, "keys 'eval'"),
+        (EXAMPLE.replace("evaluation_recipe: {}", "evaluation_recipe:"), TypeError, "evaluation_recipe"),
     ],
 )
 def test_a_bad_file_changes_no_layer(tmp_path: Path, text: str, error: type[Exception], message: str):
@@ -180,7 +180,5 @@ def test_a_single_layer_has_an_empty_path():
 
 
 def test_a_model_without_quantizable_layers():
-    with pytest.raises(
-        ValueError, match=r"Dropout has no quantizable layer; jax_te.layers has: Linear, LayerNormLinear"
-    ):
+    with pytest.raises(ValueError, match=r"Dropout.* Linear, LayerNormLinear"):
         apply_quantization_config(nnx.Dropout(0.5), RecipeConfig([], {}))

@@ -137,7 +137,7 @@ def test_bad_names_are_refused_where_the_recipe_takes_effect():
     recipe = TEQuantizationRecipe("tensor")
     with get_fp8_autocast_for_quant_recipe(recipe):
         assert current_recipe() is None
-    with autocast(AMBIENT), pytest.raises(ValueError, match="Unhandled FP8 recipe 'tensor'"):
+    with autocast(AMBIENT), pytest.raises(ValueError, match="FP8 recipe 'tensor'"):
         get_fp8_autocast_for_quant_recipe(recipe)
 
 
@@ -185,7 +185,7 @@ def test_finish_init_overwrites_and_leaves_a_layer_alone_when_it_fails():
     layer = linear()
     finish_init(layer, config({"fp4_quantization_recipe": "nvfp4"}))
     before = layer.module_recipe
-    with pytest.raises(ValueError, match="Unhandled FP8 recipe 'fp8'"):
+    with pytest.raises(ValueError, match="FP8 recipe 'fp8'"):
         finish_init(layer, config({"fp8_quantization_recipe": "fp8"}))
     assert layer.module_recipe == before is not None
     finish_init(layer, None)
@@ -194,7 +194,7 @@ def test_finish_init_overwrites_and_leaves_a_layer_alone_when_it_fails():
 
 @pytest.mark.parametrize("function", [lambda m: finish_init(m, None), lambda m: will_execute_quantized(m, True)])
 def test_only_quantizable_layers(function: Any):
-    with without_type_checker(), pytest.raises(TypeError, match=r"takes a quantizable layer \(Linear.*got Dropout"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"Linear.* Dropout"):
         function(nnx.Dropout(0.5))
 
 
@@ -204,7 +204,7 @@ def test_save_original_input():
     set_save_original_input(layer)
     assert layer.save_original_input is True
     for module in (LayerNormLinear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))):
-        with pytest.raises(ValueError, match=f"{type(module).__name__} has no save_original_input"):
+        with pytest.raises(ValueError, match=f"{type(module).__name__}.* save_original_input"):
             set_save_original_input(module)
 
 

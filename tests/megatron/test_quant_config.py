@@ -115,19 +115,19 @@ def test_rules_are_off_by_default_and_then_not_looked_at(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("rule", "error", "message"),
     [
-        ({"enabled": True}, AssertionError, "matcher 'm' lacks 'type'"),
+        ({"enabled": True}, AssertionError, "matcher 'm'.* 'type'"),
         (
             {"enabled": True, "type": "regex"},
             NotImplementedError,
-            "matcher 'm' has type 'regex'; the only one is 'glob'",
+            "matcher 'm'.* 'regex'.* 'glob'",
         ),
-        ({"enabled": True, "type": "glob", "config": "c"}, AssertionError, "matcher 'm' lacks 'pattern'"),
-        ({"enabled": True, "type": "glob", "pattern": "*"}, AssertionError, "matcher 'm' lacks 'config'"),
-        (RULE | {"patern": "*"}, ValueError, "matcher 'm' has unknown keys 'patern'; allowed: enabled, type, pattern"),
-        (RULE | {"enabled": "false"}, TypeError, "'enabled' of matcher 'm' must be true or false, got 'false'"),
-        (RULE | {"config": 8}, TypeError, "'config' of matcher 'm' must be text, got 8"),
-        (RULE | {"pattern": None}, TypeError, "'pattern' of matcher 'm' must be text, got None"),
-        ("*", TypeError, r"matcher 'm' must be a mapping, got '\*'"),
+        ({"enabled": True, "type": "glob", "config": "c"}, AssertionError, "matcher 'm'.* 'pattern'"),
+        ({"enabled": True, "type": "glob", "pattern": "*"}, AssertionError, "matcher 'm'.* 'config'"),
+        (RULE | {"patern": "*"}, ValueError, "matcher 'm'.* 'patern'.* enabled, type, pattern"),
+        (RULE | {"enabled": "false"}, TypeError, "'enabled'.* matcher 'm'.* 'false'"),
+        (RULE | {"config": 8}, TypeError, "'config'.* matcher 'm'.* 8"),
+        (RULE | {"pattern": None}, TypeError, "'pattern'.* matcher 'm'.* None"),
+        ("*", TypeError, r"matcher 'm'.* '\*'"),
     ],
 )
 def test_malformed_rules(rule: Any, error: type[Exception], message: str):
@@ -138,10 +138,10 @@ def test_malformed_rules(rule: Any, error: type[Exception], message: str):
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        ({"matcher": {}}, ValueError, "unknown section 'matcher' in a quantization config; allowed: configs, matchers"),
-        ({"configs": None}, TypeError, "section 'configs' must be a mapping, got None"),
-        ({"matchers": [RULE]}, TypeError, "section 'matchers' must be a mapping"),
-        (["configs"], TypeError, "a quantization config must be a mapping"),
+        ({"matcher": {}}, ValueError, "section 'matcher'.* configs, matchers"),
+        ({"configs": None}, TypeError, "section 'configs'.* None"),
+        ({"matchers": [RULE]}, TypeError, "section 'matchers'.* mapping"),
+        (["configs"], TypeError, "mapping.*'configs'"),
     ],
 )
 def test_malformed_sections(content: Any, error: type[Exception], message: str):
@@ -159,7 +159,7 @@ def test_a_missing_config_is_an_error_only_where_it_is_used():
     recipe = rules(proj=RULE | {"pattern": "*proj", "config": "nowhere"}, rest=RULE)
     assert recipe.match_to_config_key(MatchContext("x.proj")) == "nowhere"
     assert recipe.match(MatchContext("x.qkv")) is not None
-    with pytest.raises(KeyError, match=r"'x\.proj' names config 'nowhere', which is not in 'configs'; there: c"):
+    with pytest.raises(KeyError, match=r"'x\.proj'.* 'nowhere'.*'configs'.* c"):
         recipe.match(MatchContext("x.proj"))
 
 
@@ -168,8 +168,8 @@ def test_a_missing_config_is_an_error_only_where_it_is_used():
     [
         ("configs: {a: {}}\nmatchers: {}\nconfigs: {}", "'configs' occurs twice.*line 3"),
         ("configs:\n  a: {x: 1, y: 2, x: 3}", "'x' occurs twice"),
-        ("configs: {a", "quant.yaml cannot be read"),
-        ("configs: !!python/object/apply:os.getcwd []", "quant.yaml cannot be read.*could not determine a constructor"),
+        ("configs: {a", "quant.yaml"),
+        ("configs: !!python/object/apply:os.getcwd []", "quant.yaml.*os.getcwd"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, message: str):

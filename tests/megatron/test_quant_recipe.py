@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -77,15 +78,15 @@ def test_names_equal_their_strings():
         # Each also has the faults of those below it, so the order is tested, too.
         (
             {"fp8_recipe": 1, "fp8_quantization_recipe": "delayed", "fp4_quantization_recipe": "custom"},
-            "unknown key 'fp8_recipe'.*allowed: custom_recipe_factory, fp4_param",
+            "'fp8_recipe'.* custom_recipe_factory, fp4_param",
         ),
         (
             {"fp8_quantization_recipe": "delayed", "fp4_quantization_recipe": "custom"},
-            "'delayed' cannot be a layer's own",
+            "fp8_quantization_recipe 'delayed'",
         ),
-        ({"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "custom"}, "both given"),
-        ({"fp4_quantization_recipe": "custom", "fp8_param": "x"}, "'custom' needs custom_recipe_factory"),
-        ({"fp8_quantization_recipe": "custom"}, "'custom' needs custom_recipe_factory"),
+        ({"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "custom"}, "'mxfp8'.* 'custom'"),
+        ({"fp4_quantization_recipe": "custom", "fp8_param": "x"}, "'custom'.* custom_recipe_factory"),
+        ({"fp8_quantization_recipe": "custom"}, "'custom'.* custom_recipe_factory"),
     ],
 )
 def test_parsing_refuses_in_megatrons_order(recipe: dict[str, Any], message: str):
@@ -95,13 +96,13 @@ def test_parsing_refuses_in_megatrons_order(recipe: dict[str, Any], message: str
 
 @pytest.mark.parametrize("value", [None, "tensorwise", ["fp8_format"]])
 def test_a_recipe_must_be_a_mapping(value: Any):
-    with without_type_checker(), pytest.raises(TypeError, match=r"must be a mapping, \{\} for high precision"):
+    with without_type_checker(), pytest.raises(TypeError, match=f"mapping.* {re.escape(repr(value))}"):
         parse(value)
 
 
 @pytest.mark.parametrize("name", [name for name, value in FIELDS.items() if isinstance(value, bool)])
 def test_flags_must_be_bools(name: str):
-    with without_type_checker(), pytest.raises(TypeError, match=f"{name} must be true or false, got 'no'"):
+    with without_type_checker(), pytest.raises(TypeError, match=f"{name}.* 'no'"):
         parse({name: "no"})
 
 
@@ -140,13 +141,13 @@ def test_recipes_they_stand_for(recipe: dict[str, Any], expected: Any):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (TEQuantizationRecipe("delayed"), "Unhandled FP8 recipe 'delayed'.*cannot be a layer's own"),
+        (TEQuantizationRecipe("delayed"), "FP8 recipe 'delayed'"),
         (
             TEQuantizationRecipe("tensor"),
-            "Unhandled FP8 recipe 'tensor'; allowed: tensorwise, blockwise, mxfp8, custom",
+            "FP8 recipe 'tensor'.* tensorwise, blockwise, mxfp8, custom",
         ),
-        (TEQuantizationRecipe(None, "mxfp4"), "Unhandled FP4 recipe 'mxfp4'; allowed: nvfp4, custom"),
-        (TEQuantizationRecipe("mxfp8", fp8_format="e5m2"), "Unhandled fp8_format 'e5m2'; allowed: e4m3, hybrid"),
+        (TEQuantizationRecipe(None, "mxfp4"), "FP4 recipe 'mxfp4'.* nvfp4, custom"),
+        (TEQuantizationRecipe("mxfp8", fp8_format="e5m2"), "fp8_format 'e5m2'.* e4m3, hybrid"),
     ],
 )
 def test_unknown_names_are_refused_when_used(recipe: TEQuantizationRecipe, message: str):
@@ -167,21 +168,21 @@ def test_unknown_names_are_refused_when_used(recipe: TEQuantizationRecipe, messa
     ],
 )
 def test_fields_without_effect_are_refused(field: str, recipe: TEQuantizationRecipe):
-    with pytest.raises(ValueError, match=f"{field} has no effect"):
+    with pytest.raises(ValueError, match=field):
         recipe.to_recipe()
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (None, "must be a dotted path"),
-        ("", "must be a dotted path"),
-        ("sqrt", "must name a module and a function"),
-        (".sqrt", "must name a module and a function"),
-        ("math.", "must name a module and a function"),
-        ("no_such_package.factory", "cannot import 'no_such_package'"),
-        ("math.no_such_function", "module 'math' has no attribute 'no_such_function'"),
-        ("math.pi", "is not callable: 3.14"),
+        (None, "None"),
+        ("", "''"),
+        ("sqrt", "'sqrt'"),
+        (".sqrt", r"'\.sqrt'"),
+        ("math.", r"'math\.'"),
+        ("no_such_package.factory", "'no_such_package'"),
+        ("math.no_such_function", "'math'.* 'no_such_function'"),
+        ("math.pi", "3.14"),
     ],
 )
 def test_factories_that_cannot_be_resolved(path: str | None, message: str):
@@ -192,7 +193,7 @@ def test_factories_that_cannot_be_resolved(path: str | None, message: str):
 
 
 def test_a_factory_may_not_be_text():
-    with without_type_checker(), pytest.raises(ValueError, match="must be a dotted path"):
+    with without_type_checker(), pytest.raises(ValueError, match="custom_recipe_factory"):
         resolve_factory(len)  # type: ignore[arg-type]
 
 
@@ -209,37 +210,37 @@ def test_params():
     ("payload", "error", "message"),
     [
         # Again each has the faults of those below it.
-        ({"extra": 1}, ValueError, f"config 'mine' lacks {KIND}; allowed values: TEQuantizationParams"),
-        ({KIND: "Kitchen", "extra": 1}, ValueError, f"{KIND} 'Kitchen'; allowed values: TEQuantizationParams"),
-        ({KIND: ["x"], "extra": 1}, ValueError, "allowed values: TEQuantizationParams"),
-        ({KIND: "TEQuantizationParams", "extra": 1}, ValueError, "lacks training_recipe"),
-        ({KIND: "TEQuantizationParams", "evaluation_recipe": {}}, ValueError, "lacks training_recipe"),
+        ({"extra": 1}, ValueError, f"config 'mine'.* {KIND}.* TEQuantizationParams"),
+        ({KIND: "Kitchen", "extra": 1}, ValueError, f"{KIND} 'Kitchen'.* TEQuantizationParams"),
+        ({KIND: ["x"], "extra": 1}, ValueError, r"\['x'\].* TEQuantizationParams"),
+        ({KIND: "TEQuantizationParams", "extra": 1}, ValueError, "training_recipe"),
+        ({KIND: "TEQuantizationParams", "evaluation_recipe": {}}, ValueError, "training_recipe"),
         (
             {KIND: "TEQuantizationParams", "training_recipe": None, "extra": 1},
             AssertionError,
-            "unknown keys 'extra'; allowed: evaluation_recipe, training_recipe",
+            "'extra'.* evaluation_recipe, training_recipe",
         ),
         (
             {KIND: "TEQuantizationParams", "training_recipe": {}, "evaluation_recipe": {}, "eval": 1},
             AssertionError,
-            "unknown keys 'eval'",
+            "'eval'",
         ),
         (
             {KIND: "TEQuantizationParams", "training_recipe": {}, "evaluation_recipe": None},
             TypeError,
-            r"evaluation_recipe of config 'mine' is blank: leave the key out .* or write \{\}",
+            r"evaluation_recipe of config 'mine'.* leave.* \{\}",
         ),
         (
             {KIND: "TEQuantizationParams", "training_recipe": None},
             TypeError,
-            r"training_recipe of config 'mine' is blank: write \{\}",
+            r"training_recipe of config 'mine'.* \{\}",
         ),
         (
             {KIND: "TEQuantizationParams", "training_recipe": {"fp8": 1}},
             ValueError,
-            "training_recipe of config 'mine': unknown key 'fp8'",
+            "training_recipe of config 'mine'.* 'fp8'",
         ),
-        ([], TypeError, "config 'mine' must be a mapping"),
+        ([], TypeError, "config 'mine'.* mapping"),
     ],
 )
 def test_payloads_that_are_refused(payload: Any, error: type[Exception], message: str):
@@ -261,5 +262,5 @@ def test_module_recipes():
 
 
 def test_quantized_kernels_in_evaluation_alone_are_refused():
-    with pytest.raises(ValueError, match="fp8_param holds in training and evaluation alike"):
+    with pytest.raises(ValueError, match=r"fp8_param.* training_recipe"):
         params({}, evaluation_recipe={"fp8_quantization_recipe": "mxfp8", "fp8_param": True}).to_module_recipe()

@@ -115,7 +115,7 @@ def test_delayed_scaling_gets_its_next_state_once(distribute: bool) -> None:
 
 def test_what_cannot_be_given_says_so() -> None:
     with without_type_checker():
-        with pytest.raises(TypeError, match="tp_group must be None or the mesh axis 'tensor'"):
+        with pytest.raises(TypeError, match=r"tp_group.* None.* 'tensor'"):
             te_checkpoint(jnp.sin, False, None, object(), X)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="get_rng_state_tracker must give a RNGStatesTracker, got dict"):
+        with pytest.raises(TypeError, match=r"get_rng_state_tracker.* RNGStatesTracker.* dict"):
             te_checkpoint(jnp.sin, False, dict, None, X)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_the_contract():
     for name, seed in (("model-parallel-rng", 2), ("other", 1)):
         with pytest.raises(RuntimeError, match=r"is there already|is taken"):
             tracker.add(name, seed)
-    with pytest.raises(KeyError, match="no stream 'other'"), tracker.fork("other"):
+    with pytest.raises(KeyError, match="'other'"), tracker.fork("other"):
         pass
     tracker.reset()
     assert not tracker.is_initialized()
@@ -68,7 +68,7 @@ def test_the_inference_tracker_draws_nothing():
 def test_the_process_has_one():
     initialize_rng_tracker(force_reset=True)
     tracker = get_cuda_rng_tracker()
-    with pytest.raises(AssertionError, match="call model_parallel_cuda_manual_seed"):
+    with pytest.raises(AssertionError, match="model_parallel_cuda_manual_seed"):
         get_all_rng_states()
     initialize_rng_tracker(inference_rng_tracker=True)  # there is one: later arguments say nothing
     assert get_cuda_rng_tracker(inference_rng_tracker=True) is tracker
@@ -87,5 +87,5 @@ def test_the_process_has_one():
 
 
 def test_ranks_are_not_given():
-    with pytest.raises(ValueError, match="tp_rank=1: one program runs on all ranks"):
+    with pytest.raises(ValueError, match="tp_rank=1"):
         model_parallel_cuda_manual_seed(1, tp_rank=1)

@@ -169,14 +169,14 @@ def test_float16_module_adds_no_prefix():
 
 def test_offsets_and_parallel_modes_that_are_refused():
     for module in (mlp(), Float16Module(CONFIG, mlp()), mlp().rows[0], mlp().fc1):
-        with pytest.raises(ValueError, match=r"sharded_offsets must be \(\), got \(\(0, 1, 2\),\): arrays are global"):
+        with pytest.raises(ValueError, match=r"sharded_offsets.* \(\).* \(\(0, 1, 2\),\)"):
             module.sharded_state_dict("", ((0, 1, 2),))
     common: dict[str, Any] = {"config": CONFIG, "init_method": CONFIG.init_method, "bias": False, "skip_bias_add": True}
     for mode in ("column", "row"):
         layer = TELinear(H, F, parallel_mode=mode, skip_weight_param_allocation=False, **common, rngs=nnx.Rngs(0))
-        with pytest.raises(AssertionError, match=f"is for parallel_mode 'duplicated', this is '{mode}'"):
+        with pytest.raises(AssertionError, match=f"parallel_mode 'duplicated'.* '{mode}'"):
             layer.sharded_state_dict()
-        with pytest.raises(AssertionError, match=r"TELinear\.sharded_state_dict is for parallel_mode 'duplicated'"):
+        with pytest.raises(AssertionError, match=r"TELinear\.sharded_state_dict.* 'duplicated'"):
             sharded_state_dict(nnx.List([layer]))
 
 

@@ -94,5 +94,5 @@ def test_the_parts_have_arrays_of_their_own():
 
 
 def test_the_norm_must_be_the_one_described():
-    with pytest.raises(ValueError, match=r"config describes NormSpec\(kind='rmsnorm'.*the fused layer has NormSpec"):
+    with pytest.raises(ValueError, match=r"NormSpec\(kind='rmsnorm'.*NormSpec\(kind='layernorm'"):
         split_te_layernorm_column_parallel_linear(fused(config()), config(normalization="RMSNorm"))

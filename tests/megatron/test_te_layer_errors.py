@@ -53,33 +53,37 @@ EVERY = [linear, column, row, fused]
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: column(gather_output=True), ValueError, "gather_output=True is not supported: the output stays split"),
-        (lambda: fused(gather_output=True, is_expert=True), ValueError, "gather_output=True is not supported"),
+        (lambda: column(gather_output=True), ValueError, "gather_output=True"),
+        (lambda: fused(gather_output=True, is_expert=True), ValueError, "gather_output=True"),
         (
             lambda: fused(is_expert=True, skip_weight_param_allocation=True),
             ValueError,
-            "is_expert=True is not supported: an expert takes TENorm and TEColumnParallelLinear",
+            "is_expert=True.* TENorm.* TEColumnParallelLinear",
         ),
-        (lambda: fused(skip_weight_param_allocation=True), ValueError, "skip_weight_param_allocation=True is not"),
-        (lambda: column(skip_weight_param_allocation=True), ValueError, "skip_weight_param_allocation=True is not"),
-        (lambda: linear(skip_weight_param_allocation=True), ValueError, r"jax_te\.layers\.Linear can do without"),
-        (lambda: row(input_is_parallel=False), ValueError, "input_is_parallel=False is not supported"),
+        (lambda: fused(skip_weight_param_allocation=True), ValueError, "skip_weight_param_allocation=True"),
+        (lambda: column(skip_weight_param_allocation=True), ValueError, "skip_weight_param_allocation=True"),
+        (
+            lambda: linear(skip_weight_param_allocation=True),
+            ValueError,
+            r"skip_weight_param_allocation=True.* jax_te\.layers\.Linear",
+        ),
+        (lambda: row(input_is_parallel=False), ValueError, "input_is_parallel=False"),
         (
             lambda: linear(tp_group="tensor"),
             AssertionError,
-            "a duplicated layer has no tensor parallelism, so tp_group must be None, got 'tensor'",
+            "duplicated.* tp_group.* None.* 'tensor'",
         ),
-        (lambda: linear(parallel_mode="diagonal"), ValueError, "parallel_mode must be one of None, 'duplicated', 'c"),
-        (lambda: linear(symmetric_ar_type="ring"), AssertionError, "symmetric_ar_type must be one of .* got 'ring'"),
-        (lambda: column(tp_group=object()), TypeError, "tp_group must be None or the mesh axis 'tensor'"),
-        (lambda: linear(0), ValueError, "in_features must be an integer >= 1, got 0"),
-        (lambda: fused(n=-1), ValueError, r"out_features\[0\] must be an integer >= 1, got -1"),
+        (lambda: linear(parallel_mode="diagonal"), ValueError, "parallel_mode.* None, 'duplicated', 'c"),
+        (lambda: linear(symmetric_ar_type="ring"), AssertionError, "symmetric_ar_type.* 'ring'"),
+        (lambda: column(tp_group=object()), TypeError, "tp_group.* 'tensor'"),
+        (lambda: linear(0), ValueError, "in_features.* 0"),
+        (lambda: fused(n=-1), ValueError, r"out_features\[0\].* -1"),
         (
             lambda: TENorm(SimpleNamespace(normalization="L2Norm"), 32),
             Exception,
-            "Only LayerNorm and RMSNorm are supported as config.normalization, got 'L2Norm'",
+            "LayerNorm.* RMSNorm.* config.normalization.* 'L2Norm'",
         ),
-        (lambda: TENorm(CONFIG, 0), ValueError, "hidden_size must be an integer >= 1, got 0"),
+        (lambda: TENorm(CONFIG, 0), ValueError, "hidden_size.* 0"),
     ],
 )
 def test_what_is_refused(build: Any, error: type[Exception], message: str):
@@ -92,15 +96,15 @@ def test_what_is_refused(build: Any, error: type[Exception], message: str):
 def test_names_of_user_buffers(build: Any):
     for name in ("qkv", "proj", "fc1", "fc2", None):
         assert build(tp_comm_buffer_name=name).tp_comm_buffer_name == name
-    with pytest.raises(ValueError, match=r"tp_comm_buffer_name must be one of .*, got 'mlp'"):
+    with pytest.raises(ValueError, match=r"tp_comm_buffer_name.* 'mlp'"):
         build(tp_comm_buffer_name="mlp")
 
 
 @pytest.mark.parametrize("build", EVERY)
 def test_initializers_are_functions(build: Any):
-    with without_type_checker(), pytest.raises(TypeError, match=r"init_method must be a function init\(key, shape, d"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"init_method.* None"):
         build(init_method=None)
-    with without_type_checker(), pytest.raises(TypeError, match="init_method must be a function"):
+    with without_type_checker(), pytest.raises(TypeError, match=r"init_method.* 0\.02"):
         condition_init_method(CONFIG, 0.02)  # type: ignore[arg-type]
 
 
@@ -108,14 +112,12 @@ def test_sizes_that_the_tensor_ranks_do_not_divide():
     """By the configuration without a mesh, by the mesh with one; for experts, too, which Megatron divides by hand."""
     three = ModelParallelConfig(tensor_model_parallel_size=3)
     for build, size in ((column, 64), (row, 32)):
-        with pytest.raises(
-            AssertionError, match=f"{size} .*put features of a .*-parallel layer are not divisible by 3"
-        ):
+        with pytest.raises(AssertionError, match=f"{size} .*put features.* 3"):
             build(config=three, is_expert=True)
     linear(config=three)
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=8))):
         assert column(is_expert=True).tp_size == 8
-        with pytest.raises(AssertionError, match=r"60 output features of a column-parallel layer are not .* by 8"):
+        with pytest.raises(AssertionError, match=r"60 output features.* 8"):
             fused(n=60)
 
 
@@ -123,7 +125,7 @@ def test_the_meshs_context_axis_has_the_configured_size():
     two = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, context_parallel_size=2)
     x, built_without = draw("x", (2, 8, 32)), column(config=two)
     jax.eval_shape(built_without, x)  # without a mesh one device has the whole sequence
-    message = "context_parallel_size is 2, and the mesh in use has {} context ranks; set a mesh with that many"
+    message = "context_parallel_size.* 2.* {} context"
     with jax.set_mesh(make_mesh(ParallelConfig(context=4))):
         for build in (column, row, fused):
             with pytest.raises(ValueError, match=message.format(4)):
@@ -147,9 +149,9 @@ def test_the_mesh_has_the_configured_size():
     built_without = column(config=two)
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=4))):
         for build in (column, row, fused):
-            with pytest.raises(ValueError, match="tensor_model_parallel_size is 2, and the mesh in use has 4 tensor"):
+            with pytest.raises(ValueError, match=r"tensor_model_parallel_size.* 2.* 4 tensor"):
                 build(config=two)
-        with pytest.raises(ValueError, match="built with tp_size=2, and the mesh in use has 4 tensor ranks"):
+        with pytest.raises(ValueError, match=r"tp_size=2.* 4 tensor"):
             built_without(jnp.ones((2, 8, 32)))
         linear(config=two)(jnp.ones((2, 8, 32)))
 
@@ -157,5 +159,5 @@ def test_the_mesh_has_the_configured_size():
 def test_a_group_can_be_set_later():
     layer = row()
     layer.set_tensor_parallel_group("tensor")
-    with without_type_checker(), pytest.raises(TypeError, match="JAX has no process groups"):
+    with without_type_checker(), pytest.raises(TypeError, match="'data'"):
         layer.set_tensor_parallel_group("data")

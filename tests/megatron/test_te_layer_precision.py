@@ -144,7 +144,7 @@ def test_the_recipe_of_a_configuration(fields: dict[str, Any], expected: Recipe 
 
 def test_a_factory_that_cannot_be_found():
     config = TransformerConfig(**SIZES, fp8="hybrid", fp8_recipe="custom", fp8_quantizer_factory="nowhere.to_be_found")
-    with pytest.raises(ValueError, match="cannot import 'nowhere'"):
+    with pytest.raises(ValueError, match="'nowhere'"):
         recipe_from_config(config)
 
 

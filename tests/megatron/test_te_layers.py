@@ -156,7 +156,7 @@ def test_saving_the_input():
         layer = te(kind)
         set_save_original_input(layer)
         assert layer.save_original_input
-    with pytest.raises(ValueError, match="TELayerNormColumnParallelLinear has no save_original_input"):
+    with pytest.raises(ValueError, match=r"TELayerNormColumnParallelLinear.* save_original_input"):
         set_save_original_input(te(LN))
 
 
