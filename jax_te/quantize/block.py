@@ -58,6 +58,8 @@ class BlockQuantizer(Quantizer):
     (0.0078125, 384.0)
     """
 
+    shard_multiple: ClassVar[int | None] = BLOCK
+
     two_dimensional: bool = False
     power_of_two: bool = True
 
@@ -102,6 +104,7 @@ class MXQuantizer(Quantizer):
     """
 
     alignment: ClassVar[int] = MX_BLOCK
+    shard_multiple: ClassVar[int | None] = MX_BLOCK
 
     def __post_init__(self) -> None:
         fp8_max(self.dtype)  # raises for another dtype

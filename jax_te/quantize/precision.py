@@ -69,6 +69,7 @@ class Precision:
         split_accumulator: for each of `GEMMS`, whether partial sums are promoted to fp32 on the way.
         amax_rule: of delayed scaling; None for recipes without state.
         alignment: sizes of quantized matrices must be multiples of it.
+        shard_multiple: sizes of shards likewise, for devices to quantize theirs by themselves; None: they cannot.
         recipe_name: for messages.
     """
 
@@ -79,6 +80,7 @@ class Precision:
     split_accumulator: tuple[bool, bool, bool] = (False, False, False)
     amax_rule: AmaxRule | None = None
     alignment: int = 1
+    shard_multiple: int | None = 1
     recipe_name: str | None = None
 
     def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:
@@ -130,14 +132,16 @@ def precision_of(recipe: Recipe | None) -> Precision:
             read_unquantized=any(unquantized),
             one_scale=quantizer is None or isinstance(quantizer, TensorQuantizer),
         )
-    quantizers = [operand.quantizer for operand in operands.values()]
+    quantizers = [operand.quantizer for operand in operands.values() if operand.quantizer is not None]
+    multiples = [quantizer.shard_multiple for quantizer in quantizers]
     delayed = isinstance(recipe, DelayedScaling)
     return Precision(
         **operands,
         overridden=overridden,
         split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
         amax_rule=AmaxRule(recipe.margin, recipe.amax_compute_algo) if delayed else None,
-        alignment=max((quantizer.alignment for quantizer in quantizers if quantizer is not None), default=1),
+        alignment=max((quantizer.alignment for quantizer in quantizers), default=1),
+        shard_multiple=None if None in multiples else max(multiples, default=1),  # type: ignore[type-var]
         recipe_name=recipe.name,
     )
 

@@ -27,6 +27,10 @@ class Quantizer(abc.ABC):
     alignment: ClassVar[int] = 16
     """Sizes of the matrices that GEMMs read quantized so must be multiples of this."""
 
+    shard_multiple: ClassVar[int | None] = None
+    """Sizes of a tensor's shards must be multiples of this for the quantized shards to be the quantized tensor's, under
+    the amax of the whole tensor; None: a shard's values depend on more of the tensor."""
+
     directional: ClassVar[bool] = True
     """Whether the two GEMMs that read a tensor need it quantized differently."""
 
@@ -55,6 +59,7 @@ class TensorQuantizer(Quantizer):
     (-448.0, 2.0)
     """
 
+    shard_multiple: ClassVar[int | None] = 1
     directional: ClassVar[bool] = False
 
     scaling: Literal["delayed", "current"] = "current"

@@ -10,7 +10,6 @@ from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import row_plan
 from jax_te.ops.linear.spec import Activation
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
-from jax_te.sharding.internal import partition_spec
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -58,12 +57,11 @@ def activation(
     if x.ndim < 2 or x.shape[-2] != n_act:
         raise ValueError(f"activation: x must be [..., {n_act}, f] for {name!r}, got {x.shape}")
     axes = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
-    plan = row_plan(x.shape, axes, whole=0)
+    plan = row_plan(x.shape, axes, out_axes, whole=0)
     chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason)
     shards = None
     if plan.mesh is not None:
-        rows, out = plan.x_spec, partition_spec((*plan.x[:-2], plan.x[-1]))
-        shards = Shards(mesh=plan.mesh, args=rows, out=out, cotangents=rows)
+        shards = Shards(mesh=plan.mesh, args=plan.x_spec, out=plan.out_spec, cotangents=plan.x_spec)
     return _activation(_Spec(chosen, function), shards, x, None, out_axes)
 
 

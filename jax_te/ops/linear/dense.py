@@ -14,7 +14,7 @@ from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, Nor
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import flat, reduce_sum
+from jax_te.sharding.internal import reduce_sum
 from jax_te.typing import Array, BackendName
 
 
@@ -143,7 +143,7 @@ def norm_backward(
     dx, dscale, dbias = spec.backend.norm_backward(dy, residuals.x, residuals.stats, *residuals[2:], norm)
     if spec.plan.mesh is None:
         return dx, dscale, dbias
-    axes = flat(spec.plan.x[:-1])
+    axes = spec.plan.x_row_axes
     return dx, reduce_sum(dscale, axes), None if dbias is None else reduce_sum(dbias, axes)
 
 

@@ -7,6 +7,7 @@ all-gathered first, so that no block of scales lies on two devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import LinearSpec
 from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import Gemm, Quantization, TensorRole
+from jax_te.quantize.internal import ROLES, Gemm, Quantization, TensorRole
 from jax_te.recipe.internal import GEMMS
 from jax_te.sharding import constrain
-from jax_te.sharding.internal import all_gather, flat, reduce_max, reduce_sum
+from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 Used = tuple[Array | None, Array | None]
@@ -36,6 +37,11 @@ class Operand(NamedTuple):
         if self.quantized is None or spec.precision.overridden[GEMMS.index(gemm)]:
             return self.unquantized
         return self.quantized
+
+    def map(self, fn: Callable[[Any], Any]) -> Operand:
+        """Return the operand with ``fn`` applied to the forms that it has."""
+        unquantized = None if self.unquantized is None else fn(self.unquantized)
+        return Operand(unquantized, None if self.quantized is None else fn(self.quantized), self.used)
 
 
 class LinearResiduals(NamedTuple):
@@ -99,10 +105,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization
     if not getattr(spec.precision, role).one_scale:
         return _quantized(spec, role, all_gather(x, dims), how, axis=axis)
     shard, gather = _quantized(spec, role, x, how, axis=axis), spec.backend.all_gather_operand
-    return shard._replace(
-        unquantized=None if shard.unquantized is None else gather(shard.unquantized, dims),
-        quantized=None if shard.quantized is None else gather(shard.quantized, dims),
-    )
+    return shard.map(lambda form: gather(form, dims))
 
 
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
@@ -124,11 +127,7 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
     residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
     if not dims:
         return operand, residual
-    gather = spec.backend.all_gather_kernel
-    return operand._replace(
-        unquantized=None if operand.unquantized is None else gather(operand.unquantized, dims, "fprop"),
-        quantized=None if operand.quantized is None else gather(operand.quantized, dims, "fprop"),
-    ), residual
+    return operand.map(lambda form: spec.backend.all_gather_kernel(form, dims, "fprop")), residual
 
 
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
@@ -212,12 +211,8 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     grad_scale, grad_amax = grad.used
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
         x_amax, kernel_amax, grad_amax = _reduced(spec, [x_amax, kernel_amax, grad_amax])
-    used: dict[TensorRole, Used] = {
-        "x": (x_scale, x_amax),
-        "kernel": (kernel_scale, kernel_amax),
-        "grad": (grad_scale, grad_amax),
-    }
-    return spec.precision.next_state(residuals.state, used)
+    used = (x_scale, x_amax), (kernel_scale, kernel_amax), (grad_scale, grad_amax)
+    return spec.precision.next_state(residuals.state, dict(zip(ROLES, used, strict=True)))
 
 
 def _reduced(spec: LinearSpec, amaxes: list[Array | None]) -> list[Array | None]:
@@ -232,7 +227,7 @@ def bias_gradient(spec: LinearSpec, dbias: Array | None) -> Array | None:
     plan = spec.plan
     if dbias is None or plan.mesh is None:
         return dbias
-    return reduce_sum(dbias, flat(plan.out[: len(plan.x) - 1]))
+    return reduce_sum(dbias, plan.out_row_axes)
 
 
 def kernel_cotangents(spec: LinearSpec, dkernel: Any) -> tuple[Any, Any]:

@@ -45,7 +45,7 @@ def layernorm(
     [[-1.0, 1.0]]
     """
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
-    plan = row_plan(x.shape, out_axes, whole=1)
+    plan = row_plan(x.shape, out_axes, out_axes, whole=1)
     chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)
     shards = None
     if plan.mesh is not None:

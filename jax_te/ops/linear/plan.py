@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jax_te.quantize import BlockQuantizer, GemmState, MXQuantizer, QuantizedKernel, Quantizer, TensorQuantizer
-from jax_te.quantize.internal import BLOCK, MX_BLOCK, ROLES, Precision, ambient_observer
-from jax_te.sharding import current_mesh
+from jax_te.quantize import GemmState, QuantizedKernel, TensorQuantizer
+from jax_te.quantize.internal import Precision, ambient_observer
+from jax_te.sharding import current_mesh, logical_to_spec
 from jax_te.sharding.internal import (
     REPLICATED,
     Dims,
@@ -64,12 +64,12 @@ class Plan:
         mesh: None: on one device, or as the compiler partitions it.
         reason: why there is a mesh of several devices, and they cannot run the op by themselves.
         constrained: there is a mesh, and the compiler partitions the op by constraints on its arrays.
-        x, kernel, out: how input, kernel and output are sharded outside of the GEMMs.
         x_all_gather, out_reduce_scatter: mesh axes for each leading dimension of input and output.
         kernel_all_gather: mesh axes for each dimension of the kernel.
         contracting_axes: mesh axes that shard the sum over ``k``.
         row_axes: mesh axes that shard the rows while the GEMMs run.
         feature_axes: mesh axes that shard the output's features.
+        x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
 
@@ -80,15 +80,14 @@ class Plan:
     mesh: AbstractMesh | None = None
     reason: str | None = None
     constrained: bool = False
-    x: Dims = ()
-    kernel: Dims = ()
-    out: Dims = ()
     x_all_gather: Dims = ()
     out_reduce_scatter: Dims = ()
     kernel_all_gather: Dims = ()
     contracting_axes: MeshAxes = ()
     row_axes: MeshAxes = ()
     feature_axes: MeshAxes = ()
+    x_row_axes: MeshAxes = ()
+    out_row_axes: MeshAxes = ()
     amax_axes: MeshAxes = ()
     x_spec: PartitionSpec = REPLICATED
     kernel_spec: PartitionSpec = REPLICATED
@@ -101,14 +100,7 @@ class Plan:
 
 
 UNSHARDED = Plan()
-"""On one device."""
-
-CONSTRAINED = Plan(constrained=True)
-"""On a mesh of one device, or inside of a ``shard_map`` that left axes to the compiler."""
-
-
-def _partitioned(reason: str) -> Plan:
-    return Plan(reason=reason, constrained=True)
+"""On one device, without a mesh."""
 
 
 def linear_plan(
@@ -130,101 +122,107 @@ def linear_plan(
     x_axes, kernel_axes, out_axes, *_ = options
     mesh = device_mesh()
     if mesh is None:
-        return UNSHARDED if current_mesh() is None else CONSTRAINED
+        return _without_devices()
     if out_axes is None or kernel_axes is None:
         return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
     if ambient_observer.value is not None:
         return _partitioned("its quantized tensors are observed, which is done on whole arrays")
     if state is not None and state["x"]["scale"].ndim > 0:
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
-    lead = len(x_shape) - 1
     if x_axes is None:
-        x_axes = (*out_axes[:lead], activation_axis(kernel_axes[0]))
+        x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
     plan = _linear_plan(mesh, current_rules(), (x_shape, kernel.shape), (x_axes, kernel_axes, out_axes), precision)
-    return plan if not isinstance(kernel, QuantizedKernel) else plan.without_mesh(_stored_whole(kernel))
+    return plan.without_mesh(_stored_whole(kernel)) if isinstance(kernel, QuantizedKernel) else plan
 
 
 # A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.
 @functools.lru_cache(maxsize=4096)
-def _linear_plan(
-    mesh: AbstractMesh,
-    rules: object,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    axes: tuple[LogicalAxes, LogicalAxes, LogicalAxes],
-    precision: Precision,
-) -> Plan:
-    """Return the plan for these shapes; ``rules`` are the ambient ones, here because they are part of the key."""
+def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, precision: Precision) -> Plan:
+    """Return the plan for shapes of ``(x, kernel)`` and axes of ``(x, kernel, out)``; ``rules`` is part of the key."""
     x, kernel, out = (mesh_dims(names, mesh) for names in axes)
     (x_shape, kernel_shape), lead = shapes, len(x) - 1
-    rows = tuple(_common(of_x, of_out) for of_x, of_out in zip(x[:-1], out[:lead], strict=True))
-    features, contracting = out[lead:], x[-1]
+    rows, features = tuple(map(_common, x[:-1], out[:lead])), out[lead:]
+    weights = (x[-1], *features)
     plan = Plan(
         mesh=mesh,
-        x=x,
-        kernel=kernel,
-        out=out,
-        x_all_gather=_beyond(x[:-1], rows, mesh),
-        out_reduce_scatter=_beyond(out[:lead], rows, mesh),
-        kernel_all_gather=_beyond(kernel, (contracting, *features), mesh),
-        contracting_axes=tuple(axis for axis in contracting if mesh.shape[axis] > 1),
+        x_all_gather=_beyond(x[:-1], rows),
+        out_reduce_scatter=_beyond(out[:lead], rows),
+        kernel_all_gather=_beyond(kernel, weights),
+        contracting_axes=x[-1],
         row_axes=flat(rows),
         feature_axes=flat(features),
+        x_row_axes=flat(x[:-1]),
+        out_row_axes=flat(out[:lead]),
         amax_axes=mesh.axis_names,
         x_spec=partition_spec(x),
         kernel_spec=partition_spec(kernel),
         bias_spec=partition_spec(features),
         out_spec=partition_spec(out),
     )
-    reason = _disagreement(plan, features)
-    if reason is not None:
-        return _partitioned(reason)
-    for name, shape, dims in (
+    if (
+        len(kernel) != len(weights)
+        or tuple(map(_common, kernel, weights)) != weights
+        or not set(flat(plan.out_reduce_scatter)) <= set(plan.contracting_axes)
+        or not set(flat(plan.x_all_gather)) <= set(plan.feature_axes)
+        or not set(flat(plan.kernel_all_gather)) <= set(plan.row_axes)
+    ):
+        specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
+        return _partitioned(f"{specs} are split in ways that do not go together")
+    arrays = (
         ("input", x_shape, x),
         ("kernel", kernel_shape, kernel),
         ("output", (*x_shape[:-1], *kernel_shape[1:]), out),
-    ):
+    )
+    for name, shape, dims in arrays:
         if local_shape(shape, dims, mesh) is None:
-            return _partitioned(
-                f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
-            )
-    return plan.without_mesh(_split_blocks(precision, rows, (contracting, *features), mesh, shapes))
+            return _partitioned(_indivisible(name, shape, dims, mesh))
+    tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
+    return plan.without_mesh(_split_blocks(precision, tokens, local_kernel))
 
 
 def norm_plan(plan: Plan) -> Plan:
     """Return the plan of a linear layer behind a norm, which needs whole rows of the input."""
-    if plan.contracting_axes:
-        return _partitioned(f"the norm's input is split along its features, {plan.x_spec}")
-    return plan
+    reason = f"the norm's input is split along its features, {plan.x_spec}" if plan.contracting_axes else None
+    return plan.without_mesh(reason)
 
 
-def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, *, whole: int) -> Plan:
+def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
     """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
 
     Args:
         shape: of ``x``.
-        axes: its logical axes.
+        axes, out_axes: logical axes of ``x`` and of the output.
         whole: number of trailing dimensions that must be whole on every device.
     """
     mesh = device_mesh()
     if mesh is None:
-        return UNSHARDED if current_mesh() is None else CONSTRAINED
-    if axes is None:
+        return _without_devices()
+    if axes is None or out_axes is None:
         return _partitioned("the call does not name the logical axes of its output (out_axes)")
     dims = mesh_dims(axes, mesh)
-    if any(mesh.shape[axis] > 1 for axis in flat(dims[len(dims) - whole :])):
-        return _partitioned(f"its rows are split over devices: {partition_spec(dims)}")
-    if local_shape(shape, dims, mesh) is None:
-        return _partitioned(
-            f"the input {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
-        )
     spec = partition_spec(dims)
-    return Plan(mesh=mesh, x=dims, out=dims, row_axes=flat(dims), x_spec=spec, out_spec=spec)
+    if flat(dims[len(dims) - whole :]):
+        return _partitioned(f"its rows are split over devices: {spec}")
+    if local_shape(shape, dims, mesh) is None:
+        return _partitioned(_indivisible("input", shape, dims, mesh))
+    return Plan(mesh=mesh, row_axes=flat(dims), x_spec=spec, out_spec=logical_to_spec(out_axes, mesh))
 
 
-def _beyond(dims: Dims, without: Dims, mesh: AbstractMesh) -> Dims:
-    """Return the axes of ``dims`` behind those of ``without``, if they have more than one device; () for none."""
-    pairs = zip(dims, without, strict=True)
-    rest = tuple(tuple(a for a in axes[len(part) :] if mesh.shape[a] > 1) for axes, part in pairs)
+def _without_devices() -> Plan:
+    return Plan(constrained=current_mesh() is not None)
+
+
+def _partitioned(reason: str) -> Plan:
+    return Plan(reason=reason, constrained=True)
+
+
+def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str:
+    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+
+
+def _beyond(dims: Dims, without: Dims) -> Dims:
+    """Return the axes of ``dims`` behind those of ``without``; () for none."""
+    rest = tuple(axes[len(part) :] for axes, part in zip(dims, without, strict=False))
     return rest if any(rest) else ()
 
 
@@ -236,24 +234,6 @@ def _common(one: MeshAxes, other: MeshAxes) -> MeshAxes:
     return one[:count]
 
 
-def _disagreement(plan: Plan, features: Dims) -> str | None:
-    """Return why the collectives between these shardings are none of `Plan`'s, or None."""
-    needed = (plan.x[-1], *features)
-    fits = (
-        len(plan.kernel) == len(needed)
-        and all(axes[: len(part)] == part for axes, part in zip(plan.kernel, needed, strict=True))
-        and all(axis in plan.contracting_axes for axis in flat(plan.out_reduce_scatter))
-        and all(axis in plan.feature_axes for axis in flat(plan.x_all_gather))
-        and all(axis in plan.row_axes for axis in flat(plan.kernel_all_gather))
-    )
-    if fits:
-        return None
-    return (
-        f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec} are split in ways that do not go "
-        "together"
-    )
-
-
 def _stored_whole(kernel: QuantizedKernel) -> str | None:
     """Return why a kernel that was quantized before the call has no shards for the devices, or None."""
     if kernel.is_opaque:
@@ -261,36 +241,13 @@ def _stored_whole(kernel: QuantizedKernel) -> str | None:
     return None if isinstance(kernel.quantizer, TensorQuantizer) else "its kernel was quantized in blocks as a whole"
 
 
-def _split_blocks(
-    precision: Precision,
-    rows: Dims,
-    weights: Dims,
-    mesh: AbstractMesh,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> str | None:
-    """Return why quantizing the shards is not quantizing the whole, or None.
-
-    ``rows`` and ``weights`` say how input and kernel of ``shapes`` are sharded while the GEMMs run.
-    """
-    quantizers = [getattr(precision, role).quantizer for role in ROLES]
-    if all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers):
-        return None
-    if not all(quantizer is None or isinstance(quantizer, _BY_SHARD) for quantizer in quantizers):
+def _split_blocks(precision: Precision, tokens: Any, kernel: Any) -> str | None:
+    """Return why quantizing shards of these shapes is not quantizing the whole, or None."""
+    multiple = precision.shard_multiple
+    if multiple is None:
         return f"recipe {precision.recipe_name!r} has scales of the whole tensor beside those of its blocks"
-    multiple = max(_block(quantizer) for quantizer in quantizers)
-    tokens, kernel = local_shape(shapes[0][:-1], rows, mesh), local_shape(shapes[1], weights, mesh)
-    assert tokens is not None
-    assert kernel is not None
     sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
     for name, size in sizes.items():
         if size % multiple:
             return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
     return None
-
-
-_BY_SHARD = (TensorQuantizer, BlockQuantizer, MXQuantizer)
-"""Quantizers that need no more of the rest of a tensor than its amax."""
-
-
-def _block(quantizer: Quantizer | None) -> int:
-    return BLOCK if isinstance(quantizer, BlockQuantizer) else MX_BLOCK if isinstance(quantizer, MXQuantizer) else 1

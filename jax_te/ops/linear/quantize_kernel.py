@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer
+from jax_te.ops.sharded_vjp import Shards
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
 from jax_te.quantize.internal import Quantization, ambient_observer, precision_of, quantize_operand
 from jax_te.recipe import Recipe
 from jax_te.sharding import auto_region, current_mesh
@@ -71,56 +71,48 @@ def quantize_kernel(
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
     chosen = backend_for("dense", backend or ambient_backend.value, recipe)
     # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
-    scale = precision.scale(jax.tree.map(_float32, state), "kernel")
+    scale = precision.scale(as_float32(state), "kernel")
 
     def run(kernel: Array, scale: Array | None) -> tuple[Any, Array | None]:
         if portable:
             return quantize_operand(kernel, quantizer, scale, axis=1)
         return chosen.quantize_operand(kernel, Quantization(quantizer, scale), axis=1)
 
-    spec = None if portable else _kernel_spec(kernel, kernel_axes, quantizer, state)
-    if spec is not None:
-        mesh = device_mesh()
-        assert mesh is not None
-        kernel, scale = reshard((kernel, scale), (spec, REPLICATED), mesh)
-        form, amax = _on_devices(chosen, quantizer, mesh, spec, kernel, scale)
+    shards = None if portable else _shards(kernel, kernel_axes, quantizer, state)
+    if shards is not None:
+        kernel, scale = reshard((kernel, scale), shards.args, shards.mesh)
+        form, amax = _on_devices(chosen, quantizer, shards, kernel, scale)
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         form = operand if portable else OpaqueTree.pack(operand)
     return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
 
 
-def _float32(leaf: Array) -> Array:
-    return jax.lax.convert_element_type(leaf, "float32")
-
-
-def _kernel_spec(
-    kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None
-) -> PartitionSpec | None:
-    """Return the kernel's PartitionSpec where each device can quantize its shard by itself, and the calls that read it
-    run so (`jax_te.ops.linear.plan.linear_plan`); else None.
+def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:
+    """Return how the kernel lies on the mesh where each device can quantize its shard by itself, and the calls that
+    read it run so (`jax_te.ops.linear.plan.linear_plan`); else None.
     """
-    mesh = device_mesh()
+    mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == 0
     if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or ambient_observer.value is not None:
         return None
-    if state is not None and state["x"]["scale"].ndim > 0:
-        return None
     dims = mesh_dims(axes, mesh)
-    return None if local_shape(kernel.shape, dims, mesh) is None else partition_spec(dims)
+    if not whole or local_shape(kernel.shape, dims, mesh) is None:
+        return None
+    return Shards(mesh=mesh, args=(partition_spec(dims), REPLICATED), out=None, cotangents=None)
 
 
 # Under a jit of its own, for calls that no jit surrounds.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_devices(
-    backend: Backend, quantizer: Quantizer, mesh: Any, spec: PartitionSpec, kernel: Array, scale: Array | None
+    backend: Backend, quantizer: Quantizer, shards: Shards, kernel: Array, scale: Array | None
 ) -> tuple[OpaqueTree, Array | None]:
-    def on_device(kernel: Array, scale: Array | None) -> tuple[OpaqueTree, Array | None]:
-        operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, mesh.axis_names), axis=1)
-        return OpaqueTree.pack(operand, per_device=True), None if amax is None else reduce_max(amax, mesh.axis_names)
+    axes = shards.mesh.axis_names
 
-    out_specs = PartitionSpec(mesh.axis_names), REPLICATED
-    split = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, REPLICATED), out_specs=out_specs, check_vma=False)
-    return split(kernel, scale)
+    def on_device(kernel: Array, scale: Array | None) -> tuple[OpaqueTree, Array | None]:
+        operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, axes), axis=1)
+        return OpaqueTree.pack(operand, per_device=True), None if amax is None else reduce_max(amax, axes)
+
+    return shards.map(on_device, shards.args, (shards.per_device, REPLICATED))(kernel, scale)
 
 
 def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:

@@ -215,11 +215,7 @@ def _misaligned(
     label: str, precision: Precision, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
 ) -> ValueError:
     multiple, where = precision.alignment, f"{label} under recipe {precision.recipe_name!r}"
-    sizes = {
-        "token count": prod(x_shape[:-1]),
-        "input size": kernel_shape[0],
-        "output size": prod(kernel_shape[1:]),
-    }
+    sizes = {"token count": prod(x_shape[:-1]), "input size": kernel_shape[0], "output size": prod(kernel_shape[1:])}
     name, size = next((name, size) for name, size in sizes.items() if size % multiple)
     return ValueError(
         f"{where}: {name} {size} must be a multiple of {multiple} (the next is {size + -size % multiple}); input "
