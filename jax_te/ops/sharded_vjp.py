@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jax_te.quantize.internal import OpaqueTree
 from jax_te.sharding import auto_region
-from jax_te.sharding.internal import MeshAxes, OpaqueTree, reshard
+from jax_te.sharding.internal import MeshAxes, reshard
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -42,43 +43,30 @@ class Shards:
     sinks: Any = None
     axis_names: MeshAxes | None = None
 
-    def map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Return ``fn`` run on each device's shards."""
-        names = self.mesh.axis_names if self.axis_names is None else self.axis_names
-        # check_vma off: residuals differ between devices by design, and TE's custom calls have no rule for it.
-        return jax.shard_map(
-            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(names), check_vma=False
-        )
+    @property
+    def manual_axes(self) -> MeshAxes:
+        """The mesh axes that are manual inside of the rules."""
+        return self.mesh.axis_names if self.axis_names is None else self.axis_names
 
     @property
     def per_device(self) -> PartitionSpec:
         """PartitionSpec of an array with one entry for each device in front."""
-        return PartitionSpec(self.mesh.axis_names if self.axis_names is None else self.axis_names)
+        return PartitionSpec(self.manual_axes)
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class _ShardedResiduals:
-    """Residuals of all devices: those that are arguments of the op as they came in, the others device by device.
-
-    An argument that passed through ``shard_map`` would be another array to JAX: a scan over layers would then stack a
-    mask that is the same in all of them.
-    """
-
-    arguments: tuple[Any, ...]
-    per_device: OpaqueTree
-    specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
-    sources: tuple[int | None, ...] = field(metadata={"static": True})
-    treedef: Any = field(metadata={"static": True})
+    def map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return ``fn`` run on each device's shards."""
+        options = {"mesh": self.mesh, "in_specs": in_specs, "out_specs": out_specs}
+        # check_vma off: residuals differ between devices by design, and TE's custom calls have no rule for it.
+        return jax.shard_map(fn, axis_names=set(self.manual_axes), check_vma=False, **options)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Residuals:
-    """What forward keeps for backward, and the dtypes of arguments that were cast on the way in."""
+    """What forward keeps for backward: arrays, and static facts about them."""
 
     tree: Any
-    dtypes: Any = field(metadata={"static": True})
+    static: Any = field(metadata={"static": True})
 
 
 def sharded_vjp(
@@ -143,7 +131,7 @@ def sharded_vjp(
             cotangents, sinks = bwd(spec, residuals.tree, g)
         else:
             cotangents, sinks = _backward_on_devices(bwd, spec, shards, residuals.tree, g)
-        return cotangents if residuals.dtypes is None else _in_dtypes(cotangents, *residuals.dtypes), sinks
+        return cotangents if residuals.static is None else _in_dtypes(cotangents, *residuals.static), sinks
 
     # symbolic_zeros tells the rules which arguments are differentiated, under jit, scan, remat and vmap alike.
     op.defvjp(forward, backward, symbolic_zeros=True)
@@ -159,56 +147,50 @@ def sharded_vjp(
     return call
 
 
-def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _ShardedResiduals]:
+def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
+    # Residuals that are arguments of the op stay the arrays that they are. One that passed through shard_map would be
+    # another array to JAX: a scan over layers would then stack a mask that is the same in all of them.
     out, residuals = _run_forward(fwd, spec, shards, args)
+    sources, treedef = residuals.static
     leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
-    used = list(filter(_NOT_NONE, residuals.sources))
-    return out, replace(
-        residuals, arguments=tuple(map(leaves.__getitem__, used)), specs=tuple(map(specs.__getitem__, used))
-    )
+    used = list(filter(_NOT_NONE, sources))
+    arguments, arg_specs = tuple(map(leaves.__getitem__, used)), tuple(map(specs.__getitem__, used))
+    return out, _Residuals((arguments, residuals.tree), (arg_specs, sources, treedef))
 
 
 # Both under a jit of their own, for calls that no jit surrounds: an eager shard_map runs one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _ShardedResiduals]:
-    def on_device(args: Any) -> tuple[Any, _ShardedResiduals]:
+def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
+    def on_device(args: Any) -> tuple[Any, _Residuals]:
         out, residuals = fwd(spec, args)
-        given = list(map(id, jax.tree.leaves(args)))
+        given, sources, own = list(map(id, jax.tree.leaves(args))), [], []
         leaves, treedef = jax.tree.flatten(residuals)
-        sources, own = [], []
         for leaf in leaves:
             sources.append(given.index(id(leaf)) if id(leaf) in given else None)
             if sources[-1] is None:
                 own.append(leaf)
-        return out, _ShardedResiduals(
-            arguments=(),
-            per_device=OpaqueTree.pack(own, per_device=True),
-            specs=(),
-            sources=tuple(sources),
-            treedef=treedef,
-        )
+        return out, _Residuals(OpaqueTree.pack(own, per_device=True), (tuple(sources), treedef))
 
     return shards.map(on_device, (shards.args,), (shards.out, shards.per_device))(args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward_on_devices(
-    bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: _ShardedResiduals, g: Any
-) -> Any:
-    def on_device(arguments: tuple[Any, ...], per_device: OpaqueTree, g: Any) -> Any:
-        given, own, leaves = iter(arguments), iter(per_device.unpack()), []
-        for source in residuals.sources:
+def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: _Residuals, g: Any) -> Any:
+    arg_specs, sources, treedef = residuals.static
+
+    def on_device(tree: tuple[tuple[Any, ...], OpaqueTree], g: Any) -> Any:
+        given, own, leaves = iter(tree[0]), iter(tree[1].unpack()), []
+        for source in sources:
             leaves.append(next(own if source is None else given))
-        return bwd(spec, jax.tree.unflatten(residuals.treedef, leaves), g)
+        return bwd(spec, jax.tree.unflatten(treedef, leaves), g)
 
     g_specs = shards.out
     if shards.out_cotangents is not None:
         # Dropped, not passed on as zeros: Shardy crashes on inputs of a shard_map that nothing reads (jax 0.11.2, GPU).
         g_specs = shards.out_cotangents
         g = jax.tree.map(lambda spec, x: None if spec is None else x, g_specs, g, is_leaf=lambda node: node is None)
-    in_specs = (residuals.specs, shards.per_device, g_specs)
-    mapped = shards.map(on_device, in_specs, (shards.cotangents, shards.sinks))
-    return mapped(residuals.arguments, residuals.per_device, g)
+    in_specs = ((arg_specs, shards.per_device), g_specs)
+    return shards.map(on_device, in_specs, (shards.cotangents, shards.sinks))(residuals.tree, g)
 
 
 _VALUE, _PERTURBED, _DTYPE = map(operator.attrgetter, ("value", "perturbed", "dtype"))

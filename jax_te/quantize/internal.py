@@ -8,13 +8,14 @@ from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, precis
 from jax_te.quantize.quantizer import Quantization, quantize_operand
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
 from jax_te.quantize.state import as_float32_inside, quantizer_variable
-from jax_te.quantize.tensor import Operand, as_matrix
+from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix
 
 __all__ = [
     "BLOCK",
     "MX_BLOCK",
     "ROLES",
     "Gemm",
+    "OpaqueTree",
     "Operand",
     "Precision",
     "Quantization",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
-from jax_te.quantize.quantizer import Quantizer
-from jax_te.sharding.internal import OpaqueTree
+from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
+from jax_te.quantize.tensor import OpaqueTree
 from jax_te.typing import Array, DTypeLike
 
 
@@ -48,6 +49,22 @@ class QuantizedKernel:
     def operand(self) -> Any:
         """The operand that the backend's GEMMs take."""
         return self.form.unpack() if isinstance(self.form, OpaqueTree) else self.form
+
+    @property
+    def lacks_shards(self) -> str | None:
+        """Why devices of a mesh have no shard of it to work with by themselves, or None."""
+        if isinstance(self.form, OpaqueTree):
+            return None if self.form.per_device else "its kernel was quantized as a whole, for one device"
+        one_scale = isinstance(self.quantizer, TensorQuantizer)
+        return None if one_scale else "its kernel was quantized in blocks as a whole"
+
+    def partition_specs(self, kernel: PartitionSpec, per_device: PartitionSpec) -> QuantizedKernel:
+        """Return the PartitionSpecs of its arrays, of a kernel with this one; every device has the one scale."""
+        if isinstance(self.form, OpaqueTree):
+            form: Any = per_device
+        else:
+            form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
+        return replace(self, form=form, amax=None if self.amax is None else PartitionSpec())
 
     def dequantize(self) -> Array:
         """Return the values in ``dtype``, of a kernel in plain arrays.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -105,6 +107,36 @@ class QuantizedOperand:
         form = self.rowwise if self.rowwise is not None else self.columnwise
         assert form is not None
         return form.ndim
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class OpaqueTree:
+    """The arrays of a tree whose own classes must not pass through JAX's transformations.
+
+    Args:
+        leaves: the arrays; with ``per_device`` each has a leading dimension with one entry for each device.
+        treedef: their structure.
+        per_device: every device of a mesh has a tree of its own, which no other device reads.
+    """
+
+    leaves: tuple[Any, ...]
+    treedef: Any = field(metadata={"static": True})
+    per_device: bool = field(default=False, metadata={"static": True})
+
+    @staticmethod
+    def pack(tree: Any, *, per_device: bool = False) -> OpaqueTree:
+        """Return ``tree`` as its arrays; ``per_device`` inside of ``shard_map``: this device's entry."""
+        leaves, treedef = jax.tree.flatten(tree)
+        if per_device:
+            # shard_map concatenates results along an axis they have: scalars and replicated arrays need a new one.
+            leaves = map(functools.partial(jnp.expand_dims, axis=0), leaves)
+        return OpaqueTree(leaves=tuple(leaves), treedef=treedef, per_device=per_device)
+
+    def unpack(self) -> Any:
+        """Return the tree; of a ``per_device`` one, inside of ``shard_map``, this device's."""
+        leaves = map(operator.itemgetter(0), self.leaves) if self.per_device else self.leaves
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 Operand = Any

@@ -2,35 +2,26 @@
 
 from jax_te.sharding.placement import create_sharded, leaves_with_axes
 from jax_te.sharding.rules import (
+    Dims,
+    MeshAxes,
     activation_axis,
     axis_ranks,
     batch_ranks,
     current_rules,
-    ranks_of,
-    row_axis,
-    whole_sequences,
-)
-from jax_te.sharding.shards import (
-    REPLICATED,
-    Dims,
-    MeshAxes,
-    OpaqueTree,
-    all_gather,
-    device_mesh,
     flat,
     local_shape,
     mesh_dims,
     partition_spec,
-    reduce_max,
-    reduce_sum,
-    reshard,
+    ranks_of,
+    row_axis,
+    whole_sequences,
 )
+from jax_te.sharding.shards import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
 
 __all__ = [
     "REPLICATED",
     "Dims",
     "MeshAxes",
-    "OpaqueTree",
     "activation_axis",
     "all_gather",
     "axis_ranks",

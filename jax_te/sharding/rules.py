@@ -17,6 +17,9 @@ from jax_te.config.internal import check_mesh_axis
 from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
+Dims = tuple[MeshAxes, ...]
+"""How an array is sharded: the mesh axes of each of its dimensions, the outermost first; ``()``: not along this one."""
+
 _COMPOSED = {"heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
 _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 
@@ -246,6 +249,46 @@ def current_mesh() -> AbstractMesh | None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
+
+
+def mesh_dims(axes: LogicalAxes, mesh: AbstractMesh) -> Dims:
+    """Return the mesh axes that shard each dimension of an array with these logical axes.
+
+    >>> mesh_dims(("batch", None, "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
+    (('data', 'fsdp'), (), ('tensor',))
+    """
+    spec = logical_to_spec(axes, mesh)
+    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
+
+
+def partition_spec(dims: Dims) -> PartitionSpec:
+    """Return JAX's form of `Dims`.
+
+    >>> tuple(partition_spec((("data", "fsdp"), (), ("tensor",))))
+    (('data', 'fsdp'), None, 'tensor')
+    """
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in dims))
+
+
+def local_shape(shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> tuple[int, ...] | None:
+    """Return the shape of one device's shard; None if the array does not divide.
+
+    >>> local_shape((8, 6), (("data",), ("tensor",)), AbstractMesh((2, 4), ("data", "tensor"))) is None
+    True
+    """
+    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in dims]
+    if any(size % shards for size, shards in zip(shape, sizes, strict=True)):
+        return None
+    return tuple(size // shards for size, shards in zip(shape, sizes, strict=True))
+
+
+def flat(dims: Dims) -> MeshAxes:
+    """Return all mesh axes of ``dims`` in one tuple.
+
+    >>> flat((("data", "fsdp"), (), ("tensor",)))
+    ('data', 'fsdp', 'tensor')
+    """
+    return sum(dims, ())
 
 
 def named_sharding(axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -8,54 +8,18 @@ Engine's custom calls, Pallas kernels) see one device's arrays.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_te.sharding.rules import MeshAxes, current_mesh, logical_to_spec
-from jax_te.typing import Array, LogicalAxes
-
-Dims = tuple[MeshAxes, ...]
-"""How an array is sharded: the mesh axes of each of its dimensions, the outermost first; ``()``: not along this one."""
+from jax_te.sharding.rules import Dims, MeshAxes, current_mesh, flat
+from jax_te.typing import Array
 
 REPLICATED = PartitionSpec()
 """Every device holds the whole array."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class OpaqueTree:
-    """The arrays of a tree whose own classes must not pass through JAX's transformations.
-
-    Args:
-        leaves: the arrays; with ``per_device`` each has a leading dimension with one entry for each device.
-        treedef: their structure.
-        per_device: every device of a mesh has a tree of its own, which no other device reads.
-    """
-
-    leaves: tuple[Any, ...]
-    treedef: Any = field(metadata={"static": True})
-    per_device: bool = field(default=False, metadata={"static": True})
-
-    @staticmethod
-    def pack(tree: Any, *, per_device: bool = False) -> OpaqueTree:
-        """Return ``tree`` as its arrays; ``per_device`` inside of ``shard_map``: this device's entry."""
-        leaves, treedef = jax.tree.flatten(tree)
-        if per_device:
-            # shard_map concatenates results along an axis they have: scalars and replicated arrays need a new one.
-            leaves = map(functools.partial(jnp.expand_dims, axis=0), leaves)
-        return OpaqueTree(leaves=tuple(leaves), treedef=treedef, per_device=per_device)
-
-    def unpack(self) -> Any:
-        """Return the tree; of a ``per_device`` one, inside of ``shard_map``, this device's."""
-        leaves = map(operator.itemgetter(0), self.leaves) if self.per_device else self.leaves
-        return jax.tree.unflatten(self.treedef, leaves)
 
 
 def device_mesh() -> AbstractMesh | None:
@@ -67,46 +31,6 @@ def device_mesh() -> AbstractMesh | None:
     if mesh is None or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
         return None
     return mesh
-
-
-def mesh_dims(axes: LogicalAxes, mesh: AbstractMesh) -> Dims:
-    """Return the mesh axes that shard each dimension of an array with these logical axes.
-
-    >>> mesh_dims(("batch", None, "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
-    (('data', 'fsdp'), (), ('tensor',))
-    """
-    spec = logical_to_spec(axes, mesh)
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
-
-
-def partition_spec(dims: Dims) -> PartitionSpec:
-    """Return JAX's form of `Dims`.
-
-    >>> tuple(partition_spec((("data", "fsdp"), (), ("tensor",))))
-    (('data', 'fsdp'), None, 'tensor')
-    """
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in dims))
-
-
-def local_shape(shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> tuple[int, ...] | None:
-    """Return the shape of one device's shard; None if the array does not divide.
-
-    >>> local_shape((8, 6), (("data",), ("tensor",)), AbstractMesh((2, 4), ("data", "tensor"))) is None
-    True
-    """
-    sizes = [prod(mesh.shape[axis] for axis in axes) for axes in dims]
-    if any(size % shards for size, shards in zip(shape, sizes, strict=True)):
-        return None
-    return tuple(size // shards for size, shards in zip(shape, sizes, strict=True))
-
-
-def flat(dims: Dims) -> MeshAxes:
-    """Return all mesh axes of ``dims`` in one tuple.
-
-    >>> flat((("data", "fsdp"), (), ("tensor",)))
-    ('data', 'fsdp', 'tensor')
-    """
-    return sum(dims, ())
 
 
 def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_te.config import ParallelConfig
+from jax_te.quantize.internal import OpaqueTree
 from jax_te.sharding import make_mesh
 from jax_te.sharding.internal import (
-    OpaqueTree,
     all_gather,
     device_mesh,
     flat,

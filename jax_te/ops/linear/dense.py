@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
-from jax_te.ops.linear.resolve import Layer, LinearArgs, check_differentiated, check_norm, resolve_call
-from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec
+from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op
+from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
@@ -62,8 +61,7 @@ def dense(
     (2, 8, 16)
     """
     layer = Layer("dense", x.shape, LinearWeights(kernel, bias, state, grad_sink), options)
-    call = resolve_call("dense", (layer,), x.dtype, recipe=recipe, backend=backend)
-    return call.run(_linear, _Spec(None, call.specs[0]), x, None)
+    return run_op(_linear, "dense", x, (layer,), recipe=recipe, backend=backend)
 
 
 def layernorm_dense(
@@ -99,29 +97,9 @@ def layernorm_dense(
     >>> layernorm_dense(jnp.ones((4, 16)), jnp.ones(16), jnp.zeros(16), LinearWeights(jnp.ones((16, 8)))).shape
     (4, 8)
     """
-    check_norm("layernorm_dense", x.shape[-1], scale, ln_bias, norm)
     layer = Layer("layernorm_dense", x.shape, linear, options)
-    call = resolve_call("layernorm_dense", (layer,), x.dtype, recipe=recipe, backend=backend, behind_norm=True)
-    return call.run(_linear, _Spec(norm, call.specs[0]), x, (scale, ln_bias))
-
-
-@dataclass(frozen=True)
-class _Spec:
-    norm: NormSpec | None
-    linear: LinearSpec
-
-    @property
-    def stored_quantized(self) -> tuple[bool]:
-        return (self.linear.stored_quantized,)
-
-
-class NormResiduals(NamedTuple):
-    """What a norm's backward needs: its input, statistics and parameters."""
-
-    x: Array
-    stats: Any
-    scale: Array
-    bias: Array | None
+    given = Norm(norm, scale, ln_bias)
+    return run_op(_linear, "layernorm_dense", x, (layer,), norm=given, recipe=recipe, backend=backend)
 
 
 def normed_operand(
@@ -136,43 +114,38 @@ def normed_operand(
     return gemms.make_operand(spec, "x", y, how, axis=-1), stats
 
 
-def norm_backward(
-    spec: LinearSpec, norm: NormSpec, residuals: NormResiduals, dy: Array
-) -> tuple[Array, Array | None, Array | None]:
-    """Return the gradients of the norm's input, scale and bias, the latter two summed over the rows of all devices."""
-    dx, dscale, dbias = spec.backend.norm_backward(dy, residuals.x, residuals.stats, *residuals[2:], norm)
-    if spec.plan.mesh is None:
-        return dx, dscale, dbias
-    axes = spec.plan.x_row_axes
-    return dx, reduce_sum(dscale, axes), None if dbias is None else reduce_sum(dbias, axes)
+def norm_backward(spec: LinearSpec, norm: Any, residuals: Any, dy: Array) -> tuple[Array, Any]:
+    """Return the gradients of the norm's input and of ``(scale, bias)``, the latter summed over all devices' rows.
+
+    ``residuals`` are the norm's input, its statistics, scale and bias.
+    """
+    dx, dscale, dbias = spec.backend.norm_backward(dy, *residuals, norm)
+    if spec.plan.mesh is not None:
+        dscale = reduce_sum(dscale, spec.plan.x_row_axes)
+        dbias = None if dbias is None else reduce_sum(dbias, spec.plan.x_row_axes)
+    return dx, (dscale, dbias)
 
 
-def _fwd(spec: _Spec, args: LinearArgs) -> tuple[Array, Any]:
-    x, norm, ((kernel, bias, state, _),) = args
-    linear, stats = spec.linear, None
+def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
+    x, norm, (weights,) = args
+    (linear,), stats = spec.layers, None
     if spec.norm is None:
-        operand = gemms.make_operand(linear, "x", x, gemms.quantization(linear, state, "x"), axis=-1)
+        operand = gemms.make_operand(linear, "x", x, gemms.quantization(linear, weights.state, "x"), axis=-1)
     else:
-        operand, stats = normed_operand(linear, spec.norm, x, *norm, state)
-    kernel_operand, kernel_residual = gemms.kernel_operand(linear, kernel, state)
-    y = gemms.fprop(linear, operand, kernel_operand, bias)
-    saved = gemms.wgrad_residual(linear, operand, x), kernel_residual, (operand.used, kernel_operand.used)
+        operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)
+    y, saved = gemms.forward(linear, operand, weights, x)
     # The kernel that quantizes a norm's output writes the statistics, too: unnamed, they would make it run again.
     stats, saved = checkpoint_name((stats, saved), "quantized")
-    normed = None if norm is None else NormResiduals(x, stats, *norm)
-    return y, (normed, LinearResiduals(*saved, state))
+    normed = None if norm is None else (x, stats, *norm)
+    return y, (normed, LinearResiduals(*saved, weights.state))
 
 
-def _bwd(spec: _Spec, residuals: tuple[NormResiduals | None, LinearResiduals], g: Array) -> tuple[LinearArgs, Any]:
-    (normed, saved), linear, dnorm = residuals, spec.linear, None
-    grad, dbias = gemms.grad_operand(linear, g, saved.state)
-    dx = gemms.dgrad(linear, saved.kernel, grad, after=g)
-    dkernel, sink = gemms.kernel_cotangents(linear, gemms.wgrad(linear, saved.x, grad))
+def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tuple[LinearArgs, Any]:
+    (normed, saved), (linear,), dnorm = residuals, spec.layers, None
+    dx, weights, sink = gemms.backward(linear, saved, *gemms.grad_operand(linear, g, saved.state), after=g)
     if normed is not None:
-        assert spec.norm is not None
-        dx, *dnorm = norm_backward(linear, spec.norm, normed, dx)
-    weights = LinearWeights(dkernel, dbias, gemms.next_state(linear, saved, grad))
-    return LinearArgs(dx, None if dnorm is None else tuple(dnorm), (weights,)), (sink,)
+        dx, dnorm = norm_backward(linear, spec.norm, normed, dx)
+    return LinearArgs(dx, dnorm, (weights,)), (sink,)
 
 
 _linear = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated)

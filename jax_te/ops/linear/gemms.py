@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.linear.spec import LinearSpec
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.quantize.internal import ROLES, Gemm, Quantization, TensorRole
 from jax_te.recipe.internal import GEMMS
@@ -108,6 +108,36 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization
     return shard.map(lambda form: gather(form, dims))
 
 
+def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None) -> tuple[Array, Any]:
+    """Return the output of a layer that reads ``x``, and the fields of `LinearResiduals` but its state.
+
+    ``original`` is the input itself, for ``save_original_input``.
+    """
+    kernel, residual = kernel_operand(spec, weights.kernel, weights.state)
+    y = fprop(spec, x, kernel, weights.bias)
+    x_residual = original if spec.saves_original else spec.backend.residual_for_wgrad(x.read_by(spec, "wgrad"))
+    return y, (x_residual, residual, (x.used, kernel.used))
+
+
+def backward(
+    spec: LinearSpec, residuals: LinearResiduals, g: Operand, dbias: Array | None, *, after: Array
+) -> tuple[Array, LinearWeights, Any]:
+    """Return the cotangents of a layer's input, of its arrays, and of its ``grad_sink``.
+
+    Args:
+        spec: the layer.
+        residuals: of its forward pass.
+        g, dbias: the gradients of its output and of its bias.
+        after: the gradient of the op's output.
+    """
+    dx = dgrad(spec, residuals.kernel, g, after=after)
+    dkernel = wgrad(spec, residuals.x, g)
+    # A kernel stored quantized has no gradient of its own: the fp32 master's goes to the sink.
+    own = None if spec.grad_sink or spec.stored_quantized else dkernel
+    weights = LinearWeights(own, dbias, next_state(spec, residuals, g))
+    return dx, weights, dkernel if spec.grad_sink else None
+
+
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
     """Return the kernel as forward reads it, and its residual: on a mesh the shard, not what was all-gathered of it."""
     how, dims = quantization(spec, state, "kernel"), spec.kernel_all_gather
@@ -140,13 +170,6 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
     # The bias once, behind the sum over the devices, not on each of them.
     y = reduce_sum(spec.backend.gemm_fprop(*operands, None, precise), plan.contracting_axes, plan.out_reduce_scatter)
     return y if bias is None else y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
-
-
-def wgrad_residual(spec: LinearSpec, x: Operand, original: Array | None = None) -> Any:
-    """Return what the kernel gradient's GEMM needs of the input; ``original`` is it, for ``save_original_input``."""
-    if spec.saves_original:
-        return original
-    return spec.backend.residual_for_wgrad(x.read_by(spec, "wgrad"))
 
 
 def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[Operand, Array | None]:
@@ -228,13 +251,6 @@ def bias_gradient(spec: LinearSpec, dbias: Array | None) -> Array | None:
     if dbias is None or plan.mesh is None:
         return dbias
     return reduce_sum(dbias, plan.out_row_axes)
-
-
-def kernel_cotangents(spec: LinearSpec, dkernel: Any) -> tuple[Any, Any]:
-    """Return the cotangents of ``(kernel, grad_sink)``: the gradient goes to the sink if there is one; None is zero."""
-    if spec.grad_sink:
-        return None, dkernel
-    return (None if spec.stored_quantized else dkernel), None
 
 
 def _quantized(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization, *, axis: int) -> Operand:

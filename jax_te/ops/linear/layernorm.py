@@ -49,9 +49,8 @@ def layernorm(
     chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)
     shards = None
     if plan.mesh is not None:
-        rows = plan.x_spec
-        args = _Args(rows, REPLICATED, REPLICATED)
-        shards = Shards(mesh=plan.mesh, args=args, out=rows, cotangents=args)
+        args = _Args(plan.x_spec, REPLICATED, REPLICATED)
+        shards = Shards(mesh=plan.mesh, args=args, out=plan.x_spec, cotangents=args)
     return _layernorm(_Spec(norm, chosen, plan, out_axes), shards, _Args(x, scale, bias), None, out_axes)
 
 

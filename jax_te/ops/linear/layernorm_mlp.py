@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_te.ops.linear import gemms
-from jax_te.ops.linear.dense import NormResiduals, norm_backward, normed_operand
+from jax_te.ops.linear.dense import norm_backward, normed_operand
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
-from jax_te.ops.linear.resolve import Layer, LinearArgs, check_differentiated, check_norm, resolve_call
-from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec
+from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op
+from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize import GemmState
 from jax_te.recipe import Recipe
@@ -76,7 +75,6 @@ def layernorm_mlp(
     >>> layernorm_mlp(jnp.ones((4, 16)), jnp.ones(16), None, wi, wo, options=options).shape
     (4, 16)
     """
-    check_norm("layernorm_mlp", x.shape[-1], scale, ln_bias, options.norm)
     n_act = len(options.activation.parts())
     if wi.kernel.ndim != 3 or wi.kernel.shape[1] != n_act:
         raise ValueError(
@@ -86,87 +84,63 @@ def layernorm_mlp(
         Layer("layernorm_mlp (wi)", x.shape, wi, options.wi),
         Layer("layernorm_mlp (wo)", (*x.shape[:-1], wi.kernel.shape[2]), wo, options.wo),
     )
-    call = resolve_call("layernorm_mlp", layers, x.dtype, recipe=recipe, backend=backend, behind_norm=True)
-    return call.run(_layernorm_mlp, _Spec(options.norm, options.activation, *call.specs), x, (scale, ln_bias))
-
-
-@dataclass(frozen=True)
-class _Spec:
-    norm: NormSpec
-    activation: Activation
-    wi: LinearSpec
-    wo: LinearSpec
-
-    @property
-    def stored_quantized(self) -> tuple[bool, bool]:
-        return self.wi.stored_quantized, self.wo.stored_quantized
+    norm, activation = Norm(options.norm, scale, ln_bias), options.activation
+    given = {"norm": norm, "activation": activation, "recipe": recipe, "backend": backend}
+    return run_op(_layernorm_mlp, "layernorm_mlp", x, layers, **given)
 
 
 class _Residuals(NamedTuple):
-    norm: NormResiduals
+    norm: Any
     pre: Array
     wi: LinearResiduals
     wo: LinearResiduals
 
 
-def _fwd(spec: _Spec, args: LinearArgs) -> tuple[Array, _Residuals]:
-    x, (scale, ln_bias), (wi, wo) = args
-    normed, stats = normed_operand(spec.wi, spec.norm, x, scale, ln_bias, wi.state)
-    wi_kernel, wi_residual = gemms.kernel_operand(spec.wi, wi.kernel, wi.state)
-    pre = checkpoint_name(gemms.fprop(spec.wi, normed, wi_kernel, wi.bias), "ffn1")
-    activated = _activated(spec, pre, wo.state)
-    wo_kernel, wo_residual = gemms.kernel_operand(spec.wo, wo.kernel, wo.state)
-    out = gemms.fprop(spec.wo, activated, wo_kernel, wo.bias)
+def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, _Residuals]:
+    x, norm, (wi, wo) = args
+    operand, stats = normed_operand(spec.layers[0], spec.norm, x, *norm, wi.state)  # type: ignore[arg-type]
+    pre, saved = gemms.forward(spec.layers[0], operand, wi)
+    pre = checkpoint_name(pre, "ffn1")
+    out, wo_saved = gemms.forward(spec.layers[1], _activated(spec, pre, wo.state), wo)
     # A kernel that quantizes writes all of its group: one array without the name, and it would run again.
-    normed_saved, activated_saved, kernels = checkpoint_name(
-        (
-            (gemms.wgrad_residual(spec.wi, normed), stats, normed.used),
-            (gemms.wgrad_residual(spec.wo, activated), activated.used),
-            ((wi_residual, wi_kernel.used), (wo_residual, wo_kernel.used)),
-        ),
-        "quantized",
+    (y, wi_kernel, (y_used, wi_used)), stats, (z, wo_kernel, (z_used, wo_used)) = checkpoint_name(
+        (saved, stats, wo_saved), "quantized"
     )
-    y, stats, y_used = checkpoint_name(normed_saved, "norm")
-    z, z_used = checkpoint_name(activated_saved, "activation")
-    (wi_residual, wi_used), (wo_residual, wo_used) = kernels
+    y, stats, y_used = checkpoint_name((y, stats, y_used), "norm")
+    z, z_used = checkpoint_name((z, z_used), "activation")
     return out, _Residuals(
-        NormResiduals(x, stats, scale, ln_bias),
+        (x, stats, *norm),
         pre,
-        LinearResiduals(y, wi_residual, (y_used, wi_used), wi.state),
-        LinearResiduals(z, wo_residual, (z_used, wo_used), wo.state),
+        LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state),
+        LinearResiduals(z, wo_kernel, (z_used, wo_used), wo.state),
     )
 
 
-def _activated(spec: _Spec, pre: Array, state: GemmState | None) -> Operand:
+def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
     """Return the activated tensor as the second layer's GEMMs read it."""
-    linear, how = spec.wo, gemms.quantization(spec.wo, state, "x")
+    linear = spec.layers[1]
+    how = gemms.quantization(linear, state, "x")
     if gemms.fuses(linear, "x"):
         written, amax = linear.backend.act_quantize(pre, spec.activation, how)
         return gemms.adopt(linear, "x", written, (how.scale, amax))
     return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), how, axis=-1)
 
 
-def _bwd(spec: _Spec, residuals: _Residuals, g: Array) -> tuple[LinearArgs, Any]:
-    wi, wo = residuals.wi, residuals.wo
-    grad, dwo_bias = gemms.grad_operand(spec.wo, g, wo.state)
-    dz = gemms.dgrad(spec.wo, wo.kernel, grad, after=g)
-    dwo_kernel, wo_sink = gemms.kernel_cotangents(spec.wo, gemms.wgrad(spec.wo, wo.x, grad))
-    dpre, dwi_bias = _activation_backward(spec, residuals, dz)
-    dy = gemms.dgrad(spec.wi, wi.kernel, dpre, after=g)
-    dwi_kernel, wi_sink = gemms.kernel_cotangents(spec.wi, gemms.wgrad(spec.wi, wi.x, dpre))
-    dx, *dnorm = norm_backward(spec.wi, spec.norm, residuals.norm, dy)
-    weights = (
-        LinearWeights(dwi_kernel, dwi_bias, gemms.next_state(spec.wi, wi, dpre)),
-        LinearWeights(dwo_kernel, dwo_bias, gemms.next_state(spec.wo, wo, grad)),
-    )
-    return LinearArgs(dx, tuple(dnorm), weights), (wi_sink, wo_sink)
+def _bwd(spec: OpSpec, residuals: _Residuals, g: Array) -> tuple[LinearArgs, Any]:
+    wi, wo = spec.layers
+    grad, dbias = gemms.grad_operand(wo, g, residuals.wo.state)
+    dz, dwo, wo_sink = gemms.backward(wo, residuals.wo, grad, dbias, after=g)
+    dpre, dbias = _activation_backward(spec, residuals, dz)
+    dy, dwi, wi_sink = gemms.backward(wi, residuals.wi, dpre, dbias, after=g)
+    dx, dnorm = norm_backward(wi, spec.norm, residuals.norm, dy)
+    return LinearArgs(dx, dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
-def _activation_backward(spec: _Spec, residuals: _Residuals, dz: Array) -> tuple[Operand, Array | None]:
+def _activation_backward(spec: OpSpec, residuals: _Residuals, dz: Array) -> tuple[Operand, Array | None]:
     """Return the gradient of the first layer's output as an operand, and that of its bias."""
-    linear, pre, state = spec.wi, residuals.pre, residuals.wi.state
+    linear, pre, state = spec.layers[0], residuals.pre, residuals.wi.state
     if linear.plan.constrained:
-        dz = constrain(dz, spec.wo.options.x_axes)
+        dz = constrain(dz, spec.layers[1].options.x_axes)
     if not gemms.fuses(linear, "grad"):
         return gemms.grad_operand(linear, linear.backend.act_backward(dz, pre, spec.activation), state)
     how = gemms.quantization(linear, state, "grad")

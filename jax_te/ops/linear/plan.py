@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jax_te.quantize import GemmState, QuantizedKernel, TensorQuantizer
+from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.quantize.internal import Precision, ambient_observer
 from jax_te.sharding import current_mesh, logical_to_spec
 from jax_te.sharding.internal import (
@@ -99,10 +99,6 @@ class Plan:
         return self if reason is None or self.mesh is None else _partitioned(reason)
 
 
-UNSHARDED = Plan()
-"""On one device, without a mesh."""
-
-
 def linear_plan(
     x_shape: tuple[int, ...],
     kernel: Array | QuantizedKernel,
@@ -122,7 +118,7 @@ def linear_plan(
     x_axes, kernel_axes, out_axes, *_ = options
     mesh = device_mesh()
     if mesh is None:
-        return _without_devices()
+        return Plan(constrained=current_mesh() is not None)
     if out_axes is None or kernel_axes is None:
         return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
     if ambient_observer.value is not None:
@@ -132,7 +128,7 @@ def linear_plan(
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
     plan = _linear_plan(mesh, current_rules(), (x_shape, kernel.shape), (x_axes, kernel_axes, out_axes), precision)
-    return plan.without_mesh(_stored_whole(kernel)) if isinstance(kernel, QuantizedKernel) else plan
+    return plan.without_mesh(kernel.lacks_shards) if isinstance(kernel, QuantizedKernel) else plan
 
 
 # A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.
@@ -180,12 +176,6 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
     return plan.without_mesh(_split_blocks(precision, tokens, local_kernel))
 
 
-def norm_plan(plan: Plan) -> Plan:
-    """Return the plan of a linear layer behind a norm, which needs whole rows of the input."""
-    reason = f"the norm's input is split along its features, {plan.x_spec}" if plan.contracting_axes else None
-    return plan.without_mesh(reason)
-
-
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
     """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
 
@@ -196,7 +186,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
     """
     mesh = device_mesh()
     if mesh is None:
-        return _without_devices()
+        return Plan(constrained=current_mesh() is not None)
     if axes is None or out_axes is None:
         return _partitioned("the call does not name the logical axes of its output (out_axes)")
     dims = mesh_dims(axes, mesh)
@@ -206,10 +196,6 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
     if local_shape(shape, dims, mesh) is None:
         return _partitioned(_indivisible("input", shape, dims, mesh))
     return Plan(mesh=mesh, row_axes=flat(dims), x_spec=spec, out_spec=logical_to_spec(out_axes, mesh))
-
-
-def _without_devices() -> Plan:
-    return Plan(constrained=current_mesh() is not None)
 
 
 def _partitioned(reason: str) -> Plan:
@@ -232,13 +218,6 @@ def _common(one: MeshAxes, other: MeshAxes) -> MeshAxes:
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
     return one[:count]
-
-
-def _stored_whole(kernel: QuantizedKernel) -> str | None:
-    """Return why a kernel that was quantized before the call has no shards for the devices, or None."""
-    if kernel.is_opaque:
-        return None if kernel.form.per_device else "its kernel was quantized as a whole, for one device"
-    return None if isinstance(kernel.quantizer, TensorQuantizer) else "its kernel was quantized in blocks as a whole"
 
 
 def _split_blocks(precision: Precision, tokens: Any, kernel: Any) -> str | None:

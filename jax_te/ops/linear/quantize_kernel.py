@@ -12,12 +12,11 @@ from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
-from jax_te.quantize.internal import Quantization, ambient_observer, precision_of, quantize_operand
+from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
 from jax_te.recipe import Recipe
 from jax_te.sharding import auto_region, current_mesh
 from jax_te.sharding.internal import (
     REPLICATED,
-    OpaqueTree,
     device_mesh,
     local_shape,
     mesh_dims,

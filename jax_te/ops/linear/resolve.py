@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
-from jax_te.ops.linear.plan import UNSHARDED, Plan, linear_plan, norm_plan
-from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec
+from jax_te.ops.linear.plan import Plan, linear_plan
+from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
 from jax_te.quantize.internal import Precision, ambient_observer, precision_of
@@ -38,65 +38,67 @@ class Layer(NamedTuple):
     options: LinearOptions
 
 
-class Call(NamedTuple):
-    """A resolved call: each layer's spec and arrays, and where they lie on the mesh."""
+class Norm(NamedTuple):
+    """The norm in front of the first layer: which one, and its arrays ``[h]``."""
 
-    specs: list[LinearSpec]
-    weights: tuple[LinearWeights, ...]
-    sinks: tuple[Any, ...]
-    shards: Shards | None
-
-    def run(self, op: Callable[..., Any], spec: Any, x: Array, norm: tuple[Array, Array | None] | None) -> Array:
-        """Return the result of ``op``, made by `jax_te.ops.sharded_vjp.sharded_vjp`."""
-        out_axes = self.specs[-1].options.out_axes
-        return op(spec, self.shards, LinearArgs(x, norm, self.weights), self.sinks, out_axes)
+    spec: NormSpec
+    scale: Array
+    bias: Array | None
 
 
-def resolve_call(
-    op: str,
+def run_op(
+    op: Callable[..., Any],
+    name: str,
+    x: Array,
     layers: Sequence[Layer],
-    x_dtype: DTypeLike,
     *,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
     recipe: Recipe | None,
     backend: BackendName | None,
-    behind_norm: bool = False,
-) -> Call:
-    """Return a linear op's call, checked and resolved.
+) -> Array:
+    """Return the result of a linear op, after its call was checked and resolved.
 
     Args:
-        op: its name, see `jax_te.ops.explain_backend`.
+        op: made by `jax_te.ops.sharded_vjp.sharded_vjp`, over an `OpSpec` and `LinearArgs`.
+        name: of the op, see `jax_te.ops.explain_backend`.
+        x: the input.
         layers: one or two, one after another; where the devices cannot run one, the compiler partitions both.
-        x_dtype: the compute dtype.
+        norm, activation: in front of the first layer, and between the two.
         recipe, backend: of the call.
-        behind_norm: the first layer reads a norm's output.
 
     Raises:
         ValueError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
     """
-    precision, plans, weights, specs = precision_of(recipe), [], [], []
-    sinks: list[Any] = []
+    if norm is not None:
+        check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
+    precision, plans, weights, specs, sinks = precision_of(recipe), [], [], [], []
     for _, shape, given, options in layers:
         weights.append(usable_weights(given, precision, recipe))
         # Asked here, so that a call without a mesh takes no detour.
         whole = jax.sharding.get_abstract_mesh().empty
-        plans.append(UNSHARDED if whole else linear_plan(shape, weights[-1].kernel, options, precision, given.state))
-    if behind_norm and plans[0].mesh is not None:
-        plans[0] = norm_plan(plans[0])
-    if plans[-1].reason is not None:
-        plans[0] = plans[0].without_mesh(plans[-1].reason)
-    if plans[0].reason is not None:
-        plans[-1] = plans[-1].without_mesh(plans[0].reason)
-    chosen = backend_for(op, backend or ambient_backend.value, recipe, plans[0].reason)
+        plans.append(Plan() if whole else linear_plan(shape, weights[-1].kernel, options, precision, given.state))
+    first, last = plans[0], plans[-1]
+    if norm is not None and first.contracting_axes:
+        reason = f"the norm's input is split along its features, {first.x_spec}"
+    else:
+        reason = first.reason or last.reason
+    if reason is not None:
+        plans = [plan.without_mesh(reason) for plan in plans]
+    chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):
-        specs.append(_linear_spec(layer, x_dtype, precision, plan, chosen))
+        specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen))
         sinks.append(layer.weights.grad_sink)
-    return Call(specs, tuple(weights), tuple(sinks), None if plans[0].mesh is None else _shards(plans, weights))
+    args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
+    spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
+    shards = None if plans[0].mesh is None else _shards(plans, weights)
+    return op(spec, shards, args, tuple(sinks), layers[-1].options.out_axes)
 
 
-def check_differentiated(spec: Any, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
+def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
     """Raise TypeError if a kernel that was quantized before the call is differentiated and has no ``grad_sink``."""
-    for layer, sink, stored in zip(perturbed.layers, sinks, spec.stored_quantized, strict=True):
-        if stored and sink is None and any(jax.tree.leaves(layer.kernel)):
+    for layer, differentiated in zip(spec.layers, perturbed.layers, strict=True):
+        if layer.stored_quantized and not layer.grad_sink and any(jax.tree.leaves(differentiated.kernel)):
             raise TypeError(
                 "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, "
                 "which takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"
@@ -184,36 +186,23 @@ def _shards(plans: list[Plan], weights: list[LinearWeights]) -> Shards:
     """Return where the arrays of a call lie on the mesh, around the layers with these plans."""
     first, last = plans[0], plans[-1]
     assert first.mesh is not None
-    given, plain, sinks = [], [], []
+    given, plain = [], []
     for plan, (kernel, *_) in zip(plans, weights, strict=True):
         specs: Any = LinearWeights(plan.kernel_spec, plan.bias_spec, REPLICATED)  # type: ignore[arg-type]
         plain.append(specs)
-        sinks.append(plan.kernel_spec)
-        given.append(
-            specs._replace(kernel=_stored_specs(plan, kernel)) if isinstance(kernel, QuantizedKernel) else specs
-        )
+        if isinstance(kernel, QuantizedKernel):
+            specs = specs._replace(kernel=kernel.partition_specs(plan.kernel_spec, PartitionSpec(plan.amax_axes)))
+        given.append(specs)
     return Shards(
         mesh=first.mesh,
         args=LinearArgs(first.x_spec, REPLICATED, tuple(given)),
         out=last.out_spec,
         cotangents=LinearArgs(first.x_spec, REPLICATED, tuple(plain)),
-        sinks=tuple(sinks),
+        sinks=tuple([specs.kernel for specs in plain]),
     )
 
 
-def _stored_specs(plan: Plan, kernel: QuantizedKernel) -> QuantizedKernel:
-    assert plan.mesh is not None
-    if kernel.is_opaque:
-        form: Any = jax.sharding.PartitionSpec(plan.mesh.axis_names)
-    else:
-        # Arrays of the kernel's shape are sharded like it; the one scale is on every device.
-        form = jax.tree.map(lambda leaf: plan.kernel_spec if leaf.shape == kernel.shape else REPLICATED, kernel.form)
-    return dataclasses.replace(kernel, form=form, amax=None if kernel.amax is None else REPLICATED)
-
-
-def _misaligned(
-    label: str, precision: Precision, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
-) -> ValueError:
+def _misaligned(label: str, precision: Precision, x_shape: Any, kernel_shape: Any) -> ValueError:
     multiple, where = precision.alignment, f"{label} under recipe {precision.recipe_name!r}"
     sizes = {"token count": prod(x_shape[:-1]), "input size": kernel_shape[0], "output size": prod(kernel_shape[1:])}
     name, size = next((name, size) for name, size in sizes.items() if size % multiple)

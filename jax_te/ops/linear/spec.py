@@ -118,3 +118,11 @@ class Activation(NamedTuple):
                 f"activation {self.name!r} has no parameters, got {self.params}; only 'clamped_swiglu' has"
             )
         return ACTIVATIONS[self.name]
+
+
+class OpSpec(NamedTuple):
+    """A resolved linear op: its layers, one after another, the norm in front and the activation between them."""
+
+    layers: tuple[LinearSpec, ...]
+    norm: NormSpec | None
+    activation: Activation | None

@@ -8,6 +8,7 @@ import pytest
 from jax_te.errors import QuantizerStateError
 from jax_te.ops import quantize_kernel
 from jax_te.quantize import QuantizedOperand
+from jax_te.quantize.internal import OpaqueTree
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -17,7 +18,6 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
 )
 from jax_te.sharding import named_sharding
-from jax_te.sharding.shards import OpaqueTree
 from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.cases import make_case
 from tests.support.meshes import use_mesh
