@@ -98,8 +98,8 @@ def layernorm_dense(
     (4, 8)
     """
     layer = Layer("layernorm_dense", x.shape, linear, options)
-    given = Norm(norm, scale, ln_bias)
-    return run_op(_linear, "layernorm_dense", x, (layer,), norm=given, recipe=recipe, backend=backend)
+    in_front = Norm(norm, scale, ln_bias)
+    return run_op(_linear, "layernorm_dense", x, (layer,), norm=in_front, recipe=recipe, backend=backend)
 
 
 def normed_operand(

@@ -104,8 +104,8 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization
         return _quantized(spec, role, x, how, axis=axis)
     if not getattr(spec.precision, role).one_scale:
         return _quantized(spec, role, all_gather(x, dims), how, axis=axis)
-    shard, gather = _quantized(spec, role, x, how, axis=axis), spec.backend.all_gather_operand
-    return shard.map(lambda form: gather(form, dims))
+    shard = _quantized(spec, role, x, how, axis=axis)
+    return shard.map(lambda form: spec.backend.all_gather_operand(form, dims))
 
 
 def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None) -> tuple[Array, Any]:

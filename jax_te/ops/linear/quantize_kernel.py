@@ -105,11 +105,9 @@ def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state
 def _on_devices(
     backend: Backend, quantizer: Quantizer, shards: Shards, kernel: Array, scale: Array | None
 ) -> tuple[OpaqueTree, Array | None]:
-    axes = shards.mesh.axis_names
-
     def on_device(kernel: Array, scale: Array | None) -> tuple[OpaqueTree, Array | None]:
-        operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, axes), axis=1)
-        return OpaqueTree.pack(operand, per_device=True), None if amax is None else reduce_max(amax, axes)
+        operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, shards.manual_axes), axis=1)
+        return OpaqueTree.pack(operand, per_device=True), None if amax is None else reduce_max(amax, shards.manual_axes)
 
     return shards.map(on_device, shards.args, (shards.per_device, REPLICATED))(kernel, scale)
 

@@ -91,8 +91,7 @@ def run_op(
         sinks.append(layer.weights.grad_sink)
     args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
     spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
-    shards = None if plans[0].mesh is None else _shards(plans, weights)
-    return op(spec, shards, args, tuple(sinks), layers[-1].options.out_axes)
+    return op(spec, _shards(plans, weights), args, tuple(sinks), layers[-1].options.out_axes)
 
 
 def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
@@ -182,10 +181,11 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
     )
 
 
-def _shards(plans: list[Plan], weights: list[LinearWeights]) -> Shards:
-    """Return where the arrays of a call lie on the mesh, around the layers with these plans."""
+def _shards(plans: list[Plan], weights: list[LinearWeights]) -> Shards | None:
+    """Return where the arrays of a call lie on the mesh, around the layers with these plans; None without a mesh."""
     first, last = plans[0], plans[-1]
-    assert first.mesh is not None
+    if first.mesh is None:
+        return None
     given, plain = [], []
     for plan, (kernel, *_) in zip(plans, weights, strict=True):
         specs: Any = LinearWeights(plan.kernel_spec, plan.bias_spec, REPLICATED)  # type: ignore[arg-type]
