@@ -199,6 +199,7 @@ _NOT_NONE = functools.partial(operator.is_not, None)
 
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
     """Return ``args`` without extended dtypes; and their structure and dtypes, None where there were none to cast."""
+    # A dtype whose gradients merge by maximum is for JAX's transposition alone: inside of a rule nothing is merged.
     leaves, treedef = jax.tree.flatten(args)
     dtypes, any_cast = tuple(map(_DTYPE, leaves)), False
     for i, dtype in enumerate(dtypes):

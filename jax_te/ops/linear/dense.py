@@ -130,6 +130,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     x, norm, (weights,) = args
     (linear,), stats = spec.layers, None
     if spec.norm is None:
+        # Nothing writes the input as an operand: it comes from outside of the op.
         operand = gemms.make_operand(linear, "x", x, gemms.quantization(linear, weights.state, "x"), axis=-1)
     else:
         operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)

@@ -7,7 +7,7 @@ all-gathered first, so that no block of scales lies on two devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +75,7 @@ def fuses(spec: LinearSpec, role: TensorRole) -> bool:
     precision = getattr(spec.precision, role)
     if precision.quantizer is None:
         return True
+    # A fused kernel writes quantized values only: statistics and GEMMs in high precision need the tensor itself.
     if spec.observer is not None or precision.read_unquantized:
         return False
     return precision.one_scale or not (spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter)
@@ -103,7 +104,9 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization
     if not dims:
         return _quantized(spec, role, x, how, axis=axis)
     if not getattr(spec.precision, role).one_scale:
+        # Blocks of the whole tensor's rows may begin inside of a shard.
         return _quantized(spec, role, all_gather(x, dims), how, axis=axis)
+    # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
     shard = _quantized(spec, role, x, how, axis=axis)
     return shard.map(lambda form: spec.backend.all_gather_operand(form, dims))
 
@@ -143,10 +146,12 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
     how, dims = quantization(spec, state, "kernel"), spec.kernel_all_gather
     if isinstance(kernel, QuantizedKernel):
         unquantized = None
+        # The exact values are gone: GEMMs in high precision read those that it was quantized to.
         if spec.precision.kernel.read_unquantized:
             unquantized, _ = spec.backend.quantize_operand(kernel.dequantize(), Quantization(), axis=1)
         operand = Operand(unquantized, kernel.operand, (how.scale, kernel.amax))
     elif dims and not spec.precision.kernel.one_scale:
+        # The residual is the shard as it came: what was gathered would hold the whole kernel until backward.
         whole = _quantized(spec, "kernel", all_gather(kernel, dims), how, axis=1)
         return whole, kernel
     else:
@@ -154,6 +159,7 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
             # Before the all-gather, which then moves the compute dtype's bytes, not those of an fp32 parameter.
             kernel = kernel.astype(spec.x_dtype)
         operand = _quantized(spec, "kernel", kernel, how, axis=1)
+    # Taken before the all-gather, so that backward holds a shard and gathers again.
     residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
     if not dims:
         return operand, residual
@@ -175,11 +181,13 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
 def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[Operand, Array | None]:
     """Return the output's gradient as an operand, and the bias gradient."""
     if spec.plan.constrained:
+        # Cotangents come without a constraint of their own, and the compiler may have split them in another way.
         g = constrain(g, spec.options.out_axes)
     axis, how = g.ndim - spec.kernel_rank + 1, quantization(spec, state, "grad")
     if fuses(spec, "grad"):
         written, dbias, g_amax = spec.backend.quantize_dbias(g, how, axis=axis, bias_dtype=spec.bias_dtype)
         return adopt(spec, "grad", written, (how.scale, g_amax)), bias_gradient(spec, dbias)
+    # The bias gradient sums unquantized values, as TE's fused kernel does.
     _, dbias, _ = spec.backend.quantize_dbias(g, Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
     return make_operand(spec, "grad", g, how, axis=axis), bias_gradient(spec, dbias)
 
@@ -217,12 +225,15 @@ def wgrad(spec: LinearSpec, x: Any, g: Operand) -> Any:
         g: the gradient of the output.
     """
     if spec.saves_original:
+        # The same bits as forward's: current and block scales depend on the values alone.
         x = spec.backend.residual_for_wgrad(_quantized_again(spec, x))
     dkernel = spec.backend.gemm_wgrad(
         x, g.read_by(spec, "wgrad"), spec.wgrad_dtype, spec.precision.split_accumulator[2]
     )
     if spec.plan.mesh is not None:
+        # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.
         return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather)
+    # The gradient takes the parameter's sharding at once; elsewhere the optimizer would gather one of the two.
     return constrain(dkernel, spec.options.kernel_axes) if spec.plan.constrained else dkernel
 
 
@@ -230,15 +241,15 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     """Return the state after a call, with the amaxes of the whole tensors."""
     if residuals.state is None:
         return None
-    (x_scale, x_amax), (kernel_scale, kernel_amax) = residuals.used
-    grad_scale, grad_amax = grad.used
+    scales, amaxes = zip(*residuals.used, grad.used, strict=True)
+    # Reduced here, not where each was taken: nothing in this step reads them, and one collective does for all three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
-        x_amax, kernel_amax, grad_amax = _reduced(spec, [x_amax, kernel_amax, grad_amax])
-    used = (x_scale, x_amax), (kernel_scale, kernel_amax), (grad_scale, grad_amax)
+        amaxes = _reduced(spec, amaxes)
+    used = zip(scales, amaxes, strict=True)
     return spec.precision.next_state(residuals.state, dict(zip(ROLES, used, strict=True)))
 
 
-def _reduced(spec: LinearSpec, amaxes: list[Array | None]) -> list[Array | None]:
+def _reduced(spec: LinearSpec, amaxes: Sequence[Array | None]) -> Sequence[Array | None]:
     """Return amaxes of shards reduced to those of the whole tensors, in one collective."""
     seen = [amax for amax in amaxes if amax is not None]
     whole = list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else []

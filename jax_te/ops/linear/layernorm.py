@@ -73,6 +73,7 @@ class _Spec:
 
 
 def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
+    # Both sides: a norm is elementwise in rows, so that it runs in the sharding that its neighbours have.
     x = spec.constrain(args.x)
     y, stats = spec.backend.norm(x, args.scale, args.bias, spec.norm)
     return spec.constrain(y), (x, stats, args.scale, args.bias)

@@ -100,6 +100,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, _Residuals]:
     x, norm, (wi, wo) = args
     operand, stats = normed_operand(spec.layers[0], spec.norm, x, *norm, wi.state)  # type: ignore[arg-type]
     pre, saved = gemms.forward(spec.layers[0], operand, wi)
+    # te.jax's names, so that its users' policies hold here.
     pre = checkpoint_name(pre, "ffn1")
     out, wo_saved = gemms.forward(spec.layers[1], _activated(spec, pre, wo.state), wo)
     # A kernel that quantizes writes all of its group: one array without the name, and it would run again.
@@ -129,6 +130,8 @@ def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
 def _bwd(spec: OpSpec, residuals: _Residuals, g: Array) -> tuple[LinearArgs, Any]:
     wi, wo = spec.layers
     grad, dbias = gemms.grad_operand(wo, g, residuals.wo.state)
+    # The second layer first, as in any chain rule; both kernels are gathered behind the op's own gradient, so that no
+    # all-gather of backward begins in forward.
     dz, dwo, wo_sink = gemms.backward(wo, residuals.wo, grad, dbias, after=g)
     dpre, dbias = _activation_backward(spec, residuals, dz)
     dy, dwi, wi_sink = gemms.backward(wi, residuals.wi, dpre, dbias, after=g)

@@ -123,6 +123,7 @@ def linear_plan(
         return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
     if ambient_observer.value is not None:
         return _partitioned("its quantized tensors are observed, which is done on whole arrays")
+    # A shard of the sequence or of features belongs to several such scales.
     if state is not None and state["x"]["scale"].ndim > 0:
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
@@ -135,6 +136,7 @@ def linear_plan(
 @functools.lru_cache(maxsize=4096)
 def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, precision: Precision) -> Plan:
     """Return the plan for shapes of ``(x, kernel)`` and axes of ``(x, kernel, out)``; ``rules`` is part of the key."""
+    # Mesh axes of size 1 are in none of these: they split nothing.
     x, kernel, out = (mesh_dims(names, mesh) for names in axes)
     (x_shape, kernel_shape), lead = shapes, len(x) - 1
     rows, features = tuple(map(_common, x[:-1], out[:lead])), out[lead:]
@@ -155,6 +157,8 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         bias_spec=partition_spec(features),
         out_spec=partition_spec(out),
     )
+    # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
+    # any other would leave devices with shards of different products.
     if (
         len(kernel) != len(weights)
         or tuple(map(_common, kernel, weights)) != weights
@@ -191,6 +195,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
         return _partitioned("the call does not name the logical axes of its output (out_axes)")
     dims = mesh_dims(axes, mesh)
     spec = partition_spec(dims)
+    # A norm's statistics are of whole rows.
     if flat(dims[len(dims) - whole :]):
         return _partitioned(f"its rows are split over devices: {spec}")
     if local_shape(shape, dims, mesh) is None:

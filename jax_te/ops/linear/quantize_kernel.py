@@ -62,6 +62,7 @@ def quantize_kernel(
     >>> dense(jnp.ones((16, 32)), quantized, recipe=Float8CurrentScaling()).shape
     (16, 16)
     """
+    # Rounding to FP8 has no useful derivative; the calls that read the result return the kernel's gradient.
     kernel, state = jax.lax.stop_gradient((kernel, state))
     precision = precision_of(recipe)
     usable_weights(LinearWeights(kernel, state=state), precision, recipe)  # raises for a missing state
@@ -83,6 +84,7 @@ def quantize_kernel(
         form, amax = _on_devices(chosen, quantizer, shards, kernel, scale)
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
+        # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
         form = operand if portable else OpaqueTree.pack(operand)
     return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
 

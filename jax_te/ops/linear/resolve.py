@@ -79,6 +79,7 @@ def run_op(
         whole = jax.sharding.get_abstract_mesh().empty
         plans.append(Plan() if whole else linear_plan(shape, weights[-1].kernel, options, precision, given.state))
     first, last = plans[0], plans[-1]
+    # A norm's statistics are of whole rows. And one region runs the whole op: a reason of one layer is that of both.
     if norm is not None and first.contracting_axes:
         reason = f"the norm's input is split along its features, {first.x_spec}"
     else:
@@ -118,6 +119,7 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
             "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
         )
     if isinstance(kernel, QuantizedKernel):
+        # Equal quantizers, not equal recipes: recipes may differ in what they do to the other operands.
         quantizer = precision.kernel.quantizer
         if quantizer is None:
             kernel = kernel.dequantize()
@@ -154,6 +156,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
             f"{label}: its kernel was quantized on each device of a mesh, and here the devices cannot run it by "
             f"themselves: {plan.reason}. Quantize it again where it is used (is_first_microbatch=None)"
         )
+    # FP8 tensor cores read 16 bytes at once, along both axes of a matrix, since backward reads it transposed.
     multiple = precision.alignment
     if prod(shape[:-1]) % multiple or shape[-1] % multiple or prod(kernel.shape[1:]) % multiple:
         raise _misaligned(label, precision, shape, kernel.shape)
@@ -172,6 +175,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
         kernel_rank=kernel.ndim,
         stored_quantized=stored,
         bias_dtype=None if bias is None else bias.dtype,
+        # A kernel stored in blocks was all-gathered when it was quantized.
         kernel_all_gather=() if stored and not precision.kernel.one_scale else plan.kernel_all_gather,
         saves_original=(
             options.save_original_input and precision.x.quantizer is not None and not precision.overridden[2]
