@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from jax_te.config.checks import check_annotations, check_choice
+from jax_te.config.checks import check_annotations, check_choice, log_hints
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Ways to exchange keys and values under context parallelism."""
@@ -72,6 +72,11 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         check_annotations(self, AttentionConfig)
+        log_hints(
+            apply_query_key_layer_scaling=self.apply_query_key_layer_scaling,
+            attention_softmax_in_fp32=not self.attention_softmax_in_fp32,
+            batch_invariant_mode=self.batch_invariant_mode,
+        )
         for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
             value = getattr(self, name)
             # YAML and JSON have lists only, and a configuration must be hashable: it is part of jit cache keys.

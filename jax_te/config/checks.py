@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, get_args, get_type_hints
 
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
@@ -61,6 +62,22 @@ def check_choice(allowed: tuple[object, ...], **values: object) -> None:
     for name, value in values.items():
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def log_hints(**hints: object) -> None:
+    """Log which hints to CUDA's speed were given (are true): nothing here reads them. Each is logged once a process.
+
+    Args:
+        hints: argument or field -> its value, negated where the default is True.
+    """
+    for name in filter(hints.get, hints):
+        _log_hint(name)
+
+
+# At level INFO: programs written for Megatron pass these everywhere, and their authors have nothing to change.
+@functools.cache
+def _log_hint(name: str) -> None:
+    logging.getLogger("jax_te").info("%s tunes CUDA kernels and has no effect in JAX; see docs/parity.md", name)
 
 
 def check_annotations(config: Any, base: type) -> None:

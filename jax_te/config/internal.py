@@ -8,6 +8,7 @@ from jax_te.config.checks import (
     check_rate,
     float_dtype,
     literal_names,
+    log_hints,
 )
 from jax_te.config.initializers import normal_init, scaled_normal_init
 from jax_te.config.mesh import check_mesh_axis
@@ -27,6 +28,7 @@ __all__ = [
     "check_rate",
     "float_dtype",
     "literal_names",
+    "log_hints",
     "normal_init",
     "scaled_normal_init",
 ]

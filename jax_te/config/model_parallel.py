@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.checks import check_annotations, check_choice, check_positive, float_dtype
+from jax_te.config.checks import check_annotations, check_choice, check_positive, float_dtype, log_hints
 from jax_te.typing import DTypeLike
 
 SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
@@ -107,6 +107,13 @@ class ModelParallelConfig:
                 "parts --xla_gpu_threshold_for_windowed_einsum_mib and --xla_gpu_multi_streamed_windowed_einsum"
             )
         check_choice(SYMMETRIC_AR_TYPES, symmetric_ar_type=self.symmetric_ar_type)
+        log_hints(
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            symmetric_ar_type=self.symmetric_ar_type,
+            tp_comm_overlap_disable_fc1=self.tp_comm_overlap_disable_fc1,
+            tp_comm_overlap_disable_qkv=self.tp_comm_overlap_disable_qkv,
+            use_cpu_initialization=self.use_cpu_initialization,
+        )
         # One spelling of a dtype, so that equal configurations are equal: np.float32 and "float32" are not.
         object.__setattr__(self, "params_dtype", float_dtype("params_dtype", self.params_dtype))
         # Configurations are static fields of modules, and so part of jit cache keys.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, check_rate
+from jax_te.config.internal import check_positive, check_rate, log_hints
 from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import constant
@@ -138,6 +138,7 @@ class DotProductAttention(ContextParallelModule):
         self.softmax_type = softmax_type
         self.logit_softcap = logit_softcap
         self.return_max_logit = return_max_logit
+        log_hints(num_splits=num_splits)
         self.num_splits = num_splits
         self.context_parallel = ContextParallel(
             cp_comm_type=cp_comm_type,

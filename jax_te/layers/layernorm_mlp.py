@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import ActivationParams
-from jax_te.config.internal import check_positive, normal_init
+from jax_te.config.internal import check_positive, log_hints, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter, value_or_none
 from jax_te.layers.results import layer_output
@@ -99,6 +99,7 @@ class LayerNormMLP(TensorParallelModule):
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in warm_up.items() if size is not None})
+        log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation, **warm_up)
         n_act = len(Activation(activation, activation_params).parts())
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode

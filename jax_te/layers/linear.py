@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, normal_init
+from jax_te.config.internal import check_positive, log_hints, normal_init
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
@@ -129,6 +129,7 @@ class Linear(TensorParallelModule):
             self.save_original_input = False
         self.use_bias = bias
         self.return_bias = return_bias
+        log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.frozen = False
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, check_rate
+from jax_te.config.internal import check_positive, check_rate, log_hints
 from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
@@ -129,7 +129,13 @@ class TransformerLayer(ContextParallelModule):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        del apply_query_key_layer_scaling, attention_softmax_in_fp32  # scores and softmax are fp32 in any case
+        log_hints(
+            # True, TE's default, is the one that changes nothing; scores and softmax are fp32 in any case.
+            apply_query_key_layer_scaling=not apply_query_key_layer_scaling,
+            attention_softmax_in_fp32=attention_softmax_in_fp32,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+        )
         optional = {"layer_number": layer_number, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in optional.items() if size is not None})
         if layer_type not in LAYER_TYPES:

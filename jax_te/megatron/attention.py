@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import log_hints
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.internal import check_tp_group, merge_heads
 from jax_te.megatron.enums import AttnMaskType
@@ -167,7 +168,8 @@ class TEDotProductAttention(DotProductAttention):
             a tuple of this array and the max logit of each head, fp32 ``[n]``, in place of Megatron's attribute
             ``current_max_attn_logits``: merge the max logits of several calls with ``jnp.maximum``.
         """
-        del num_splits
+        if num_splits is not None:
+            log_hints(num_splits=num_splits)
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         masks: dict[str, Any] = {}
         if packed_seq_params is not None:

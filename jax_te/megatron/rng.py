@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.tree_util import register_pytree_with_keys_class
 
+from jax_te.config.internal import log_hints
 from jax_te.random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
@@ -63,8 +64,8 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
             yield key
 
 
-# A global of the process, against the rule of this package: Megatron's functions, whose signatures stay, have no other
-# place for it. Jitted functions take the tracker as an argument.
+# The one mutable global of this package: Megatron's functions, whose signatures stay, have no other place for it.
+# Jitted functions take the tracker as an argument.
 _tracker: TECudaRNGStatesTracker | None = None
 
 
@@ -87,7 +88,7 @@ def initialize_rng_tracker(
     >>> get_cuda_rng_tracker().is_initialized()
     False
     """
-    del use_te_rng_tracker, use_cudagraphable_rng
+    log_hints(use_te_rng_tracker=use_te_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng)
     global _tracker
     if _tracker is None or force_reset:
         _tracker = TECudaRNGStatesTracker(inference_rng_tracker)

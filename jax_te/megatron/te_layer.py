@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import SYMMETRIC_AR_TYPES
+from jax_te.config.internal import SYMMETRIC_AR_TYPES, log_hints
 from jax_te.layers import QuantizableModule
 from jax_te.layers.internal import TensorParallel, check_context_size
 from jax_te.megatron.quant_config import get_quant_config_or_none
@@ -109,6 +109,7 @@ class TELayer(QuantizableModule):
             raise ValueError(
                 f"tp_comm_buffer_name must be one of {TP_COMM_BUFFER_NAMES}, got {options.tp_comm_buffer_name!r}"
             )
+        log_hints(symmetric_ar_type=options.symmetric_ar_type, tp_comm_buffer_name=options.tp_comm_buffer_name)
         self.config = config
         self.in_features, self.out_features = sizes
         self.parallel_mode = mode

@@ -1,0 +1,88 @@
+"""Arguments that only tune CUDA: accepted, listed in docs/parity.md, and logged once where they are given."""
+
+import ast
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.config.checks import _log_hint
+from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
+from jax_te.megatron import TELinear, initialize_rng_tracker
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def config(**hints):
+    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, **hints)
+
+
+def te_linear(**hints):
+    return TELinear(
+        16,
+        16,
+        parallel_mode=None,
+        config=config(),
+        init_method=nnx.initializers.zeros,
+        bias=False,
+        skip_bias_add=False,
+        skip_weight_param_allocation=False,
+        is_expert=False,
+        rngs=nnx.Rngs(0),
+        **hints,
+    )
+
+
+GIVEN = [
+    (config, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False, "batch_invariant_mode": True}),
+    (config, {"gradient_accumulation_fusion": True, "symmetric_ar_type": "one_shot", "use_cpu_initialization": True}),
+    (config, {"tp_comm_overlap_disable_fc1": True, "tp_comm_overlap_disable_qkv": True}),
+    (lambda **hints: DotProductAttention(2, 8, **hints), {"num_splits": 2}),
+    (lambda **hints: Linear(16, 16, rngs=nnx.Rngs(0), **hints), {"fuse_wgrad_accumulation": True}),
+    (
+        lambda **hints: LayerNormMLP(16, 16, rngs=nnx.Rngs(0), **hints),
+        {"fuse_wgrad_accumulation": True, "micro_batch_size": 1, "seq_length": 8},
+    ),
+    (
+        lambda **hints: TransformerLayer(16, 16, 2, rngs=nnx.Rngs(0), **hints),
+        {
+            "apply_query_key_layer_scaling": False,
+            "attention_softmax_in_fp32": True,
+            "micro_batch_size": 1,
+            "seq_length": 8,
+        },
+    ),
+    (te_linear, {"symmetric_ar_type": "one_shot", "tp_comm_buffer_name": "fc1"}),
+    (initialize_rng_tracker, {"use_cudagraphable_rng": True, "use_te_rng_tracker": True}),
+]
+
+
+def logged(caplog, function, **hints) -> set[str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        function(**hints)
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+    return {record.args[0] for record in caplog.records}
+
+
+@pytest.mark.parametrize(("function", "hints"), GIVEN)
+def test_a_hint_is_logged_once_where_it_is_given(caplog, function, hints):
+    _log_hint.cache_clear()
+    assert logged(caplog, function) == set()
+    assert logged(caplog, function, **hints) == set(hints)
+    assert logged(caplog, function, **hints) == set()
+
+
+def test_the_table_lists_those_that_are_logged():
+    text = (ROOT / "docs" / "parity.md").read_text()
+    table = text.partition("| argument, field |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| [^|]* \|", table, re.MULTILINE))))
+    found = set()
+    for path in (ROOT / "jax_te").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "log_hints":
+                found |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    assert listed == found == {name for _, hints in GIVEN for name in hints}
