@@ -123,7 +123,7 @@ def linear_plan(
         return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
     if ambient_observer.value is not None:
         return _partitioned("its quantized tensors are observed, which is done on whole arrays")
-    # A shard of the sequence or of features belongs to several such scales.
+    # A plan has one scale for each tensor, and here every part of the batch has its own.
     if state is not None and state["x"]["scale"].ndim > 0:
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
