@@ -24,7 +24,7 @@ _KERNEL_AXES: dict[str | None, LogicalAxes] = {
 
 
 def kernel_logical_axes(parallel_mode: str | None, ndim: int) -> LogicalAxes:
-    """Logical axes of a kernel ``[in, *out]`` for a parallel mode; of several output axes the last one is split.
+    """Return the logical axes of a kernel ``[in, *out]`` for a parallel mode; of several output axes the last is split.
 
     Raises:
         ValueError: for a mode other than None, ``"column"`` and ``"row"`` (any case, as TE's documents write them).

@@ -136,7 +136,7 @@ def _adapter(
 
 
 def lora_labels(params: PyTree) -> PyTree:
-    """``"lora"`` for the parameters of adapters, ``"frozen"`` for the others; for ``optax.multi_transform``.
+    """Return ``"lora"`` for parameters of adapters, ``"frozen"`` for the others; for ``optax.multi_transform``.
 
     Args:
         params: a state of Variables, such as ``nnx.state(model, nnx.Param)`` or what an optimizer is given by

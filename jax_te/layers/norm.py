@@ -19,7 +19,7 @@ NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
-    """`NormSpec` of a normalization by its Transformer Engine name.
+    """Return the `NormSpec` of a normalization by its Transformer Engine name.
 
     Raises:
         ValueError: for another name than ``"LayerNorm"`` and ``"RMSNorm"``, or an ``eps`` that is not positive.
@@ -34,7 +34,7 @@ def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> Norm
 
 
 def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple[nnx.Param, nnx.Param | None]:
-    """Scale and bias ``[h]`` of a norm that computes the plain normalization at first; None: RMSNorm has no bias."""
+    """Return scale and bias ``[h]`` of a norm, initially the plain normalization; None: RMSNorm has no bias."""
     scale = constant(0.0 if norm.zero_centered_gamma else 1.0, (hidden_size,), dtype, ("norm",))
     return scale, constant(0.0, (hidden_size,), dtype, ("norm",)) if norm.kind == "layernorm" else None
 
@@ -114,7 +114,7 @@ def make_norm(
     zero_centered_gamma: bool = False,
     rngs: nnx.Rngs,
 ) -> LayerNorm | RMSNorm:
-    """`LayerNorm` or `RMSNorm` by name.
+    """Return a `LayerNorm` or `RMSNorm` by name.
 
     Source: ``megatron.core.extensions.transformer_engine.TENorm``.
 

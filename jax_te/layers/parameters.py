@@ -14,7 +14,7 @@ from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 def parameter(
     init: Initializer, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes
 ) -> nnx.Param:
-    """A parameter with one logical axis name for each dimension in its metadata, as ``logical_axes``.
+    """Return a parameter with one logical axis name for each dimension in its metadata, as ``logical_axes``.
 
     The initializer runs in fp32 and the result is cast, so one seed gives the same weights, rounded, in every dtype.
     Values depend on the key and the shape alone, never on the mesh. Under a mesh it is created split as its axes say:
@@ -48,7 +48,7 @@ def parameter(
 
 
 def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes) -> nnx.Param:
-    """A `parameter` filled with one value: biases and the scales of norms.
+    """Return a `parameter` filled with one value: biases and the scales of norms.
 
     >>> float(constant(1.0, (4,), jnp.float32, ("norm",))[0])
     1.0
@@ -59,12 +59,12 @@ def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: Logic
 
 
 def value_or_none(variable: nnx.Variable | None) -> Array | None:
-    """The array of a parameter that a layer may lack."""
+    """Return the array of a parameter that a layer may lack."""
     return None if variable is None else variable.get_value()
 
 
 def leading_axes(x: Array) -> LogicalAxes:
-    """Logical axes of all axes of an activation but its last: batch, then sequence, then unnamed ones.
+    """Return the logical axes of all axes of an activation but its last: batch, then sequence, then unnamed ones.
 
     >>> leading_axes(jnp.ones((2, 8, 16)))
     ('batch', 'sequence')
@@ -73,7 +73,7 @@ def leading_axes(x: Array) -> LogicalAxes:
 
 
 def parameter_axes(model: nnx.Module) -> PyTree:
-    """Logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with a tuple of names in place of each array.
+    """Return the logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with tuples of names for arrays.
 
     Map it to shardings with ``is_leaf=lambda node: isinstance(node, tuple)`` and `jax_te.sharding.named_sharding`; the
     result fits the parameters in ``jax.device_put`` and as ``out_shardings``.

@@ -1,4 +1,4 @@
-"""What every layer whose GEMMs a recipe can quantize has in common."""
+"""The base of layers whose GEMMs a recipe can quantize: their recipe, quantizer states and cached kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_te.typing import Array, LogicalAxes
 
 
 class CachedKernel(nnx.Variable):
-    """NNX Variable that holds a kernel's quantized form between microbatches, and where its gradient goes."""
+    """NNX Variable that caches a kernel's quantized form between microbatches, and its ``grad_sink``."""
 
 
 class QuantizableModule(nnx.Module):
@@ -56,7 +56,7 @@ class QuantizableModule(nnx.Module):
 
     @property
     def kernel_quantizer(self) -> Quantizer | None:
-        """How a kernel kept between calls is quantized; None where a GEMM of the recipe reads it as it is."""
+        """Quantizer of cached kernels, or None if any GEMM of the recipe needs the unquantized kernel."""
         recipe = self.recipe
         if recipe is not None and any(recipe.override_linear_precision[:2]):
             return None
@@ -135,7 +135,7 @@ class QuantizableModule(nnx.Module):
 
 
 def cache_name(kernel: str) -> str:
-    """Name of the attribute in which a layer keeps the quantized form of ``kernel``.
+    """Return the name of the attribute in which a layer caches the quantized form of ``kernel``.
 
     >>> cache_name("wi_kernel")
     'wi_kernel_cache'
@@ -144,7 +144,7 @@ def cache_name(kernel: str) -> str:
 
 
 def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]]:
-    """Path and module of every layer of ``model`` that a recipe can quantize, in the order of the paths.
+    """Return path and module of every layer of ``model`` that a recipe can quantize, in the order of the paths.
 
     A path is the attribute names and indices that lead to the layer, joined by dots.
 
@@ -161,7 +161,7 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
 
 
 def natural_order(path: str) -> list[tuple[int, str]]:
-    """Sorting key for paths with which layer 2 comes before layer 10.
+    """Return a sorting key for paths with which layer 2 comes before layer 10.
 
     >>> sorted(["layers.10", "layers.2"], key=natural_order)
     ['layers.2', 'layers.10']
@@ -170,7 +170,7 @@ def natural_order(path: str) -> list[tuple[int, str]]:
 
 
 def name_modules(model: nnx.Module) -> nnx.Module:
-    """Give every quantizable layer its path as ``module_name``, for `observe_quantization`; returns ``model``.
+    """Return ``model`` after giving every quantizable layer its path as ``module_name``, for `observe_quantization`.
 
     >>> from jax_te.layers import MultiheadAttention
     >>> name_modules(MultiheadAttention(16, 2, rngs=nnx.Rngs(0))).qkv.module_name
@@ -182,7 +182,7 @@ def name_modules(model: nnx.Module) -> nnx.Module:
 
 
 def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
-    """Let no ambient recipe reach the layers of ``model``, as if it were inside ``autocast(None)``; returns ``model``.
+    """Return ``model``, whose layers no ambient recipe reaches any more, as if it were inside ``autocast(None)``.
 
     A `ModuleRecipe` with ``override_nonquantized_autocast`` still does.
 
@@ -196,7 +196,7 @@ def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
 
 
 def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], QuantizableModule, str]]:
-    """Path in ``nnx.state(model)``, layer and attribute name of every kernel that a recipe can quantize.
+    """Return path in ``nnx.state(model)``, layer and attribute name of every kernel that a recipe can quantize.
 
     Layers without a kernel of their own (``skip_weight_param_allocation``) are left out.
     """
@@ -210,7 +210,7 @@ def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], Quanti
 
 
 def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
-    """Every kernel of `quantizable_kernels` in the form its layer's recipe gives it here; None where it gives none."""
+    """Return every kernel of `quantizable_kernels`, quantized as its recipe says here; None where it does not."""
     kept: list[QuantizedKernel | None] = []
     for _, module, kernel in quantizable_kernels(model):
         value = getattr(module, kernel).get_value()
@@ -222,7 +222,7 @@ def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
 
 
 def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
-    """Hold kernels in the form that their layers' recipes give them, in place of fp32 or bf16; returns ``model``.
+    """Return ``model``, its kernels stored quantized as their layers' recipes say, in place of fp32 or bf16.
 
     A kernel then takes about one byte a value (half of one under NVFP4), and no call quantizes it again. Its exact
     value is gone: `jax_te.training.create_train_state` with ``fp8_param=True`` keeps fp32 masters beside. Kernels of

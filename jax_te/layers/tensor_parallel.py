@@ -89,7 +89,7 @@ def check_context_size(size: int) -> None:
 
 
 def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
-    """Logical axes of all axes of an activation but its last, as `leading_axes`; with the sequence split if asked for.
+    """Return the logical axes of all axes of an activation but its last; with the sequence split if asked for.
 
     Raises:
         ValueError: with ``sequence_parallel``, if ``x`` is not ``[b, s, ..., h]`` or ``s`` does not divide over the

@@ -125,8 +125,7 @@ class Backend(Protocol):
 
 @contextlib.contextmanager
 def use_backend(name: BackendName) -> Iterator[None]:
-    """Ask for a backend for every op traced inside. The choice is part of the jit
-    cache key, like the recipe.
+    """Return a context that asks for a backend for every op traced inside; it is part of the jit cache key.
 
     Args:
         name: ``"te"`` or ``"xla"`` runs there or raises; ``"auto"`` takes TE on a GPU where TE supports the op, XLA

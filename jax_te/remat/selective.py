@@ -16,7 +16,7 @@ ambient_modules = jax.make_user_context(())
 
 @contextlib.contextmanager
 def selective_recompute(*modules: str) -> Iterator[None]:
-    """Recompute these components of all layers that are traced or called inside of the ``with`` block.
+    """Return a context in which backward recomputes these components of all layers that are traced or called.
 
     - ``"core_attn"``: scores, softmax and dropout of attention cores.
     - ``"layernorm"``: outputs of the norms in `LayerNormLinear` and `LayerNormMLP`, and their quantized form.

@@ -15,7 +15,7 @@ SHOWN = 8
 
 
 def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each of ``ndim`` dimensions.
+    """Return the mesh axes of each of ``ndim`` dimensions.
 
     >>> mesh_axes_of(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
     (('data', 'fsdp'), (), ('tensor',), ())
@@ -25,7 +25,7 @@ def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
 
 
 def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Sequence[Any]) -> str:
-    """A grid of an array's parts with the devices that hold each.
+    """Return a drawn grid of an array's shards with the devices that hold each.
 
     Columns are the parts of the last dimension that is split, rows those of the others; a single dimension is drawn
     as rows.

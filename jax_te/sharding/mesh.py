@@ -18,7 +18,7 @@ def make_mesh(
     axis_type: Literal["auto", "explicit"] = "auto",
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh with axes ``data``, ``fsdp``, ``context``, ``tensor``; tensor ranks are neighbours, see `MESH_AXES`.
+    """Return a mesh with axes ``data``, ``fsdp``, ``context`` and ``tensor``, the last of neighbouring devices.
 
     Set it with ``jax.set_mesh(mesh)``. Layers run the same on both axis types and with no mesh at all.
 

@@ -16,7 +16,7 @@ from jax_te.typing import Array, LogicalAxes, PyTree
 
 
 def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
-    """Name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
+    """Return name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
     The axes are those in the metadata of the Variable around the leaf (optimizer state that mirrors a parameter keeps
     its Variable), None for every dimension where there are none or the leaf has another shape than the Variable.
@@ -56,7 +56,7 @@ def check_divides(name: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: Me
 
 
 def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]:
-    """Sharding on ``mesh`` of every leaf of ``tree``, in the order of ``jax.tree.leaves``, by `leaves_with_axes`.
+    """Return the sharding on ``mesh`` of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
     Raises:
         ValueError: for a dimension that does not divide over its mesh axes; as `logical_to_spec`.
@@ -72,7 +72,7 @@ def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]
 
 
 def create_sharded(make: Callable[..., Array], *args: Array, shape: tuple[int, ...], axes: LogicalAxes) -> Array:
-    """``make(*args)`` where its logical axes put it on the mesh in use; just that without a mesh.
+    """Return ``make(*args)``, placed where its logical axes put it on the mesh in use.
 
     Inside ``jax.jit`` every device makes its own part and none holds the whole. Outside, the whole is made on the
     default device first, so that its values are those without a mesh, bit by bit.

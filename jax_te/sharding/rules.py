@@ -106,7 +106,7 @@ _rules = jax.make_user_context(ShardingRules())
 
 @contextlib.contextmanager
 def use_rules(rules: ShardingRules) -> Iterator[None]:
-    """Resolve logical axes by ``rules`` inside. Part of the jit cache key, like the recipe.
+    """Return a context that resolves logical axes by ``rules``; part of the jit cache key, like the recipe.
 
     Raises:
         TypeError: for anything but `ShardingRules`.

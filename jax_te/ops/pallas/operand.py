@@ -45,13 +45,13 @@ class BlockOperand:
 
 
 def runs_here(quantizer: Quantizer | None) -> bool:
-    """Whether the kernels quantize so on the device at hand: block scaling, on one Hopper GPU."""
+    """Return whether the kernels quantize so on the device at hand: block scaling, on one Hopper GPU."""
     mesh = current_mesh()
     return isinstance(quantizer, BlockQuantizer) and (mesh is None or mesh.size == 1) and supported()[0]
 
 
 def quantize_operand(x: Array, quantizer: BlockQuantizer, *, axis: int) -> BlockOperand:
-    """``x`` for both GEMMs that read it, in one pass."""
+    """Return ``x`` as an operand of both GEMMs that read it, quantized in one pass."""
     axis, matrix = axis % x.ndim, as_matrix(x, axis)
     if quantizer.two_dimensional:
         rows, columns, scale_inv = block_quantize_2d(matrix, quantizer.dtype, power_of_two=quantizer.power_of_two)
@@ -62,7 +62,7 @@ def quantize_operand(x: Array, quantizer: BlockQuantizer, *, axis: int) -> Block
 
 
 def adopt(operand: QuantizedOperand) -> BlockOperand:
-    """A kernel that is held as plain arrays."""
+    """Return a kernel that is stored as plain arrays as an operand."""
     form = operand.rowwise
     rows, scale_inv = as_matrix(form.data, form.axis), form.scale_inv
     return _operand(rows, scale_inv, rows.T, scale_inv.T, shape=form.shape, axis=form.axis, dtype=form.dtype)
@@ -85,7 +85,7 @@ def residual_for_dgrad(kernel: BlockOperand) -> BlockOperand:
 
 
 def gemm_fprop(x: BlockOperand, kernel: BlockOperand, bias: Array | None) -> Array:
-    """``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
+    """Return ``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
     y = block_gemm(
         x.rows,
         x.rows_scale_inv,
@@ -98,19 +98,19 @@ def gemm_fprop(x: BlockOperand, kernel: BlockOperand, bias: Array | None) -> Arr
 
 
 def gemm_dgrad(g: BlockOperand, kernel: BlockOperand) -> Array:
-    """``g [..., *n] @ kernel [k, *n]^T`` -> ``[..., k]`` in the dtype of ``g``."""
+    """Return ``g [..., *n] @ kernel [k, *n]^T``, ``[..., k]`` in the dtype of ``g``."""
     dx = block_gemm(g.rows, g.rows_scale_inv, kernel.rows, kernel.rows_scale_inv, out_dtype=g.dtype)
     return dx.reshape(*g.shape[: g.axis], kernel.shape[0])
 
 
 def gemm_wgrad(x: BlockOperand, g: BlockOperand, dtype: DTypeLike) -> Array:
-    """``x [..., k]^T @ g [..., *n]`` -> ``[k, *n]`` in ``dtype``."""
+    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]`` in ``dtype``."""
     dkernel = block_gemm(x.columns, x.columns_scale_inv, g.columns, g.columns_scale_inv, out_dtype=jnp.dtype(dtype))
     return dkernel.reshape(x.shape[-1], *g.shape[g.axis :])
 
 
 def unpack(x: Any) -> Any:
-    """A `BlockOperand` as plain arrays, for a GEMM whose other operand is quantized in another way."""
+    """Return a `BlockOperand` as plain arrays, for a GEMM whose other operand is quantized in another way."""
     if not isinstance(x, BlockOperand):
         return x
     rows = columns = None

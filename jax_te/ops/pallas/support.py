@@ -19,7 +19,7 @@ _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def supported() -> tuple[bool, str]:
-    """Whether the kernels of this folder run on the default device, and the reason.
+    """Return whether the kernels of this folder run on the default device, and the reason.
 
     They need a GPU of compute capability 9 (H100, H200) and JAX 0.11. With ``interpret=True`` they run anywhere,
     slowly.
@@ -72,6 +72,6 @@ def _check_matrix(name: str, x: Array) -> None:
 
 
 def pad(x: Array, rows: int, columns: int) -> Array:
-    """``x [m, k]`` with zeros appended until its sizes are multiples of ``rows`` and ``columns``."""
+    """Return ``x [m, k]`` with zeros appended until its sizes are multiples of ``rows`` and ``columns``."""
     missing = -x.shape[0] % rows, -x.shape[1] % columns
     return jnp.pad(x, ((0, missing[0]), (0, missing[1]))) if any(missing) else x

@@ -24,14 +24,14 @@ __all__ = ["available", "primitives", "supports"]
 
 
 def primitives() -> ModuleType:
-    """The module of primitives; call only where `available` says yes."""
+    """Return the module of primitives; call only where `available` says yes."""
     return importlib.import_module("jax_te.ops.te.kernels")
 
 
 def supports(
     op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None, unsharded: str | None = None
 ) -> tuple[bool, str]:
-    """Whether TE can run ``op`` here, and if not why.
+    """Return whether TE can run ``op`` here, and if not why.
 
     On a mesh its kernels run on each device's arrays; ``unsharded`` says why that cannot be.
     """

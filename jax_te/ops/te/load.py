@@ -15,7 +15,7 @@ import jax
 
 @functools.cache
 def available() -> tuple[bool, str]:
-    """Whether ``transformer_engine.jax`` imports here and has something to run on, and if not why and what to do."""
+    """Return whether ``transformer_engine.jax`` imports here and can run; if not why, and what to do."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False, "transformer_engine is not installed (see docs/install.md)"
     try:
@@ -51,7 +51,7 @@ def _preload_nccl() -> None:
 
 
 def runs_as_plain_jax() -> bool:
-    """Whether the environment tells TE to use its plain-JAX implementation instead of its kernels."""
+    """Return whether the environment tells TE to use its plain-JAX implementation instead of its kernels."""
     return os.environ.get("NVTE_JAX_CUSTOM_CALLS", "").lower() in ("0", "false")
 
 

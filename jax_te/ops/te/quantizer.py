@@ -20,7 +20,7 @@ from jax_te.typing import Array, DTypeLike
 
 @contextlib.contextmanager
 def inside_te() -> Iterator[None]:
-    """What TE's code needs around it while it is traced.
+    """Return a context that TE's code needs around it while it is traced.
 
     It reads a global description of the mesh (no axis of it is in use here), relies on JAX's implicit promotions, which
     users may have turned off, and warns of names of axes that it uses itself.
@@ -36,7 +36,7 @@ def inside_te() -> Iterator[None]:
 
 
 def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
-    """Whether the device has the hardware for a recipe, and if not why."""
+    """Return whether the device has the hardware for a recipe, and if not why."""
     mode = te_quantize.ScalingMode
     modes = {
         DelayedScaling: mode.DELAYED_TENSOR_SCALING,
@@ -49,14 +49,14 @@ def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
 
 
 def is_te_quantizer(quantizer: Quantizer | None) -> bool:
-    """Whether TE's kernels quantize so; the others are jax_te's own (`jax_te.ops.xla`)."""
+    """Return whether TE's kernels quantize so; the others are jax_te's own (`jax_te.ops.xla`)."""
     if isinstance(quantizer, TensorQuantizer):
         return not quantizer.power_of_two
     return quantizer is None or isinstance(quantizer, MXQuantizer | NVFP4Quantizer)
 
 
 def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | None = None) -> Any:
-    """TE's quantizer that does what ``quantizer`` says, or None.
+    """Return TE's quantizer that does what ``quantizer`` says, or None.
 
     Hopper's FP8 GEMM contracts the last axis of both operands only, so each tensor is kept rowwise and transposed where
     the hardware needs it. MXFP8 and NVFP4 are quantized once for each direction. Stochastic rounding takes its random
@@ -97,14 +97,14 @@ def _rounding_state(x: Array | None) -> Array:
 
 
 def seen_amax(quantizer: Any) -> Array | None:
-    """The amax that a delayed quantizer saw, fp32 ``[]``; None for the other kinds, which report none."""
+    """Return the amax that a delayed quantizer saw, fp32 ``[]``; None for the other kinds, which report none."""
     if isinstance(quantizer, te_quantize.DelayedScaleQuantizer):
         return quantizer.amax_history[1]
     return None
 
 
 def two_sided(quantizer: Any, rows: Array, columns: Array, scale_inv: Array, *, dtype: DTypeLike, axis: int) -> Any:
-    """TE's tensor object from what one of its kernels wrote: rowwise and transposed values under one scale."""
+    """Return TE's tensor object of what one of its kernels wrote: rowwise and transposed values under one scale."""
     return te_quantize.ScaledTensorFactory.create(
         data=rows,
         scale_inv=scale_inv,
