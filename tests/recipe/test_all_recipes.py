@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.errors import QuantizerStateError
+from jax_te.ops import dense
 from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, init_gemm_state, quantizer_for
-from jax_te.quantize.internal import GemmQuantizers
+from jax_te.quantize.internal import precision_of
 from jax_te.recipe import (
     RECIPES,
     CustomRecipe,
@@ -286,6 +287,6 @@ def test_a_factory_that_gives_something_else():
 
 def test_state_that_is_missing():
     with pytest.raises(QuantizerStateError, match=r"DelayedScaling.* needs quantizer state .* prepare_quantization"):
-        GemmQuantizers(DelayedScaling(), None)
+        dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=DelayedScaling())
     for kind in NAMED[1:]:
-        assert GemmQuantizers(kind(), None)["x"][1] is None
+        assert precision_of(kind()).scale(None, "x") is None

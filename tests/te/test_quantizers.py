@@ -9,7 +9,7 @@ from transformer_engine.jax.quantize.helper import AmaxComputeAlgo
 from jax_te.ops.te import kernels
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.quantize import TensorQuantizer, quantize
-from jax_te.quantize.internal import next_amax_state, scale_in_use
+from jax_te.quantize.internal import Quantization, next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests.support.numerics import assert_bitwise, draw
 
@@ -89,11 +89,11 @@ def test_the_amax_that_the_backend_reads_out_of_te(dtype):
     """`seen_amax` knows in which slot TE leaves it."""
     for name, make in INPUTS.items():
         x = make()
-        _, seen = kernels.quantize_operand(
-            x, TensorQuantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0), axis=-1
-        )
+        delayed = Quantization(TensorQuantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0))
+        _, seen = kernels.quantize_operand(x, delayed, axis=-1)
         assert_bitwise(seen, jnp.max(jnp.abs(x)), what=name)
-        operand, none = kernels.quantize_operand(x, TensorQuantizer(dtype=dtype, scaling="current"), None, axis=-1)
+        current = Quantization(TensorQuantizer(dtype=dtype, scaling="current"))
+        operand, none = kernels.quantize_operand(x, current, axis=-1)
         assert none is None
         assert operand.rowwise_tensor.data.dtype == dtype
 
@@ -104,7 +104,7 @@ def test_the_backends_operands_are_ours():
         (TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current"), None),
         (TensorQuantizer(dtype=jnp.float8_e5m2, scaling="delayed"), jnp.float32(50.0)),
     ):
-        theirs, _ = kernels.quantize_operand(x, quantizer, scale, axis=-1)
+        theirs, _ = kernels.quantize_operand(x, Quantization(quantizer, scale), axis=-1)
         ours, _ = quantize(x, quantizer, scale)
         assert_bitwise(theirs.rowwise_tensor.data, ours.data)
         assert_bitwise(theirs.rowwise_tensor.scale_inv, ours.scale_inv.reshape(1))
