@@ -142,7 +142,8 @@ def sharded_vjp(
         if shards is None:
             return auto_region(functools.partial(op, spec, None), out_axes)(args, sinks)
         # Outside of the derivative rule, so that cotangents come back in the sharding that the caller's arrays have.
-        return op(spec, shards, reshard(args, shards.args, shards.mesh), sinks)
+        args, sinks = reshard((args, sinks), (shards.args, shards.sinks), shards.mesh)
+        return op(spec, shards, args, sinks)
 
     return call
 
