@@ -128,8 +128,12 @@ def linear_plan(
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
+    whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
+    if whole is not None:
+        # Named before the sizes of blocks: no other size would help a kernel that has no shards.
+        precision = Precision()
     plan = _linear_plan(mesh, current_rules(), (x_shape, kernel.shape), (x_axes, kernel_axes, out_axes), precision)
-    return plan.without_mesh(kernel.lacks_shards) if isinstance(kernel, QuantizedKernel) else plan
+    return plan.without_mesh(whole)
 
 
 # A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.

@@ -20,7 +20,7 @@ COLUMN = {"kernel_axes": ("fsdp", "ffn"), "out_axes": ("batch", "sequence", "ffn
 ROW = {"kernel_axes": ("ffn_fsdp", None), "out_axes": ("batch", "sequence", "hidden")}
 SPLIT = ("batch", "sequence_parallel", "hidden")
 X, KERNEL = (8, 32, 64), (64, 64)
-CURRENT = Float8CurrentScaling()
+CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
 
 
 def plan(*, x_shape: Any = X, kernel: Any = None, recipe: Any = None, state: Any = None, **axes: Any) -> Plan:
@@ -78,6 +78,14 @@ def test_rows() -> None:
         (
             COLUMN | {"recipe": CURRENT, "kernel": quantize_kernel(jnp.zeros(KERNEL), recipe=CURRENT)},
             "its kernel was quantized as a whole",
+        ),
+        (
+            COLUMN | {"recipe": BLOCK, "kernel": quantize_kernel(jnp.zeros(KERNEL), recipe=BLOCK)},
+            "its kernel was quantized as a whole",
+        ),
+        (
+            COLUMN | {"recipe": BLOCK, "kernel": quantize_kernel(jnp.zeros(KERNEL), recipe=BLOCK, portable=True)},
+            "its kernel was quantized in blocks as a whole",
         ),
     ],
 )  # fmt: skip
