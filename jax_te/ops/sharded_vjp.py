@@ -142,8 +142,7 @@ def sharded_vjp(
         if shards is None:
             return auto_region(functools.partial(op, spec, None), out_axes)(args, sinks)
         # Outside of the derivative rule, so that cotangents come back in the sharding that the caller's arrays have.
-        args, sinks = reshard((args, sinks), (shards.args, shards.sinks), shards.mesh)
-        return op(spec, shards, args, sinks)
+        return op(spec, shards, *reshard((args, sinks), (shards.args, shards.sinks), shards.mesh))
 
     return call
 

@@ -245,8 +245,7 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     # Reduced here, not where each was taken: nothing in this step reads them, and one collective does for all three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
         amaxes = _reduced(spec, amaxes)
-    used = zip(scales, amaxes, strict=True)
-    return spec.precision.next_state(residuals.state, dict(zip(ROLES, used, strict=True)))
+    return spec.precision.next_state(residuals.state, dict(zip(ROLES, zip(scales, amaxes, strict=True), strict=True)))
 
 
 def _reduced(spec: LinearSpec, amaxes: Sequence[Array | None]) -> Sequence[Array | None]:

@@ -129,9 +129,8 @@ def linear_plan(
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
     whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
-    if whole is not None:
-        # Named before the sizes of blocks: no other size would help a kernel that has no shards.
-        precision = Precision()
+    # Named before the sizes of blocks: no other size would help a kernel that has no shards.
+    precision = precision if whole is None else Precision()
     plan = _linear_plan(mesh, current_rules(), (x_shape, kernel.shape), (x_axes, kernel_axes, out_axes), precision)
     return plan.without_mesh(whole)
 

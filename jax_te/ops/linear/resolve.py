@@ -80,10 +80,9 @@ def run_op(
         plans.append(Plan() if whole else linear_plan(shape, weights[-1].kernel, options, precision, given.state))
     first, last = plans[0], plans[-1]
     # A norm's statistics are of whole rows. And one region runs the whole op: a reason of one layer is that of both.
+    reason = first.reason or last.reason
     if norm is not None and first.contracting_axes:
         reason = f"the norm's input is split along its features, {first.x_spec}"
-    else:
-        reason = first.reason or last.reason
     if reason is not None:
         plans = [plan.without_mesh(reason) for plan in plans]
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
