@@ -34,7 +34,7 @@ LAYERS = {
 
 @jax.jit
 def forward_backward(layer, x, dy):
-    """Output, gradients of the parameters, and the layer with its next quantizer state.
+    """Return the output, the gradients of the parameters, and the layer with its next quantizer state.
 
     The gradient of a quantizer state is its next value: amax histories with this step's largest values in front, and
     the scales that were used. It is written back, not added. Recipes without state have nothing to write.
@@ -50,7 +50,7 @@ def forward_backward(layer, x, dy):
 
 
 def f8_multiplications(text):
-    """How many matrix multiplications of a lowered program read each type of FP8."""
+    """Count the matrix multiplications of a lowered program that read each type of FP8."""
     found = {}
     for line in text.splitlines():
         if "dot_general" in line:
@@ -60,7 +60,7 @@ def f8_multiplications(text):
 
 
 def distance(tree, reference):
-    """Relative L2 distance of two trees of arrays."""
+    """Return the relative L2 distance of two trees of arrays."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
     pairs = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
     return float(jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in pairs) / sum(jnp.sum(b**2) for _, b in pairs)))

@@ -52,7 +52,7 @@ def loss_fn(model, batch, key):
 
 
 def train():
-    """A model that knows TEXT, and its last loss."""
+    """Return a model that knows TEXT, and its last loss."""
     text, rng = encode(TEXT + TEXT), np.random.default_rng(0)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(3e-3, STEPS)))
     state = create_train_state(build, tx, key=jax.random.key(0))

@@ -54,7 +54,7 @@ def train_step(state, batch):
 
 
 def batches():
-    """The same random examples for every run, labelled by a fixed random network."""
+    """Yield the same random examples in every run, labelled by a fixed random network."""
     w1, w2 = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((1, (64, 64)), (2, (64, CLASSES))))
     for step in range(STEPS):
         x = jax.random.normal(jax.random.fold_in(jax.random.key(3), step), (BATCH, FEATURES))
@@ -62,7 +62,7 @@ def batches():
 
 
 def train():
-    """State and losses after all batches. Nothing here is about FP8: it comes from around the call."""
+    """Return state and losses after all batches. Nothing here is about FP8: it comes from around the call."""
     model = Classifier()
     variables = nn.unbox(model.init(jax.random.key(0), jnp.ones((BATCH, FEATURES))))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))

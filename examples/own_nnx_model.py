@@ -60,7 +60,7 @@ def loss_fn(model, batch, key=None):
 
 
 def batches():
-    """The same random examples for every run, labelled by a fixed random network."""
+    """Yield the same random examples in every run, labelled by a fixed random network."""
     w1, w2 = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((1, (64, 64)), (2, (64, CLASSES))))
     for step in range(STEPS):
         x = jax.random.normal(jax.random.fold_in(jax.random.key(3), step), (BATCH, FEATURES))

@@ -42,7 +42,7 @@ def build(rngs):
 
 
 def examples(rng, count):
-    """Sequences of random lengths, what the decoder reads (BEGIN, then the answer), and what it should say."""
+    """Return sequences of random lengths, the decoder's input (BEGIN, then the answer), and the right output."""
     lengths = rng.integers(SHORTEST, LENGTH + 1, count)
     letters = rng.integers(FIRST, FIRST + LETTERS, (count, LENGTH))
     batch = {
@@ -71,7 +71,7 @@ def loss_fn(model, batch, key):
 
 @jax.jit
 def reverse(model, source, lengths):
-    """Greedy decoding: LENGTH + 1 tokens, those after END without meaning."""
+    """Return LENGTH + 1 greedily decoded tokens; those after END have no meaning."""
     encoded = model.encode(source, encoder_lengths=lengths)
     tokens = jnp.full((source.shape[0], LENGTH + 2), PAD, jnp.int32).at[:, 0].set(BEGIN)
 

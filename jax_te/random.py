@@ -26,23 +26,23 @@ __all__ = [
 ]
 
 DATA_PARALLEL_RNG = "data-parallel-rng"
-"""Stream of what all tensor ranks draw alike: Megatron's default generator has its seed, too."""
+"""Stream that draws the same on all tensor ranks; Megatron's default generator has the same seed."""
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-"""Stream of what every tensor rank draws for itself."""
+"""Stream that draws separately on every tensor rank."""
 
 EXPERT_PARALLEL_RNG = "expert-parallel-rng"
-"""Stream of what every expert-parallel and tensor rank draws for itself."""
+"""Stream that draws separately on every expert-parallel and tensor rank."""
 
 RANK_AXES: dict[str, tuple[str, ...]] = {
     MODEL_PARALLEL_RNG: ("tensor",),
     EXPERT_PARALLEL_RNG: ("expert", "tensor"),
 }
-"""Mesh axes whose ranks draw apart, by stream; none for other streams."""
+"""Mesh axes along which a stream draws separately; streams that are not listed draw the same everywhere."""
 
 
 class StreamState(NamedTuple):
-    """A stream: its key ``[]`` and how many keys it has given, uint32 ``[]``.
+    """A stream: its key ``[]``, and the number of keys drawn from it, uint32 ``[]``.
 
     >>> tracker = RNGStatesTracker()
     >>> tracker.set_states({"dropout": StreamState(jax.random.key(0), jnp.uint32(3))})
@@ -57,17 +57,17 @@ class StreamState(NamedTuple):
 
 @register_pytree_with_keys_class
 class RNGStatesTracker:
-    """Streams of random keys by name, each with a counter; every `fork` of a stream gives its next key.
+    """Streams of random keys by name, each with a counter; every `fork` of a stream returns its next key.
 
-    It is a pytree whose leaves are the streams' keys and counters: pass it to a jitted function, to
-    ``jax.checkpoint``, carry it through ``jax.lax.scan``, and return it where its streams should be further on
-    afterwards. Recomputation draws what the first pass drew, since keys are inputs like any other. It is saved and
-    restored like any pytree.
+    A tracker is a pytree whose leaves are the streams' keys and counters: pass it to a jitted function, to
+    ``jax.checkpoint``, carry it through ``jax.lax.scan``, and return it if its streams must advance. Recomputation
+    draws the same keys as the first pass, since keys are inputs like any other. A tracker is saved and restored like
+    any pytree.
 
-    The arrays of a program are global, so a key gives the same numbers on every mesh, and heads or positions that
-    several devices hold have dropout of their own without more ado. Only inside ``jax.shard_map``, where code runs once
-    for each device on its part, the streams in `RANK_AXES` differ: there a fork folds in the device's rank along the
-    axes that are manual.
+    The arrays of a program are global, so a key gives the same numbers on every mesh, and heads or positions on
+    different devices have different dropout masks. Only inside ``jax.shard_map``, where code runs once for each device
+    on its shard, the streams in `RANK_AXES` differ: there a fork folds the device's index along the manual axes into
+    the key.
 
     Source: ``transformer_engine.pytorch.distributed.CudaRNGStatesTracker``;
     ``megatron.core.tensor_parallel.random.CudaRNGStatesTracker``.
@@ -86,7 +86,7 @@ class RNGStatesTracker:
         self.reset()
 
     def is_initialized(self) -> bool:
-        """Whether there was an `add` or `set_states` since it was made or `reset`."""
+        """Return whether `add` or `set_states` was called since construction or the last `reset`."""
         return self._initialized
 
     def reset(self) -> None:
@@ -97,27 +97,27 @@ class RNGStatesTracker:
         self._trace = get_opaque_trace_state()
 
     def get_states(self) -> dict[str, StreamState]:
-        """The streams by name; a new dict of the same arrays."""
+        """Return the streams by name: a new dict of the same arrays."""
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Have the streams that `get_states` gave. Seeds that were added stay taken.
+        """Replace the streams by those that `get_states` returned. Seeds that were added stay taken.
 
         Args:
             states: name -> ``(key, count)``.
 
         Raises:
-            TypeError: for anything else.
+            TypeError: for another type, or a key that is not typed.
         """
         self._states = {name: _stream(name, state) for name, state in _mapping(states).items()}
         self._initialized = True
         self._trace = get_opaque_trace_state()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream.
+        """Add a stream.
 
         Args:
-            name: its key is folded with a checksum of it.
+            name: a checksum of the name is folded into the stream's key.
             seed: in [0, 2^32).
 
         Raises:
@@ -130,6 +130,7 @@ class RNGStatesTracker:
             raise RuntimeError(f"seed {seed} is taken by another stream, and the two would be alike; give another seed")
         if name in self._states:
             raise RuntimeError(f"stream {name!r} is there already; streams are {', '.join(sorted(self._states))}")
+        # crc32, not hash(): Python's hash of a string differs from process to process.
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
         self._states[name] = StreamState(key, jnp.zeros((), jnp.uint32))
         self._seeds |= {seed}
@@ -137,21 +138,25 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array]:
-        """``with tracker.fork(name) as key``: the stream's next key, typed ``[]``; the stream is one further after it.
+        """Yield the stream's next key, typed ``[]``, and advance the stream: ``with tracker.fork(name) as key``.
 
-        Forks may be nested. Who draws several times from one key splits it. Reference code draws from a global
-        generator inside of the block; here the key is passed on, for example as a layer's ``dropout_key``.
+        Forks may be nested. To draw several times from one key, split it. Reference code draws from a global generator
+        inside of the block; here the key is passed on, for example as a layer's ``dropout_key``.
+
+        Args:
+            name: of the stream.
 
         Raises:
             KeyError: for an unknown stream.
-            RuntimeError: where the tracker comes from outside of the function that is being traced, whose later calls
-                would all draw the same.
+            RuntimeError: for a tracker from outside of the function that is being traced: all later calls of that
+                function would draw the same keys.
         """
         if name not in self._states:
             raise KeyError(f"there is no stream {name!r}; add it first. Streams are {sorted(self._states)}")
         self._check_trace()
         state = self._states[name]
         self._states[name] = StreamState(state.key, state.count + jnp.uint32(1))
+        # The count advances before the block runs: a nested fork, or an exception in it, must not draw the key again.
         yield _fold_rank(name, jax.random.fold_in(state.key, state.count))
 
     def _check_trace(self) -> None:
@@ -162,6 +167,7 @@ class RNGStatesTracker:
                 "with states that were passed"
             )
 
+    # A trace lives no longer than its function, and cannot be pickled: a copy belongs to the trace it is made in.
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_trace"}
 
@@ -169,13 +175,14 @@ class RNGStatesTracker:
         vars(self).update(state, _trace=get_opaque_trace_state())
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Streams as the one child; all else is static."""
+        """Return the streams as the only child, and all other attributes as static data."""
         static = {name: value for name, value in self.__getstate__().items() if name != "_states"}
         return ((GetAttrKey("states"), self._states),), tuple(sorted(static.items()))
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> RNGStatesTracker:
-        """The inverse of flattening; belongs to the trace it happens in."""
+        """Return a tracker of this trace from the parts of `tree_flatten_with_keys`."""
+        # Not through set_states, which checks keys: JAX unflattens with placeholders in place of arrays, too.
         tracker = cls.__new__(cls)
         tracker.__setstate__({"_states": children[0], **dict(static)})
         return tracker
@@ -197,6 +204,7 @@ def _stream(name: str, state: Any) -> StreamState:
 
 
 def _fold_rank(name: str, key: Array) -> Array:
+    # Along an Auto or Explicit axis arrays are global: one key already gives each device other elements.
     mesh = current_mesh()
     manual = () if mesh is None else mesh.manual_axes
     for axis in RANK_AXES.get(name, ()):
@@ -206,7 +214,7 @@ def _fold_rank(name: str, key: Array) -> Array:
 
 
 def _check_seed(seed: Any, least: int) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, int):  # bool is a subclass of int
         raise TypeError(f"a seed must be a Python integer, got {seed!r}")
     if not least <= seed < 2**32:
         raise ValueError(f"a seed must be in [{least}, 2^32), got {seed}")
@@ -221,7 +229,7 @@ def model_parallel_seeds(
     pp_rank: int = 0,
     dp_rank: int = 0,
 ) -> dict[str, int]:
-    """The integers that Megatron seeds a rank's streams with.
+    """Return the integers with which Megatron seeds a rank's streams, by stream.
 
     With ``base = seed + 100 pp_rank + 10 dp_rank`` they are ``base`` (data-parallel and default), ``base + 2718 +
     tp_rank`` (model-parallel) and ``base + 1024 + 100 ep_rank + etp_rank`` (expert-parallel).
@@ -232,7 +240,8 @@ def model_parallel_seeds(
         dp_rank: data-parallel rank under Megatron's ``data_parallel_random_init``; else 0.
 
     Raises:
-        ValueError, TypeError: for a seed that is not a Python integer > 0.
+        ValueError: for a seed that is not in [1, 2^32).
+        TypeError: for a seed that is not a Python integer.
 
     Source: ``megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed``.
 
@@ -249,13 +258,16 @@ def model_parallel_seeds(
 
 
 def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> RNGStatesTracker:
-    """A tracker with Megatron's three streams, from rank 0's integers of `model_parallel_seeds`.
+    """Return a tracker with Megatron's three streams, seeded with rank 0's integers of `model_parallel_seeds`.
 
-    Ranks are told apart where they draw, see `RNGStatesTracker`, so that all devices are seeded alike.
+    All devices have the same seed; keys differ between devices only where they are drawn, see `RNGStatesTracker`.
 
     Args:
         seed: > 0, and such that no stream's integer exceeds 2^32 - 1.
-        tracker: to `reset` and fill, in place of a new one.
+        tracker: a tracker to `reset` and fill; None for a new one.
+
+    Raises:
+        ValueError, TypeError: as `model_parallel_seeds`.
 
     >>> sorted(model_parallel_seed(1234).get_states())
     ['data-parallel-rng', 'expert-parallel-rng', 'model-parallel-rng']

@@ -1,4 +1,4 @@
-"""Text as bytes: its source, its held-out part, batches, and the byte-bigram entropy to compare a loss with."""
+"""Text as bytes: reading it, holding a part out, batches, and the byte-bigram entropy, a reference for losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax_te.config.internal import check_positive
 
 BLOCK = 2**20
-"""The end of each block of so many bytes is held out."""
+"""The text is divided into blocks of this many bytes, and the end of each block is held out."""
 
 _NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 
@@ -27,7 +27,7 @@ class TextData:
 
     Args:
         train, heldout: uint8 ``[n]``.
-        source: where the text came from, for people.
+        source: the origin of the text, for messages.
         files: number of files read.
     """
 
@@ -40,7 +40,7 @@ class TextData:
 def load_text(
     source: str | os.PathLike[str] | None = None, *, seq_len: int, heldout_fraction: float = 0.05
 ) -> TextData:
-    """Read text and split it, the same way every time.
+    """Return text, split into bytes to train on and bytes held out; the split is the same every time.
 
     Files are concatenated in the order of their relative paths. The last ``heldout_fraction`` of each MiB of the result
     (and of the shorter piece at its end) is held out; training and held-out text are the concatenations of these
@@ -48,13 +48,13 @@ def load_text(
 
     Args:
         source: None for the running Python's standard library: its ``.py`` files without tests and installed packages,
-            about 11 MB. A file is taken as it is. Of a folder, all files in it and below that decode as UTF-8, without
-            those whose name or folder begins with a dot.
-        seq_len: tokens of an example; both parts must have room for one.
+            about 11 MB. A file is read unchanged. Of a folder, all files in it and below that decode as UTF-8 are read,
+            except those whose name or folder begins with a dot.
+        seq_len: tokens of an example; training and held-out text must each be long enough for one.
         heldout_fraction: in (0, 1).
 
     Raises:
-        ValueError: if there is no such path, nothing to read in it, or too little text.
+        ValueError: if the path does not exist, holds no text or too little text.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)
@@ -76,9 +76,9 @@ def load_text(
 
 
 class TrainBatches:
-    """Endless batches of windows at random places in a text, through grain.
+    """Endless batches of windows at random positions of a text, through grain.
 
-    The places are a random permutation of all there are, a new one each epoch, set by ``seed``.
+    Each epoch visits every position once, in a random order of its own, which ``seed`` determines.
 
     Args:
         text: uint8 ``[n]``, ``n > seq_len``.
@@ -86,7 +86,7 @@ class TrainBatches:
         seq_len: ``s``.
         seed: >= 0.
 
-    Iterating gives ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
+    Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
 
     Raises:
         ImportError: without grain.
@@ -100,16 +100,17 @@ class TrainBatches:
 
     def __init__(self, text: np.ndarray, *, batch_size: int, seq_len: int, seed: int):
         check_positive(batch_size=batch_size, seq_len=seq_len)
-        places = _places(text, seq_len)
+        positions = _positions(text, seq_len)
         grain = _grain()
 
-        def window(place: int) -> dict[str, np.ndarray]:
-            return _example(text, place, seq_len)
+        def window(position: int) -> dict[str, np.ndarray]:
+            return _example(text, position, seq_len)
 
-        windows = grain.MapDataset.range(places).seed(seed).shuffle().repeat().map(window)
+        windows = grain.MapDataset.range(positions).seed(seed).shuffle().repeat().map(window)
         # A batch takes well under a millisecond: threads that read ahead would only take time from XLA's.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._batches = iter(windows.batch(batch_size).to_iter_dataset(options))
+        # Stored with the state: grain would resume over another text or batch size without a word.
         self._made_of = {
             "text_crc32": zlib.crc32(text.tobytes()),
             "batch_size": batch_size,
@@ -124,11 +125,14 @@ class TrainBatches:
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """Where it is, as a dict that JSON can hold."""
+        """Return the position in the data, as a dict that JSON can hold."""
         return {"grain": self._batches.get_state(), **self._made_of}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there: the next batches are, bit for bit, those that followed `get_state`.
+        """Resume from a state: the next batches are, bit for bit, those that followed `get_state`.
+
+        Args:
+            state: a result of `get_state`.
 
         Raises:
             ValueError: if the state is of another text, batch size, sequence length or seed.
@@ -147,12 +151,12 @@ class TrainBatches:
 def heldout_batches(
     text: np.ndarray, *, batch_size: int, seq_len: int, num_batches: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The same ``num_batches`` batches every time, their windows evenly spaced over ``text``.
+    """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
 
     Args:
         text: uint8 ``[n]``, ``n > seq_len``.
-        batch_size, seq_len: as for `TrainBatches`, whose batches these look like.
-        num_batches: batches to give.
+        batch_size, seq_len: as for `TrainBatches`; the batches have the same form.
+        num_batches: number of batches.
 
     Raises:
         ValueError: if the text is shorter than a window.
@@ -162,20 +166,19 @@ def heldout_batches(
     [[0, 31], [63, 95]]
     """
     check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
-    places = np.linspace(0, _places(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
-    for group in places.reshape(num_batches, batch_size):
-        examples = [_example(text, place, seq_len) for place in group.tolist()]
+    positions = np.linspace(0, _positions(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
+    for group in positions.reshape(num_batches, batch_size):
+        examples = [_example(text, position, seq_len) for position in group.tolist()]
         yield {name: np.stack([example[name] for example in examples]) for name in ("tokens", "labels")}
 
 
 def byte_bigram_entropy(train: np.ndarray, heldout: np.ndarray) -> float:
-    """Conditional entropy of a byte given the one before it, in nats: what the best table of byte pairs would lose.
+    """Return the loss of a table of byte pairs on ``heldout``, in nats per byte.
 
-    ``-1/m sum_t log(count(x[t-1], x[t]) / count(x[t-1]))`` over the ``m`` byte pairs of ``heldout``, with pairs counted
-    in ``train`` and ``heldout``
-    together: having seen the held-out text, no pair is unknown to the table and none needs smoothing. With ``train``
-    empty it is exactly the entropy H(x[t] | x[t-1]) of ``heldout``. A held-out loss well below it shows that a model
-    uses more than the last byte.
+    The loss is ``-1/m sum_t log(count(x[t-1], x[t]) / count(x[t-1]))`` over the ``m`` byte pairs of ``heldout``. Pairs
+    are counted in ``train`` and ``heldout`` together, so that no pair of ``heldout`` is unknown and the table needs no
+    smoothing. With an empty ``train`` the loss is the conditional entropy H(x[t] | x[t-1]) of ``heldout``. A held-out
+    loss well below it shows that a model uses more than the last byte.
 
     Args:
         train, heldout: uint8 ``[n]``; ``heldout`` has at least two bytes.
@@ -191,6 +194,7 @@ def byte_bigram_entropy(train: np.ndarray, heldout: np.ndarray) -> float:
         raise ValueError(f"the held-out text must have at least 2 bytes, got {len(heldout)}")
     scored = _pair_counts(heldout)
     counts = scored + _pair_counts(train)
+    # Pairs and bytes that never occur give log(0) and 0/0; only pairs of the held-out text are read below.
     with np.errstate(divide="ignore", invalid="ignore"):
         log_probability = np.log(counts / counts.sum(axis=1, keepdims=True))
     seen = scored > 0
@@ -202,12 +206,12 @@ def _pair_counts(text: np.ndarray) -> np.ndarray:
     return np.bincount(pairs, minlength=256**2).reshape(256, 256)
 
 
-def _example(text: np.ndarray, place: int, seq_len: int) -> dict[str, np.ndarray]:
-    window = text[place : place + seq_len + 1].astype(np.int32)
+def _example(text: np.ndarray, position: int, seq_len: int) -> dict[str, np.ndarray]:
+    window = text[position : position + seq_len + 1].astype(np.int32)  # one byte more, for the last label
     return {"tokens": window[:-1], "labels": window[1:]}
 
 
-def _places(text: np.ndarray, seq_len: int) -> int:
+def _positions(text: np.ndarray, seq_len: int) -> int:
     if len(text) < seq_len + 1:
         raise ValueError(
             f"a text of {len(text)} bytes has no window of seq_len {seq_len}: it needs at least {seq_len + 1}. "
@@ -217,19 +221,21 @@ def _places(text: np.ndarray, seq_len: int) -> int:
 
 
 def _split(text: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    # Held out from every block, not from the end alone: files are sorted, so the end is of a few folders only.
     blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
     cuts = [len(block) - int(len(block) * fraction) for block in blocks]
-    empty = text[:0]
+    empty = text[:0]  # np.concatenate refuses an empty list
     train = [block[:cut] for block, cut in zip(blocks, cuts, strict=True)]
     heldout = [block[cut:] for block, cut in zip(blocks, cuts, strict=True)]
     return np.concatenate([empty, *train]), np.concatenate([empty, *heldout])
 
 
 def _read(source: str | os.PathLike[str] | None) -> tuple[str, list[bytes]]:
-    """What to call the source, and its files' contents."""
+    """Return a name for the source, and the contents of its files."""
     if source is None:
         root = Path(sysconfig.get_path("stdlib"))
         name = "the Python standard library"
+        # _sysconfigdata holds paths of the machine: the text would differ between installations of one version.
         paths = [path for path in _files(root, _NOT_TEXT) if path.suffix == ".py" and "_sysconfigdata" not in path.name]
     else:
         root, name = Path(source), str(source)
@@ -248,11 +254,13 @@ def _read(source: str | os.PathLike[str] | None) -> tuple[str, list[bytes]]:
 
 
 def _files(root: Path, skipped: tuple[str, ...]) -> list[Path]:
-    """All files below ``root`` but hidden ones and those in ``skipped`` folders, by relative path."""
+    """Return all files below ``root`` except hidden ones and those in ``skipped`` folders, by relative path."""
     found = []
     for folder, folders, names in os.walk(root):
+        # Changed in place: os.walk then leaves these folders out.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
+    # The order in which a file system lists files differs between machines, and batches must not.
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -1,36 +1,36 @@
-"""The layers of `jax_te.layers` for Flax Linen, and what carries parameters and state between Linen and NNX.
+"""The layers of `jax_te.layers` for Flax Linen, and functions that convert variables between Linen and NNX.
 
 Classes have the names and arguments of the NNX layers, without ``rngs``, and are used like any Linen module, in
 ``setup`` and under ``nn.compact``; inside ``nn.remat``, ``nn.jit``, ``nn.scan`` and ``nn.vmap`` too. The numbers are
-those of the NNX layers, bit by bit. An NNX model of your own becomes a Linen module in one line, see `LinenModule`.
+those of the NNX layers, bit for bit. An NNX model of your own becomes a Linen module in one line, see `LinenModule`.
 
-**Recipes.** ``with autocast(recipe):`` counts at ``init``, at ``apply``, and around a layer's call inside of a model
-(``autocast(None)`` for a first or last layer). A recipe with state, such as `DelayedScaling`, keeps it in the
-collection ``_overwrite_with_gradient``, which ``init`` makes under that recipe. Differentiate with respect to it as
-well: the gradient of a state is its next value. Flax's ``TrainState``, given the collections ``params`` and
-``_overwrite_with_gradient`` as its ``params``, writes that back, and keeps it from the optimizer and from clipping; in
-a loop of your own do the same. Models that call a layer twice, or not always, need `value_and_grad`. Next states of
-microbatches merge by maximum (`jax_te.quantize.merge_quantizers`) and are never added up; a step that is skipped keeps
-its old state (`jax_te.quantize.write_back`).
-`prepare_quantization` gives state to variables that have none, and changes the recipe of a running model.
+**Recipes.** ``with autocast(recipe):`` takes effect around ``init``, around ``apply``, and around a layer's call inside
+of a model (``autocast(None)`` for a first or last layer). The state of a recipe such as `DelayedScaling` is in the
+collection ``_overwrite_with_gradient``, which ``init`` creates under that recipe. Differentiate with respect to this
+collection as well: the gradient of a state is its next value. Flax's ``TrainState``, given the collections ``params``
+and ``_overwrite_with_gradient`` as its ``params``, writes the next values back, and keeps the collection away from the
+optimizer and from clipping; a loop of your own does the same. Models that call a layer twice, or not always, need
+`value_and_grad`. Next states of microbatches are merged by maximum (`jax_te.quantize.merge_quantizers`), never added
+up; a skipped step keeps the old states (`jax_te.quantize.write_back`).
+`prepare_quantization` adds state to variables without it, and changes the recipe of a running model.
 
-**Dtypes.** A layer computes in its input's dtype. Let parameters be fp32, and inputs bf16: ``TrainState`` has no fp32
+**Dtypes.** A layer computes in its input's dtype. Use fp32 parameters with bf16 inputs: ``TrainState`` keeps no fp32
 masters of bf16 parameters.
 
 **Sharding.** ``init`` puts parameters into ``nn.LogicallyPartitioned`` with the logical axes of
-`jax_te.sharding.ShardingRules`; `logical_axis_rules` gives those rules in Flax's form, for
-``nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)``. ``nn.unbox`` gives plain arrays.
+`jax_te.sharding.ShardingRules`; `logical_axis_rules` returns these rules in Flax's form, for
+``nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)``. ``nn.unbox`` returns plain arrays.
 ``nn.scan`` and ``nn.vmap`` need ``metadata_params={nn.PARTITION_NAME: ...}`` for the axis that they add, and both
 collections in ``variable_axes``, as for other boxed parameters and other state.
 
-**Dropout.** Layers with a ``dropout_key`` draw it from ``rngs={"dropout": key}``; without that there is no dropout.
+**Dropout.** Layers with a ``dropout_key`` draw it from ``rngs={"dropout": key}``; without it they drop nothing.
 
-**NNX.** `from_nnx` and `to_nnx` carry parameters and state over, and so do checkpoints of what they give.
+**NNX.** `from_nnx` and `to_nnx` convert parameters and state, and checkpoints of their results are interchangeable.
 
-**Microbatches.** A call with ``is_first_microbatch=True`` keeps its quantized kernels in the collection
-``CachedKernel``, which must be mutable there and be given to the calls with ``is_first_microbatch=False``.
+**Microbatches.** A call with ``is_first_microbatch=True`` stores its cached kernels in the collection
+``CachedKernel``, which must be mutable in that call and be passed to the calls with ``is_first_microbatch=False``.
 
-A training loop in FP8, in which nothing but ``autocast`` and the layers is new:
+A training loop in FP8, in which only ``autocast`` and the layers are new:
 
 >>> import flax.linen as nn
 >>> import optax

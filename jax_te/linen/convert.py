@@ -1,4 +1,4 @@
-"""Parameters and quantizer state carried between NNX modules and Linen variables."""
+"""Conversion of parameters and quantizer state between NNX modules and Linen variables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jax_te.linen.variables import build_abstract, collections_of, with_variable
 
 
 def from_nnx(module: nnx.Module) -> dict[str, Any]:
-    """Variables of an NNX module, as ``init`` of its Linen form would give them: arrays with logical axes are boxed.
+    """Return the variables of an NNX module as ``init`` of its Linen form returns them: with logical axes boxed.
 
-    Values are shared, not copied. A layer inside of a Linen model takes them below its name in each collection.
+    Values are shared, not copied. For a layer inside of a Linen model, put them below the layer's name in each
+    collection.
 
     Args:
         module: of `jax_te.layers`, or any NNX module without random state.
@@ -32,22 +33,24 @@ def from_nnx(module: nnx.Module) -> dict[str, Any]:
 
 
 def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], variables: Mapping[str, Any]) -> Any:
-    """An NNX module that holds Linen variables: its quantizable layers have quantizer state where these have it.
+    """Return an NNX module that holds Linen variables; a layer has quantizer state if the variables have it.
 
     Args:
-        source: what says which module: its Linen form; an NNX module, which is not changed and whose own values do not
-            count; or a function of ``nnx.Rngs`` that builds one, which is traced, not run.
+        source: the module's Linen form; an NNX module, which is not changed and whose values are not read; or a
+            function of ``nnx.Rngs`` that builds one, which is traced, not run.
         variables: of the Linen form, boxed or not. Values are shared, not copied.
 
     Raises:
-        TypeError: for another source.
-        flax.errors.ScopeParamNotFoundError, flax.errors.ScopeParamShapeError, ValueError: if they do not fit.
+        TypeError: for another type of source.
+        flax.errors.ScopeParamNotFoundError, flax.errors.ScopeParamShapeError, ValueError: if the variables do not fit
+            the module.
 
     >>> from jax_te.linen import Linear
     >>> layer = Linear(16, 32)
     >>> to_nnx(layer, layer.init(jax.random.key(0), jnp.ones((2, 16)))).kernel.shape
     (16, 32)
     """
+    # Traced, so that no parameters are drawn only to be replaced.
     if isinstance(source, LinenModule):
         source = build_abstract(source.nnx_module)
     elif not isinstance(source, nnx.Module):

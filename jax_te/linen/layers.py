@@ -1,4 +1,4 @@
-"""The layers of `jax_te.layers` as Linen modules; each docstring is the NNX layer's, and then an example."""
+"""The layers of `jax_te.layers` as Linen modules. `LinenModule` puts the NNX layer's docstring before each example."""
 
 from __future__ import annotations
 

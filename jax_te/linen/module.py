@@ -1,4 +1,4 @@
-"""Linen modules made from NNX modules."""
+"""Linen modules built from NNX modules."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from jax_te.typing import Array
 
 
 class LinenModule(nn.Module):
-    """Base of Linen modules that compute what an NNX module computes.
+    """Base class of Linen modules that run an NNX module.
 
-    A class for your own NNX module of the layers of this package takes one line; ``init=False`` tells type checkers
-    that its constructor is the NNX module's, without ``rngs``::
+    A class for your own NNX module, built of the layers of this package, takes one line; ``init=False`` tells type
+    checkers that its constructor is the NNX module's, without ``rngs``::
 
         class Block(LinenModule, nnx_class=NNXBlock, init=False): ...
 
-    Arguments of the constructor are fields of the Linen module; one that is an NNX module there is a `LinenModule`
-    here. The call takes what the NNX module's call takes. Of that, ``dropout_key`` may be left out: it comes from the
-    stream ``dropout`` in ``rngs``, and is None (no dropout) without that stream.
+    Arguments of the constructor are fields of the Linen module; an argument that is an NNX module there is a
+    `LinenModule` here. The call has the NNX module's arguments. ``dropout_key`` may be left out: it is then drawn from
+    the stream ``dropout`` in ``rngs``, and is None (no dropout) without that stream.
 
     Variables have the names that they have in the NNX module, in the collections that Flax gives their types:
     parameters are in ``params``, quantizer state is in ``_overwrite_with_gradient``. ``init`` puts arrays that have
     logical axes into ``nn.LogicallyPartitioned``; ``apply`` takes them boxed and unboxed.
 
     Raises:
-        TypeError: when the class is made, for an NNX module with ``*args`` or ``**kwargs``; at ``init``, for one that
-            holds random state.
-        flax.errors.FlaxError, ValueError: when called, for variables that are missing, of another shape, or too many.
+        TypeError: when the class is created, for an NNX module with ``*args`` or ``**kwargs``; at ``init``, for one
+            that holds random state.
+        flax.errors.FlaxError, ValueError: when called, for missing or surplus variables and for other shapes.
         QuantizerStateError: when called under a recipe with state, if the variables have none.
 
     >>> from jax_te import layers
@@ -55,12 +55,13 @@ class LinenModule(nn.Module):
         def __init__(self, *args: Any, **kwargs: Any): ...
 
     def __init_subclass__(cls, nnx_class: type[nnx.Module] | None = None, init: bool = True, **kwargs: Any):
-        del init  # for type checkers
+        del init  # read by type checkers, which take Linen modules for dataclasses
         if nnx_class is None:
             super().__init_subclass__(**kwargs)
             return
         parameters = _arguments(nnx_class)
         cls.nnx_class = nnx_class
+        # Flax makes a dataclass of the annotations in super().__init_subclass__: they must be there before.
         cls.__annotations__ = {**inspect.get_annotations(cls), **_fields(cls, parameters)}
         cls.__doc__ = _doc(nnx_class, cls.__doc__)
         cls.__call__ = _call_of(nnx_class)
@@ -69,7 +70,10 @@ class LinenModule(nn.Module):
 
     @nn.nowrap
     def nnx_module(self, rngs: nnx.Rngs) -> nnx.Module:
-        """A new NNX module of these arguments.
+        """Return a new NNX module with these arguments.
+
+        Args:
+            rngs: the module's random keys.
 
         >>> from jax_te.linen import Linear
         >>> type(Linear(16, 32).nnx_module(nnx.Rngs(0)))
@@ -83,6 +87,7 @@ class LinenModule(nn.Module):
     @nn.nowrap
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
+        # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
         before = collections_of(module, boxed=False)
         bound = inspect.signature(self.nnx_class.__call__).bind(module, *args, **kwargs)
         takes_key = "dropout_key" in bound.signature.parameters
@@ -101,21 +106,23 @@ class LinenModule(nn.Module):
 
     @nn.nowrap
     def _module(self) -> nnx.Module:
-        """The NNX module with this module's variables, which ``init`` makes."""
+        """Return the NNX module with this module's variables, which ``init`` creates."""
+        # Flax's capture_intermediates stores outputs in this collection, which are no variables of the module.
         held = {name: tree for name, tree in self.variables.items() if name != "intermediates"}
         if self.is_initializing() and not jax.tree.leaves(held):
             module = self.nnx_module(nnx.Rngs(_typed(self.make_rng("params"))))
             self._keep({}, collections_of(module, boxed=True))
             return module
+        # Traced for its structure at each call: parameters are not drawn again.
         return with_variables(build_abstract(self.nnx_module), held, self._where())
 
     @nn.nowrap
     def _keep(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """Store what a call has changed."""
+        """Store the variables that a call changed."""
         for collection, tree in after.items():
             for name, value in tree.items():
                 old = before.get(collection, {}).get(name)
-                if _same(old, value):
+                if _same(old, value):  # without this, apply would ask for every collection to be mutable
                     continue
                 if collection == STATE and not self.is_mutable_collection(STATE):
                     raise QuantizerStateError(
@@ -139,7 +146,7 @@ class LinenModule(nn.Module):
 
 
 def _arguments(nnx_class: type[nnx.Module]) -> dict[str, inspect.Parameter]:
-    """Parameters of the constructor without ``rngs``."""
+    """Return the parameters of the constructor without ``rngs``."""
     first, *parameters = inspect.signature(nnx_class.__init__).parameters.values()
     for value in (first, *parameters):
         if value.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
@@ -148,7 +155,7 @@ def _arguments(nnx_class: type[nnx.Module]) -> dict[str, inspect.Parameter]:
 
 
 def _fields(cls: type, parameters: dict[str, inspect.Parameter]) -> dict[str, Any]:
-    """Make each parameter a dataclass field of ``cls``; their annotations."""
+    """Make each parameter a dataclass field of ``cls``, and return the fields' annotations."""
     for name, value in parameters.items():
         default: Any = dataclasses.MISSING if value.default is inspect.Parameter.empty else value.default
         setattr(cls, name, dataclasses.field(default=default, kw_only=value.kind is inspect.Parameter.KEYWORD_ONLY))
@@ -156,7 +163,8 @@ def _fields(cls: type, parameters: dict[str, inspect.Parameter]) -> dict[str, An
 
 
 def _constructor(generated: Any, parameters: dict[str, inspect.Parameter]) -> Any:
-    """The generated constructor, in which Flax puts ``parent`` and ``name`` among the positional arguments."""
+    """Return the generated constructor with the NNX module's signature, then ``name`` and ``parent`` by keyword."""
+    # Flax puts parent and name among the positional arguments, where the NNX module's own are expected.
     kind = inspect.Parameter.KEYWORD_ONLY
     own = [inspect.Parameter(name, kind, default=None) for name in ("name", "parent")]
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -170,7 +178,7 @@ def _constructor(generated: Any, parameters: dict[str, inspect.Parameter]) -> An
 
 
 def _call_of(nnx_class: Any) -> Any:
-    """``__call__`` with the signature and docstring of the NNX module's."""
+    """Return a ``__call__`` with the signature and docstring of the NNX module's."""
 
     @nn.compact
     @functools.wraps(nnx_class.__call__)
@@ -181,7 +189,7 @@ def _call_of(nnx_class: Any) -> Any:
 
 
 def _doc(nnx_class: type[nnx.Module], own: str | None) -> str:
-    """The NNX module's docstring without what Linen modules have not, the way into Linen, the class's own docstring."""
+    """Return the NNX module's docstring without ``rngs`` and attributes, a sentence on Linen, the class's docstring."""
     text = inspect.cleandoc(nnx_class.__doc__ or "").split(">>>")[0].rstrip() + "\n"
     text = re.sub(r"(?m)^Attributes:\n(?:(?:    .*)?\n)+", "", text)
     text = re.sub(r"(?m)^    rngs: .*\n(?:     +.*\n)*", "", text)
@@ -200,9 +208,10 @@ def _recipe_name() -> str:
 
 def _same(old: Any, new: Any) -> bool:
     olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
+    # By identity: values are traced, and an array that no code replaced is the same object.
     return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))
 
 
 def _typed(key: Array) -> Array:
-    """A key of ``jax.random.PRNGKey`` as one of ``jax.random.key``."""
+    """Return a typed key; Flax hands on the untyped ones of ``jax.random.PRNGKey`` as users give them."""
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from flax.core import unfreeze
 
-from jax_te.linen.variables import KEPT, STATE
+from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import as_float32, with_max_gradients, write_back
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import Recipe, autocast
@@ -18,22 +18,21 @@ from jax_te.recipe import Recipe, autocast
 def prepare_quantization(
     model: nn.Module, variables: Mapping[str, Any], recipe: Recipe | None, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """``variables`` with fresh state for ``recipe`` in place of the state they have: empty histories, scales 1.
+    """Return ``variables`` with new state for ``recipe`` in place of their present state: empty histories, scales 1.
 
     Use it to quantize a model that was initialized or loaded without a recipe, and to change the recipe of a running
-    one. Kernels kept between microbatches are dropped; everything else stays, Flax's own FP8 state included. The
-    result has the collection ``_overwrite_with_gradient`` always, empty where there is no state, so that Flax's
-    ``TrainState`` treats it alike before and after: create it from what this gives, with recipe None for a start in
-    bf16.
+    one. Cached kernels are dropped; everything else stays, Flax's own FP8 state included. The result always has the
+    collection ``_overwrite_with_gradient``, empty if there is no state, so that the structure of Flax's ``TrainState``
+    does not change with the recipe: create the ``TrainState`` from this result, with recipe None for a start in bf16.
 
     Args:
-        model: any Linen model that `jax_te.linen`'s layers are in. It is traced, under ``recipe``, not run.
+        model: a Linen model with layers of `jax_te.linen`. It is traced under ``recipe``, not run.
         variables: of the model.
         recipe: None and recipes without state remove the state.
-        args, kwargs: what ``model.init`` takes after its ``rngs``.
+        args, kwargs: arguments of ``model.init`` after its ``rngs``.
 
     Raises:
-        ValueError: for a recipe with state, if nothing in the model can be quantized by it.
+        ValueError: for a recipe with state, if the model has no layer that it could quantize.
 
     >>> from jax_te.linen import Linear
     >>> from jax_te.recipe import DelayedScaling
@@ -43,10 +42,11 @@ def prepare_quantization(
     Array(1., dtype=float32)
     """
     found: dict[str, Any] = unfreeze(dict(variables))
-    found.pop(KEPT, None)
+    found.pop(CACHED, None)  # quantized as the old recipe does it
     states = _without_states(found.get(STATE, {}))
     if recipe is not None and recipe.has_state:
-        with autocast(recipe):  # jitted for what it leaves out: the parameters, and the call
+        # Under jit the compiler drops everything but the states: neither parameters nor activations are computed.
+        with autocast(recipe):
             fresh = jax.jit(lambda: unfreeze(model.init(jax.random.key(0), *args, **kwargs)).get(STATE, {}))()
         if not any(map(_is_state, jax.tree.leaves(fresh, is_leaf=_is_state))):
             raise ValueError(
@@ -58,20 +58,20 @@ def prepare_quantization(
 
 
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """As ``jax.value_and_grad``, with the rules for quantizer state that a plain gradient does not keep.
+    """Differentiate like ``jax.value_and_grad``, and merge the next values of quantizer states by their own rules.
 
-    The gradient of a state is its next value. Where a layer is called twice in one forward pass, ``jax.grad`` adds two
-    next values up; here they merge by maximum. Where a layer is not called, it gives zeros; here the state that there
-    is. A model that calls each of its layers once is differentiated by both alike. Use it inside ``jax.jit``: outside,
-    every call compiles anew.
+    The gradient of a state is its next value. For a layer that is called twice in one forward pass, ``jax.grad`` adds
+    two next values up; here they are merged by maximum. For a layer that is not called, ``jax.grad`` returns zeros;
+    here the old state. For a model that calls each of its layers once the two agree. Use it inside ``jax.jit``:
+    outside, every call compiles anew.
 
     Args:
-        loss_fn: ``(params, ...) -> [ ]``, of ``params`` with the collections ``params`` and
-            ``_overwrite_with_gradient``, as Flax's ``TrainState`` holds them.
-        has_aux: ``loss_fn`` gives a pair, of which the second, a pytree of arrays, is passed on.
+        loss_fn: ``(params, ...) -> [ ]``; ``params`` has the collections ``params`` and ``_overwrite_with_gradient``,
+            as Flax's ``TrainState`` holds them.
+        has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
 
     Returns:
-        A function of the same arguments that gives the value and the gradients with respect to the first of them.
+        A function of the same arguments that returns the value, and the gradients with respect to the first argument.
 
     >>> from jax_te.linen import Linear
     >>> from jax_te.recipe import DelayedScaling, autocast
@@ -86,7 +86,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     """
 
     def differentiate(params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # allow_int: the dtype of with_max_gradients is no ordinary float.
+        # allow_int: JAX does not count the dtype of with_max_gradients among the floats.
         plain = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
 
         @jax.jit  # a concrete array cannot have that dtype
@@ -106,12 +106,12 @@ def _is_state(node: Any) -> bool:
 
 
 def _map_states(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """``fn`` of our states; of what else is in the collection, e.g. Flax's own FP8 state, the last tree's."""
+    """Map ``fn`` over our states. Other variables of the collection, e.g. Flax's own FP8 state, are the last tree's."""
     return jax.tree.map(lambda *nodes: fn(*nodes) if _is_state(nodes[0]) else nodes[-1], tree, *rest, is_leaf=_is_state)
 
 
 def _without_states(tree: dict[str, Any]) -> dict[str, Any]:
-    """What is not ours in the collection."""
+    """Return the variables of the collection that are not our states."""
     kept = {
         name: _without_states(node) if isinstance(node, dict) else node
         for name, node in tree.items()
@@ -120,7 +120,7 @@ def _without_states(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: node for name, node in kept.items() if not isinstance(node, dict) or node}
 
 
-def _merged(fresh: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Both, and of what both have ``kept``'s."""
-    both = {n: _merged(fresh[n], kept[n]) for n in fresh.keys() & kept.keys() if isinstance(fresh[n], dict)}
-    return {**fresh, **kept, **both}
+def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of both trees; for names in both, those of ``old``."""
+    both = {n: _merged(new[n], old[n]) for n in new.keys() & old.keys() if isinstance(new[n], dict)}
+    return {**new, **old, **both}

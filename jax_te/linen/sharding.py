@@ -10,12 +10,12 @@ from jax_te.sharding import ShardingRules, logical_to_spec
 def logical_axis_rules(
     mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None
 ) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
-    """`jax_te.sharding.ShardingRules` as rules for ``nn.logical_to_mesh_sharding`` and ``nn.logical_axis_rules``.
+    """Return `jax_te.sharding.ShardingRules` in the form of ``nn.logical_to_mesh_sharding`` and its kin.
 
-    Add pairs for logical axes of your own, such as the one that ``nn.scan`` adds.
+    Add pairs for logical axes of your own, such as the axis that ``nn.scan`` adds.
 
     Args:
-        mesh: mesh axes that it lacks are left out.
+        mesh: mesh axes that the rules name and the mesh lacks are left out.
         rules: None for the ambient rules.
 
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))

@@ -1,4 +1,4 @@
-"""The Variables of an NNX module as Linen's collections, and back."""
+"""Conversion between the Variables of an NNX module and Linen's collections."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jax_te.typing import LogicalAxes
 STATE = nnx.variable_name_from_type(QuantizerState)
 """The collection of quantizer states: ``"_overwrite_with_gradient"``."""
 
-KEPT = nnx.variable_name_from_type(CachedKernel, allow_register=True)
-"""The collection of kernels kept quantized between microbatches: ``"CachedKernel"``."""
+CACHED = nnx.variable_name_from_type(CachedKernel, allow_register=True)
+"""The collection of cached kernels (between microbatches): ``"CachedKernel"``."""
 
 
 def collections_of(module: nnx.Module, *, boxed: bool) -> dict[str, Any]:
-    """The values of all Variables of ``module``: nested dicts, in one collection for each type of Variable.
+    """Return the values of all Variables of ``module``: nested dicts, one collection for each type of Variable.
 
     Args:
         module: an NNX module.
-        boxed: put the arrays that have logical axes into ``nn.LogicallyPartitioned``.
+        boxed: put arrays with logical axes into ``nn.LogicallyPartitioned``.
 
     Raises:
         TypeError: for a module that holds random state.
@@ -51,27 +51,31 @@ def collections_of(module: nnx.Module, *, boxed: bool) -> dict[str, Any]:
 
 
 def build_abstract(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
-    """The module that ``build`` gives, with shapes in place of arrays and without quantizer state.
+    """Return the module that ``build`` returns, with shapes in place of arrays and without quantizer state.
+
+    Args:
+        build: function of ``nnx.Rngs``; it is traced.
 
     >>> build_abstract(lambda rngs: nnx.Linear(2, 3, rngs=rngs)).kernel.get_value()
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
+    # The variables decide which layers have quantizer state, not the recipe in force where they are read.
     with autocast(None):
         return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str = "/") -> nnx.Module:
-    """A copy of ``module`` that holds ``variables``; quantizer state where they have it, and nowhere else.
+    """Return a copy of ``module`` that holds ``variables``; a layer has quantizer state only if the variables have it.
 
     Args:
         module: with arrays, or with shapes.
-        variables: collections as `collections_of` gives them, boxed or not.
-        scope: named in errors.
+        variables: collections as `collections_of` returns them, boxed or not.
+        scope: name for errors.
 
     Raises:
-        flax.errors.ScopeParamNotFoundError: for a variable that is missing.
-        flax.errors.ScopeParamShapeError: for one of another shape.
-        ValueError: for variables that the module has no place for.
+        flax.errors.ScopeParamNotFoundError: for a missing variable.
+        flax.errors.ScopeParamShapeError: for a variable of another shape.
+        ValueError: for variables that the module does not have.
 
     >>> from jax_te.layers import LayerNorm
     >>> layer = LayerNorm(2, rngs=nnx.Rngs(0))
@@ -80,16 +84,18 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     """
     left: dict[str, Any] = meta.unbox(unfreeze(dict(variables)))  # new dicts, from which each value is taken out
     module = nnx.merge(*nnx.split(module))
+    # States and cached kernels come and go with the recipe, so these Variables are attached before the tree is split.
     for path, layer in nnx.iter_modules(module):
         for kernel, name in getattr(layer, "kernels", {}).items():
             _attach(layer, name, QuantizerState, _find(left, STATE, (*path, name)))
-            _attach(layer, cache_name(kernel), CachedKernel, _find(left, KEPT, (*path, cache_name(kernel))))
+            _attach(layer, cache_name(kernel), CachedKernel, _find(left, CACHED, (*path, cache_name(kernel))))
     graphdef, state = nnx.split(module)
-    known, filled = {"params", STATE, KEPT}, []
+    known, filled = {"params", STATE, CACHED}, []
     for path, variable in nnx.to_flat_state(state):
         known.add(_collection(variable))
         value = _checked(_find(left, _collection(variable), path, take=True), variable, path, scope)
         filled.append((path, variable.replace(value)))
+    # Only in collections that the module has: programs keep values of their own in others.
     surplus = jax.tree_util.tree_leaves_with_path({name: left[name] for name in sorted(known & left.keys())})
     if surplus:
         names = ", ".join(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in surplus[:4])
@@ -105,7 +111,7 @@ def _collection(variable: nnx.Variable) -> str:
 
 
 def _find(variables: dict[str, Any], collection: str, path: tuple[Any, ...], *, take: bool = False) -> Any:
-    """What is at ``path`` of a collection, None if nothing is; removed from there if told to."""
+    """Return the value at ``path`` of a collection, or None; with ``take`` remove it there."""
     node = variables.get(collection, {})
     for part in path[:-1]:
         node = node.get(str(part), {})
@@ -128,11 +134,11 @@ def _checked(value: Any, variable: nnx.Variable, path: tuple[Any, ...], scope: s
 
 def _boxed(variable: nnx.Variable) -> Any:
     axes, value = variable.get_metadata().get("logical_axes"), variable.get_value()
-    if axes is None or isinstance(value, QuantizedKernel):  # which is several arrays
+    if axes is None or isinstance(value, QuantizedKernel):  # several arrays, and a box holds one
         return value
     return nn.LogicallyPartitioned(value, _without_repeats(axes))
 
 
 def _without_repeats(axes: LogicalAxes) -> LogicalAxes:
-    """Each name once: Flax takes none twice, and no rule can split two dimensions over the same mesh axes."""
+    """Return the axes with each name once: Flax refuses repeats, and a mesh axis shards one dimension only."""
     return tuple(None if name in axes[:i] else name for i, name in enumerate(axes))

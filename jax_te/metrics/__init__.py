@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics files, plots, progress."""
+"""Records of a training run and their display: metrics files, TensorBoard, plots, progress."""
 
 from jax_te.metrics.log import MetricsLog, plot_losses
 from jax_te.metrics.precision_log import PrecisionLog, plot_precision

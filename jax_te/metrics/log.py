@@ -1,4 +1,4 @@
-"""What a run records: ``metrics.jsonl``, TensorBoard events and the loss plot."""
+"""A run's metrics: ``metrics.jsonl``, TensorBoard events and the loss plot."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ EXTRA_HINT = 'pip install "jax-te[train]"'
 
 
 def require_extra(name: str) -> ModuleType:
-    """Import a package of the ``train`` extra.
+    """Return a module of a package in the ``train`` extra, imported now.
+
+    Args:
+        name: dotted name of the module.
 
     Raises:
-        ModuleNotFoundError: if it is missing; the message names the command that installs it.
+        ModuleNotFoundError: if the package is missing; the message names the command that installs it.
 
     >>> require_extra("json").__name__
     'json'
@@ -29,16 +32,17 @@ def require_extra(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # A module that this package itself lacks is another fault, which installing the extra would not mend.
         if error.name != name.split(".")[0]:
             raise
         raise ModuleNotFoundError(f"training needs the package {name}; install it with: {EXTRA_HINT}") from None
 
 
 class MetricsLog:
-    """Appends records to ``metrics.jsonl`` and points to TensorBoard.
+    """Appends records to ``metrics.jsonl`` and scalars to TensorBoard.
 
-    A record is one line, ``{"step": n, name: number, …}``. Resuming at ``step`` cuts the file after that step's
-    records, so that a run that was killed and resumed leaves the file an unbroken run leaves (but for measured speeds).
+    A record is one line, ``{"step": n, name: number, …}``. Resuming at a step truncates the file after that step's
+    records, so that a run that was killed and resumed leaves the same file as an unbroken run, measured speeds apart.
     Numbers that are not finite are written as null.
 
     Args:
@@ -59,11 +63,19 @@ class MetricsLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         cut_after(self._path, resume_step)
         self._file = self._path.open("a", encoding="utf-8")
+        # Events after the restored step are in files of the killed run: purge_step makes TensorBoard ignore them.
         folder = str(self._path.parent / TENSORBOARD_FOLDER)
         self._events = tensorboard.SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, step: int, values: Mapping[str, float], *, chart: bool = True) -> None:
-        """Append one record; ``chart`` also puts its finite values into TensorBoard."""
+        """Append one record.
+
+        Args:
+            step: the step's number.
+            values: numbers by name.
+            chart: also write the finite ones to TensorBoard.
+        """
+        # null, because JSON has no nan: json.dumps would write a line that other readers refuse.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
@@ -71,14 +83,15 @@ class MetricsLog:
             self.chart(step, values)
 
     def chart(self, step: int, values: Mapping[str, float]) -> None:
-        """Put finite values into TensorBoard, and nowhere else."""
+        """Write finite values to TensorBoard only."""
         for name, value in values.items():
             if math.isfinite(value):
                 self._events.add_scalar(name, value, step)
 
     def sync(self) -> None:
-        """Bring everything written so far to the disk, e.g. before a checkpoint of the same step."""
+        """Write all buffered data to the disk, e.g. before a checkpoint of the same step."""
         self._file.flush()
+        # A checkpoint must never be newer than the records of its step, also if the machine stops here.
         os.fsync(self._file.fileno())
         self._events.flush()
 
@@ -95,12 +108,12 @@ class MetricsLog:
 
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a run in order; an unfinished last line (of a run that was killed) is left out."""
+    """Return the records of a run in order, without an unfinished last line (of a run that was killed)."""
     return read_records(Path(directory) / METRICS_FILE)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON Lines file; an unfinished last one is left out. A missing file has none."""
+    """Return the records of a JSON Lines file, without an unfinished last line; none for a missing file."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -109,11 +122,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncate a file of records after the last one of a step <= ``step``; what cannot be read is cut too."""
+    """Truncate a file of records after the last one of a step <= ``step``, or before the first unreadable line."""
     if not path.exists():
         return
     end = 0
-    with path.open("r+b") as file:
+    with path.open("r+b") as file:  # in bytes: text mode would translate line ends, and offsets would be wrong
         for line in file:
             try:
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
@@ -125,16 +138,20 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | None = None) -> Path | None:
-    """Draw ``loss.png`` from the run's records; None if there is nothing to draw.
+    """Draw ``loss.png`` from the run's records.
 
     Args:
         directory: the run's folder.
-        bigram_entropy: drawn as a line for reference.
+        bigram_entropy: drawn as a horizontal line for reference.
+
+    Returns:
+        The file's path; None if there is nothing to draw.
     """
     records = read_metrics(directory)
     train, heldout = _curve(records, "loss"), _curve(records, "heldout_loss")
     if not train[0]:
         return None
+    # matplotlib.figure and not pyplot, which keeps every figure and may ask for a display.
     figure_class = require_extra("matplotlib.figure").Figure
     figure = figure_class(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -158,7 +175,7 @@ def _curve(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential average, free of the start's bias."""
+    """Exponential average; divided by the sum of its weights, so that it does not start from 0."""
     smooth, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + value, weight * norm + 1.0

@@ -1,4 +1,4 @@
-"""What a run records of its quantized tensors: ``precision.jsonl`` and the heat maps of ``precision.png``."""
+"""Statistics of a run's quantized tensors: ``precision.jsonl`` and the heat maps of ``precision.png``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], float, fl
     ("underflow, %", lambda record: _percent(record["underflow"]), 0.0, None),
     ("saturation, %", lambda record: _percent(record["saturation"]), 0.0, None),
 )
-"""Title, value of a record, and the ends of the colour scale; an upper end of None is the largest value."""
+"""Title, function of a record, and the ends of the colour scale; None as the upper end: the largest value."""
 
 
 class PrecisionLog:
     """Appends the statistics of inspected steps to ``precision.jsonl``, a line for each tensor.
 
     A line is ``{"step": n, "module": path, "role": role, "format": name, amax, scale, …}``; numbers that are not finite
-    are null. Resuming at a step cuts the file after that step's lines, as `MetricsLog` does.
+    are null. Resuming at a step truncates the file after that step's lines, as `MetricsLog` does.
 
     Args:
         directory: the run's folder.
@@ -50,7 +50,7 @@ class PrecisionLog:
         cut_after(self.directory / PRECISION_FILE, resume_step)
 
     def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:
-        """Append a step's statistics, and bring them to the disk."""
+        """Append a step's statistics, and write them to the disk."""
         lines = [json.dumps({"step": step} | plain_values(tensor)) + "\n" for tensor in statistics]
         with (self.directory / PRECISION_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
@@ -59,7 +59,7 @@ class PrecisionLog:
 
 
 def plain_values(tensor: TensorStatistics) -> dict[str, Any]:
-    """A tensor's statistics as JSON can hold them: numbers that are not finite are None.
+    """Return a tensor's statistics as JSON can hold them: numbers that are not finite are None.
 
     >>> values = dict.fromkeys(STATISTICS, math.inf)
     >>> plain_values(TensorStatistics(module="proj", role="x", format="e4m3", **values))["amax"] is None
@@ -72,7 +72,7 @@ def plain_values(tensor: TensorStatistics) -> dict[str, Any]:
 
 
 def chart_values(statistics: Iterable[TensorStatistics]) -> dict[str, float]:
-    """The statistics by TensorBoard tag: ``precision/<module>/<role>/<statistic>``.
+    """Return the statistics by TensorBoard tag: ``precision/<module>/<role>/<statistic>``.
 
     >>> values = dict.fromkeys(STATISTICS, 1.0)
     >>> list(chart_values([TensorStatistics(module="proj", role="x", format="e4m3", **values)]))[0]
@@ -86,24 +86,28 @@ def chart_values(statistics: Iterable[TensorStatistics]) -> dict[str, float]:
 
 
 def read_precision(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a run's ``precision.jsonl`` in order; an unfinished last line is left out."""
+    """Return the records of a run's ``precision.jsonl`` in order, without an unfinished last line."""
     return read_records(Path(directory) / PRECISION_FILE)
 
 
 def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
-    """Draw ``precision.png`` from a run's records; None if there are none.
+    """Draw ``precision.png`` from a run's records.
 
-    Three heat maps: relative error, underflow and saturation. A row is a tensor, a column an inspected step; grey is a
-    value that is not finite, or a tensor that was not quantized at that step.
+    The picture has three heat maps: relative error, underflow and saturation. A row is a tensor, a column an inspected
+    step. Grey is a value that is not finite, or a tensor that was not quantized at that step.
 
     Args:
         directory: the run's folder.
+
+    Returns:
+        The file's path; None if there are no records.
     """
     records = read_precision(directory)
     if not records:
         return None
     rows = list(dict.fromkeys((record["module"], record["role"]) for record in records))
     steps = sorted({record["step"] for record in records})
+    # A row for each tensor stays readable up to this height; a deeper model's rows get thinner.
     height = min(2.0 + 0.17 * len(rows), 60.0)
     figure = require_extra("matplotlib.figure").Figure(figsize=(16, height), layout="constrained")
     panels = figure.subplots(1, len(_PANELS), sharey=True)
@@ -111,6 +115,7 @@ def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
         colours = require_extra("matplotlib").colormaps["viridis"].with_extremes(bad="lightgrey")
         grid = _grid(records, rows, steps, value)
         if high is None:
+            # At least 0.1 %: with a scale that ends at the largest value, noise would look like a catastrophe.
             high = max(0.1, float(np.max(grid, initial=0.0, where=np.isfinite(grid))))
         image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=high)
         figure.colorbar(image, ax=axes, location="top", label=title)
@@ -130,12 +135,13 @@ def _grid(
     value: Callable[[Mapping[str, Any]], float | None],
 ) -> np.ndarray:
     """``[rows, steps]``, nan where there is no value."""
-    place = {row: index for index, row in enumerate(rows)}, {step: index for index, step in enumerate(steps)}
+    row_of = {row: index for index, row in enumerate(rows)}
+    column_of = {step: index for index, step in enumerate(steps)}
     grid = np.full((len(rows), len(steps)), np.nan)
     for record in records:
         number = value(record)
         if number is not None:
-            grid[place[0][record["module"], record["role"]], place[1][record["step"]]] = number
+            grid[row_of[record["module"], record["role"]], column_of[record["step"]]] = number
     return grid
 
 

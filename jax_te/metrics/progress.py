@@ -1,4 +1,4 @@
-"""What a user sees of a run: a live bar in a terminal, plain lines elsewhere."""
+"""Display of a run: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_te.metrics.log import require_extra
 
 @runtime_checkable
 class Progress(Protocol):
-    """What the training loop tells its user. `make_progress` gives one that suits the output."""
+    """Display of a training loop's progress. `make_progress` returns one that suits the output."""
 
     def facts(self, rows: Mapping[str, str]) -> None:
         """Show named facts about the run, one line each."""
@@ -27,11 +27,17 @@ class Progress(Protocol):
         ...
 
     def start(self, first: int, steps: int, tokens_per_step: int) -> None:
-        """Begin: ``first`` steps of ``steps`` are done already."""
+        """Begin the display; ``first`` of ``steps`` steps are done already."""
         ...
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
-        """Step ``step`` is done. ``line``: worth a line where there is no live display."""
+        """Report that a step is done.
+
+        Args:
+            step: the step's number.
+            loss: the step's loss.
+            line: print a line for it if there is no live display.
+        """
         ...
 
     def stop(self) -> None:
@@ -40,7 +46,7 @@ class Progress(Protocol):
 
 
 class Speed:
-    """Tokens per second and time left. The first step after `start`, which compiles, does not count."""
+    """Tokens per second and time left, measured from the end of the first step on."""
 
     def __init__(self, first: int, steps: int, tokens_per_step: int):
         self.steps, self.tokens_per_step = steps, tokens_per_step
@@ -48,8 +54,9 @@ class Speed:
         self._now = (first, time.perf_counter())
 
     def update(self, step: int) -> None:
-        """Step ``step`` is done now."""
+        """Record that a step ended now."""
         self._now = (step, time.perf_counter())
+        # The first step compiles, which may take longer than all others together.
         if self._begin is None:
             self._begin = self._now
 
@@ -74,13 +81,13 @@ class Speed:
 
     @property
     def rate(self) -> str:
-        """Tokens per second, short."""
+        """Tokens per second as text."""
         tokens = self.tokens_per_second
         return "…" if tokens is None else f"{tokens:,.0f}"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as ``m:ss`` or ``h:mm:ss``.
+    """Return seconds as ``m:ss`` or ``h:mm:ss``.
 
     >>> clock(75), clock(3675)
     ('1:15', '1:01:15')
@@ -135,7 +142,7 @@ class RichProgress:
         grid = require_extra("rich.table").Table.grid(padding=(0, 2))
         grid.add_column(style="bold cyan", no_wrap=True)
         grid.add_column()
-        escape = require_extra("rich.markup").escape
+        escape = require_extra("rich.markup").escape  # a path may hold brackets, which rich reads as markup
         for name, value in rows.items():
             grid.add_row(name, escape(value))
         self._console.print(grid)
@@ -174,5 +181,5 @@ class RichProgress:
 
 
 def make_progress() -> Progress:
-    """A live display if stdout is a terminal, plain lines otherwise."""
+    """Return a live display if stdout is a terminal, else plain lines."""
     return RichProgress() if sys.stdout.isatty() else PlainProgress()
