@@ -110,6 +110,7 @@ class TEDotProductAttention(DotProductAttention):
                 "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has "
                 "axes 'tensor' and 'data' in their place"
             )
+        # Megatron's rule: one size without the other is ignored.
         both = k_channels is not None and v_channels is not None
         channels: Any = (k_channels, v_channels) if both else config.kv_channels
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -128,6 +129,7 @@ class TEDotProductAttention(DotProductAttention):
             cp_load_balanced=config.cp_load_balanced if cp_load_balanced is None else cp_load_balanced,
             rngs=rngs,
         )
+        # Passed in each call, because a call may replace the mask type that a window goes with.
         self.layer_window = config.window_size if windowed else None
         self.has_window = config.window_size is not None
         self.layer_number = layer_number
@@ -173,6 +175,7 @@ class TEDotProductAttention(DotProductAttention):
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         masks: dict[str, Any] = {}
         if packed_seq_params is not None:
+            # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
         elif mask_type == "no_mask" and self.has_window and query.shape[-3] == 1:
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.
@@ -197,6 +200,7 @@ class TEDotProductAttention(DotProductAttention):
             attn_mask_type=mask_type,
             window_size=self.layer_window,
         )
+        # Returned, not stored: an attribute that jit writes would hold a tracer.
         context, *logits = result if self.return_max_logit else (result,)
         merged = merge_heads(context)
         merged = merged[0] if row else merged
@@ -224,6 +228,7 @@ def _lengths(mask: Array | tuple[Array, Array] | None) -> dict[str, Array]:
     """Valid positions of each sequence, from padding masks ``[b, 1, 1, s]``."""
     if mask is None:
         return {}
+    # A single mask hides keys only: nobody reads the output at padded queries.
     names = ("q_lengths", "kv_lengths") if isinstance(mask, tuple) else ("kv_lengths",)
     lengths = {}
     for name, one in zip(names, mask if isinstance(mask, tuple) else (mask,), strict=True):
@@ -231,5 +236,6 @@ def _lengths(mask: Array | tuple[Array, Array] | None) -> dict[str, Array]:
             raise ValueError(
                 f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {one.dtype} {one.shape}"
             )
+        # Lengths, not the mask: fused attention kernels take lengths, and need no array of the size of the scores.
         lengths[name] = jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32)
     return lengths

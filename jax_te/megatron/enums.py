@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 
+# StrEnum, because Megatron's files and command line compare members with raw text.
 class Fp8Recipe(enum.StrEnum):
     """FP8 recipe names. Each member equals its string, so it compares with raw text from a YAML file.
 
@@ -34,6 +35,7 @@ class Fp4Recipe(enum.StrEnum):
     custom = "custom"
 
 
+# A plain Enum as in Megatron: a payload's kind is looked up by its value, so that unknown text raises.
 class TransformerEngineConfigType(enum.Enum):
     """Kinds of payload in the ``configs`` section of a quantization file. This package reads one kind.
 

@@ -36,8 +36,10 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     """
     if not isinstance(val, tuple | list):
         return conversion(val)
+    # Only tuples and lists, as in Megatron: a dict often holds masks and ids beside activations.
     converted = [conversion_helper(item, conversion) for item in val]
     if isinstance(val, tuple) and hasattr(val, "_fields"):
+        # A named tuple takes its fields one by one, unlike other tuples.
         return type(val)(*converted)
     return tuple(converted) if isinstance(val, tuple) else converted
 
@@ -178,6 +180,7 @@ class Float16Module(MegatronModule):
                 f"{type(config).__name__} must have exactly one of fp16 and bf16 True, got fp16={self.fp16}, "
                 f"bf16={self.bf16}"
             )
+        # In an interleaved pipeline a rank has several stages, of which only one begins or ends the model.
         first, last = _virtual_ends(vp_size, vp_stage)
         self.vp_size, self.vp_stage = vp_size, vp_stage
         self.pre_process, self.post_process = pre_process, post_process
@@ -225,6 +228,7 @@ class Float16Module(MegatronModule):
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return the wrapped module's `state_dict`, whose names have no prefix ``module.``."""
+        # A MegatronModule may override the method; any other module has none.
         if isinstance(self.module, MegatronModule):
             return self.module.state_dict(destination, prefix, keep_vars)
         destination = {} if destination is None else destination

@@ -75,6 +75,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             init_method,
             rngs,
             options,
+            # Unlike TENorm, which takes eps as an argument, Megatron's fused layer reads the configuration.
             eps=config.layernorm_epsilon,
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
@@ -98,4 +99,5 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             x = x.astype(own)
         check_context_size(self.config.context_parallel_size)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
+        # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)

@@ -92,6 +92,7 @@ class TELinear(TELayer, Linear):
             raise AssertionError(
                 f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"
             )
+        # Transformer Engine's layers have no word for a layer that every tensor rank has whole.
         mode = None if parallel_mode == "duplicated" else parallel_mode
         options = TELayerOptions(
             mode, bias, skip_bias_add, is_expert, tp_comm_buffer_name, symmetric_ar_type, tp_group, name
@@ -113,6 +114,7 @@ class TELinear(TELayer, Linear):
         # A layer may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
+        # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)
 
     def sharded_state_dict(

@@ -45,9 +45,11 @@ def TEDelayedScaling(
     >>> TEDelayedScaling(object(), Format.HYBRID).amax_compute_algo
     'most_recent'
     """
+    # By getattr: Megatron's older configurations and argparse namespaces lack some of these fields.
     interval = getattr(config, "fp8_interval", 1)
     if interval != 1:
         raise ValueError(f"fp8_interval must be 1, got {interval!r}: scales follow the amaxes of every step")
+    # Refused, not ignored: attention in the compute dtype would change numbers silently.
     for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
         if getattr(config, name, False):
             raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
@@ -83,11 +85,14 @@ def recipe_from_config(config: PrecisionConfig) -> Recipe | None:
     if config.fp4 is not None:
         if config.fp4_recipe == "custom":
             return CustomRecipe(qfactory=resolve_factory(config.fp4_quantizer_factory))
+        # fp8_wgrad is a field of FP8: it has no effect here, as in Megatron.
         return NVFP4BlockScaling()
     if config.fp8 is None:
         return None
+    # Order of the three GEMMs: forward, input gradient, weight gradient.
     number_format, high_precision = _FORMATS[config.fp8], (False, False, not config.fp8_wgrad)
     if config.fp8_recipe == "delayed":
+        # Apart from the others, because only this recipe has a history and a margin.
         return TEDelayedScaling(config, number_format, high_precision)
     if config.fp8_recipe == "custom":
         factory = resolve_factory(config.fp8_quantizer_factory)

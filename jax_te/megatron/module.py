@@ -52,6 +52,7 @@ class MegatronModule(nnx.Module):
     def __init__(self, config: Any):
         super().__init__()
         try:
+            # Tried, not looked up: a frozen dataclass with a list as a field has a __hash__ that raises.
             hash(config)
         except TypeError:
             raise TypeError(
@@ -71,6 +72,7 @@ class MegatronModule(nnx.Module):
             keep_vars: return the Variables, not their arrays.
         """
         destination = {} if destination is None else destination
+        # In place, as torch's: callers collect several modules in one dict and may ignore the result.
         destination.update(state_dict(self, prefix, keep_vars))
         return destination
 
@@ -120,5 +122,6 @@ class MegatronModule(nnx.Module):
 
     def _set_everywhere(self, name: str, value: Any, *, unless: str = "") -> None:
         for _, module in nnx.iter_modules(self):
+            # hasattr, not a class: layers of users take part by having the attribute.
             if hasattr(module, name) and not getattr(module, unless, False):
                 setattr(module, name, value)

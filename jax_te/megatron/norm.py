@@ -44,6 +44,7 @@ class TENorm:
         rngs: nnx.Rngs | None = None,
     ) -> LayerNorm | RMSNorm:
         del has_residual  # XLA fuses without being told
+        # A new object of another class, so Python does not call __init__ on it.
         layers = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if config.normalization not in layers:
             raise Exception(

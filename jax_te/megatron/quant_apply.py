@@ -120,6 +120,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     self_attention.qkv   LayerNormLinear  -             -       ambient         ambient         -
     layers left to the ambient recipe: layernorm_mlp, self_attention.qkv
     """
+    # Without the wrapper, so that the same file fits a model with and without Float16Module.
     layers = dict(quantizable_modules(model.module if isinstance(model, Float16Module) else model))
     if not layers:
         raise ValueError(
@@ -153,6 +154,7 @@ def _report(
         modules.append(ModuleQuantization(path, type(layer).__name__, label, key, layer.module_recipe))
     used = {hit[0] for hit in first.values() if hit is not None}
     fitting = {
+        # A rule that matches some path is not misspelt; if it applied nowhere, an earlier rule shadows it.
         index
         for index, matcher in enumerate(recipe_config.matchers)
         if any(matcher.match(match_context(path)) is not None for path in layers)
@@ -172,6 +174,7 @@ def _row(module: ModuleQuantization) -> tuple[str, ...]:
     who = (module.path, module.kind, module.matcher or "-", module.config_key or "-")
     if own is None:
         return (*who, "ambient", "ambient", "-")
+    # A string stands for "as in training"; None would be high precision.
     evaluation = own.training if isinstance(own.evaluation, str) else own.evaluation
     return (*who, _name(own.training), _name(evaluation), " / ".join(dict.fromkeys(_acts(own))))
 

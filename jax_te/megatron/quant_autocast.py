@@ -44,6 +44,7 @@ def get_fp8_autocast_for_quant_recipe(
     'mxfp8'
     """
     if _takes_effect(qrecipe, current_recipe() is not None):
+        # autocast(None) for high precision: leaving the ambient context open would quantize.
         return autocast(qrecipe.to_recipe())
     return contextlib.nullcontext()
 
@@ -74,6 +75,7 @@ def get_should_context_be_quantized_recipe(qrecipe: TEQuantizationRecipe, is_ori
     """
     if not _takes_effect(qrecipe, is_original_context_quantized):
         return is_original_context_quantized
+    # Without to_recipe: this function must not raise for a recipe that is only compared.
     return qrecipe.fp8_quantization_recipe is not None or qrecipe.fp4_quantization_recipe is not None
 
 
@@ -93,4 +95,5 @@ def get_should_context_be_quantized_params(
 
 
 def _takes_effect(qrecipe: TEQuantizationRecipe, quantized: bool) -> bool:
+    # The other flag says nothing about this state, see the table above.
     return qrecipe.override_quantized_autocast if quantized else qrecipe.override_nonquantized_autocast

@@ -157,6 +157,7 @@ class RecipeConfig:
             )
         configs = _mapping(sections.get("configs", {}), "section 'configs'")
         rules = _mapping(sections.get("matchers", {}), "section 'matchers'")
+        # Rules that are off may be drafts, so only the others are checked.
         enabled = {name: rule for name, rule in rules.items() if _enabled(name, rule)}
         matchers = [_build_matcher(name, rule) for name, rule in enabled.items()]
         return RecipeConfig(matchers, configs, [str(name) for name in rules if name not in enabled])
@@ -205,6 +206,7 @@ class RecipeConfig:
                 f"the matcher for {operator_context.module_path!r} names config {key!r}, which is not in 'configs'; "
                 f"there: {', '.join(map(str, self.configs)) or 'nothing'}"
             )
+        # A copy: modules share an entry, and one that edits its payload must not change the others'.
         return QuantizationConfig(copy.deepcopy(self.configs[key]), operator_context, key)
 
 
@@ -232,6 +234,7 @@ def match_context(module_path: str) -> MatchContext:
     >>> match_context("decoder.layers.12.mlp.linear_fc1").layer_number
     12
     """
+    # The first one, as in Megatron: a layer inside of a layer belongs to the outer one.
     found = re.search(r"layers\.(\d+)", module_path)
     return MatchContext(module_path, None if found is None else int(found[1]))
 
@@ -261,6 +264,7 @@ def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
 def _enabled(name: Any, rule: Any) -> bool:
     rule = _mapping(rule, f"matcher {name!r}")
     if "enabled" not in rule:
+        # The default is off in Megatron, too, and a rule without effect is hard to see.
         _logger.warning("Matcher %r is off, because it does not say 'enabled: true'", name)
         return False
     if not isinstance(rule["enabled"], bool):
@@ -275,6 +279,7 @@ def _build_matcher(name: Any, rule: Mapping[Any, Any]) -> Matcher:
             raise AssertionError(f"matcher {name!r} lacks {key!r}")
         if key == "type" and rule["type"] != "glob":
             raise NotImplementedError(f"matcher {name!r} has type {rule['type']!r}; the only one is 'glob'")
+    # Megatron ignores unknown keys; a misspelt one would have no effect.
     unknown = [key for key in rule if key not in _MATCHER_KEYS]
     if unknown:
         raise ValueError(

@@ -60,6 +60,7 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     _check_quantizable(module, "will_execute_quantized")
     if module.module_recipe is None:
         return is_context_quantized
+    # Through resolve, which layers use, so that this answer and a call cannot differ.
     ambient = _ANY_RECIPE if is_context_quantized else None
     return module.module_recipe.resolve(ambient, training=not module.deterministic) is not None
 

@@ -84,6 +84,7 @@ class TEQuantizationParams:
         True
         """
         training, evaluation = self.training_recipe, self.recipe_for(training=False)
+        # Parameters are created in training; evaluation finds them as they are.
         for name in ("fp8_param", "fp4_param"):
             if getattr(evaluation, name) and not getattr(training, name):
                 raise ValueError(f"{name} holds in training and evaluation alike: set it in training_recipe")
@@ -119,6 +120,7 @@ class TwoModeRecipe(ModuleRecipe):
 
     def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
         if training:
+            # The base class has one pair of flags, training's; evaluation's are in a recipe of their own.
             return super().resolve(ambient, training=True)
         return self.in_evaluation.resolve(ambient, training=True)
 

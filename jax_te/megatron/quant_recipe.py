@@ -76,6 +76,7 @@ class TEQuantizationRecipe:
 
     def __post_init__(self) -> None:
         for name in _BOOLS:
+            # YAML reads quoted "no" as text, which is true.
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
 
@@ -110,6 +111,7 @@ class TEQuantizationRecipe:
                 f"allowed: {', '.join(sorted(allowed))}"
             )
         fp8, fp4 = (quant_config.get(f"{kind}_quantization_recipe") for kind in ("fp8", "fp4"))
+        # Each check below assumes the ones before; the order is Megatron's.
         if fp8 == Fp8Recipe.delayed:
             raise ValueError(
                 "fp8_quantization_recipe 'delayed' cannot be a layer's own: its amax histories belong to the whole "
@@ -137,7 +139,9 @@ class TEQuantizationRecipe:
         'nvfp4'
         """
         fp8, fp4 = self.fp8_quantization_recipe, self.fp4_quantization_recipe
+        # First, so that an idle field is reported also if a name is wrong.
         self._refuse_fields_without_effect()
+        # Before the names: "custom" may stand for FP8 and for FP4, the factory decides.
         if "custom" in (fp8, fp4):
             return CustomRecipe(qfactory=resolve_factory(self.custom_recipe_factory))
         if fp8 is not None:
@@ -177,6 +181,7 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
     """
     if not isinstance(path, str) or not path:
         raise ValueError(f"custom_recipe_factory must be a dotted path like 'package.module.function', got {path!r}")
+    # The last dot: modules may be nested, functions inside of classes are not supported.
     module_name, dot, name = path.rpartition(".")
     if not dot or not module_name or not name:
         raise ValueError(f"custom_recipe_factory {path!r} must name a module and a function: 'package.module.function'")

@@ -43,6 +43,7 @@ def te_checkpoint(
     [1.0, 1.0]
     """
     check_tp_group(tp_group)
+    # Called outside of the checkpointed function, whose argument the tracker's states are.
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if not (tracker is None or isinstance(tracker, RNGStatesTracker)):
         raise TypeError(f"get_rng_state_tracker must give a RNGStatesTracker, got {type(tracker).__name__}")

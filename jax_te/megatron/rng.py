@@ -58,6 +58,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array | None]:
         """Yield the stream's next key, see `RNGStatesTracker.fork`."""
         if self.is_inference_rng_tracker:
+            # Inference draws nothing, and layers take None as "no dropout".
             yield None
             return
         with super().fork(name) as key:
@@ -158,6 +159,7 @@ def model_parallel_cuda_manual_seed(
     True
     """
     for name, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank)):
+        # An integer would give all devices the same stream; positions are folded in inside shard_map.
         if rank is not None:
             raise ValueError(
                 f"{name}={rank!r}: one program runs on all ranks, and inside shard_map each folds its own into its "

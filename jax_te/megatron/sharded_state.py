@@ -52,6 +52,7 @@ def sharded_state_dict(
             f"sharded_offsets must be (), got {sharded_offsets!r}: arrays are global, so a parent has no offsets to "
             "hand down; layers of a pipeline stage keep their own names"
         )
+    # The mesh of now, not of the arrays: the dict describes where a restore will put them.
     mesh = jax.sharding.get_mesh()
     described: dict[str, jax.ShapeDtypeStruct] = {}
     for path, variable in variables_of(module):

@@ -66,11 +66,13 @@ def split_te_layernorm_column_parallel_linear(
     described = norm_spec(config.normalization, fused_layer.norm.epsilon, config.layernorm_zero_centered_gamma)
     if described != fused_layer.norm:
         raise ValueError(f"config describes {described}, the fused layer has {fused_layer.norm}; they must be the same")
+    # The fused layer's own epsilon: TENorm does not read the configuration's.
     norm = TENorm(config, fused_layer.in_features, fused_layer.norm.epsilon)
     linear = TEColumnParallelLinear(
         fused_layer.in_features,
         fused_layer.out_features,
         config=config,
+        # Any initializer does, because the kernel is replaced; zeros are the cheapest.
         init_method=jax.nn.initializers.zeros if init_method is None else init_method,
         gather_output=False,
         bias=fused_layer.use_bias,

@@ -75,6 +75,7 @@ def load_state_dict(
     >>> bool((one.kernel[...] == two.kernel[...]).all())
     True
     """
+    # All differences are collected before anything is written, so that an error leaves the module as it was.
     wanted = state_dict(module, prefix)
     missing = [name for name in wanted if name not in arrays]
     unexpected = [name for name in arrays if name not in wanted]
@@ -87,6 +88,7 @@ def load_state_dict(
         raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
     for path, variable in variables_of(module):
         _fill(prefix + ".".join(map(str, path)), variable, arrays)
+    # They were made from the old values.
     drop_cached_kernels(module)
     return IncompatibleKeys(missing, unexpected)
 
@@ -122,6 +124,7 @@ def _fill(key: str, variable: nnx.Variable, arrays: dict[str, Any]) -> None:
 
 def _placed(array: Any, own: Any) -> Array:
     concrete = isinstance(own, jax.Array) and not isinstance(own, Tracer)
+    # Inside of a trace, or for an abstract module, there is no sharding to copy to.
     if isinstance(array, Tracer) or not concrete:
         return jnp.asarray(array)
     # A copy also if the sharding is the same already: donation of an alias would delete the caller's array.
@@ -136,6 +139,7 @@ def _difference(name: str, given: Any, own: Any) -> str | None:
 
 
 def _part(entry: Any) -> str:
+    # JAX's path entries are of three classes with three names for the same.
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

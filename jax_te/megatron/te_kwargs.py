@@ -30,6 +30,7 @@ def condition_init_method(config: ModelParallelConfig, init_method: Initializer)
         raise TypeError(
             f"init_method must be a function init(key, shape, dtype), e.g. config.init_method; got {init_method!r}"
         )
+    # Zeros, not uninitialized memory, which JAX does not have.
     return init_method if config.perform_initialization else jax.nn.initializers.zeros
 
 

@@ -113,6 +113,7 @@ class TELayer(QuantizableModule):
         self.config = config
         self.in_features, self.out_features = sizes
         self.parallel_mode = mode
+        # Not return_bias: with skip_bias_add and no bias a call returns (y, None), not y.
         self.te_return_bias = options.skip_bias_add and options.bias
         self.is_expert = options.is_expert
         self.tp_comm_buffer_name = options.tp_comm_buffer_name
@@ -126,6 +127,7 @@ class TELayer(QuantizableModule):
                 "set a mesh with that many (jax.set_mesh), or leave it 1, which takes the mesh's"
             )
         split = {"column": self.out_features, "row": self.in_features}.get(mode or "", 0)
+        # Checked for experts, too, whose sizes Megatron divides by hand.
         if split % self.tp_size:
             raise AssertionError(
                 f"{split} {'output' if mode == 'column' else 'input'} features of a {mode}-parallel "

@@ -52,6 +52,7 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
     {'a': 1}
     """
     try:
+        # The loader derives from SafeLoader: tags that run Python code raise.
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{name} cannot be read: {error}") from error

@@ -49,12 +49,24 @@ def transformer_layer(
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
+    build = functools.partial(_build, config, number, layer_type, self_attn_mask_type, rngs)
+    if not config.in_high_precision(number):
+        return build()
+    # Built without a recipe, so that the layer has no quantizer state that no call would ever update.
+    with autocast(None):
+        layer = build()
+        keep_in_high_precision(layer)
+        return layer
+
+
+def _build(
+    config: TransformerConfig, number: int, layer_type: str, self_attn_mask_type: str, rngs: nnx.Rngs
+) -> TransformerLayer:
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     ffn: Any = config.ffn_hidden_size  # never None: the configuration replaces None by its default
     kinds = config.cp_comm_type
     kind = kinds[number] if isinstance(kinds, tuple) else kinds
-    build = functools.partial(
-        TransformerLayer,
+    return TransformerLayer(
         config.hidden_size,
         ffn,
         config.num_attention_heads,
@@ -85,13 +97,6 @@ def transformer_layer(
         params_dtype=config.params_dtype,
         rngs=rngs,
     )
-    if not config.in_high_precision(number):
-        return build()
-    # Built without a recipe, so that the layer has no quantizer state that no call would ever update.
-    with autocast(None):
-        layer = build()
-        keep_in_high_precision(layer)
-        return layer
 
 
 def check_config(config: TransformerConfig, *, also: Mapping[str, str] | None = None) -> None:

@@ -113,9 +113,11 @@ class GPTModel(LanguageModel):
         if cache is None:
             with jax.named_scope("GPTModel"):
                 x = self._hidden(tokens, positions, dropout_key)
+                # Hidden states are reordered, not logits, which are v / h times as large.
                 return self._head(caller_order(self.config, x, self._axes))
         self._check(tokens, positions)
         if positions is None:
+            # The length is traced: one compiled step serves every position.
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
         keys = layer_keys(dropout_key, 1 + len(self.layers))
         # Not run_layers: each layer has its own cache, there is no backward, and sequences are in natural order.
@@ -150,6 +152,7 @@ class GPTModel(LanguageModel):
         with jax.named_scope("GPTModel"):
             x = self._hidden(tokens, None, dropout_key)
         with jax.named_scope("loss"):
+            # Labels go to the layers' order, not hidden states to the callers': integers are cheap to move.
             losses = self._losses(x, model_order(self.config, labels))
             return masked_mean(losses, None if loss_mask is None else model_order(self.config, loss_mask))
 
@@ -188,6 +191,7 @@ class GPTModel(LanguageModel):
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
+        # The embedding's key comes last, so that a layer's key is that of its number.
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         x = self._embed(tokens, positions, embedding_key)
         x = run_layers(

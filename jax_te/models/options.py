@@ -36,6 +36,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_positive(loss_chunks=self.loss_chunks)
+        # For its error: a wrong choice is reported where it is made, not in the first call.
         runs_scanned(self.scan_layers, 1)
 
     def check(self, config: RecomputeConfig) -> None:

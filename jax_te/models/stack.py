@@ -193,6 +193,7 @@ def _run_scanned(
         members = split[group.first : group.first + group.count]
         return group.recomputed, *(graphdef for graphdef, _ in members)
 
+    # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group.
     for (recomputed, *graphdefs), alike in itertools.groupby(groups, key=structure):
         steps = []
         for group in alike:
@@ -226,6 +227,7 @@ def _scan(
         states, keys = step
         return call(x, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, arrays)
 
+    # One step needs no loop, which would stack and slice for nothing.
     if len(steps) == 1:
         return run(x, steps[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)

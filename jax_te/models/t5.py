@@ -78,6 +78,7 @@ class T5Model(LanguageModel):
         execution: Execution = _EXECUTION,
         rngs: nnx.Rngs,
     ):
+        # First: what follows reads the attributes that it sets.
         self._configure(config, vocab_size, max_sequence_length, execution, _NOT_FOLLOWED)
         encoders = config.num_layers if encoder_num_layers is None else encoder_num_layers
         check_positive(encoder_num_layers=encoders)
@@ -146,6 +147,7 @@ class T5Model(LanguageModel):
 
     def encode(self, tokens: Array, *, encoder_lengths: Array | None = None, dropout_key: Array | None = None) -> Array:
         """Return the encoder's output ``[b, s, h]``."""
+        # T5 drops behind its last norm as well, hence one key more than in GPT.
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.encoder_layers) + 2)
         mask_types: dict[str, str] = {}
         arrays: dict[str, Any] = {}
