@@ -18,18 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_te
-from jax_te import DelayedScaling, TransformerConfig, autocast
-from jax_te.checkpoint import TrainCheckpointer
-from jax_te.data.text import heldout_batches, load_text
-from jax_te.models import GPTModel
-from jax_te.training import (
-    abstract_train_state,
-    adamw_with_schedule,
+from jax_te import (
+    DelayedScaling,
+    TrainCheckpointer,
+    TransformerConfig,
+    autocast,
     create_train_state,
-    learning_rate_schedule,
-    make_eval_step,
     make_train_step,
 )
+from jax_te.data import heldout_batches, load_text
+from jax_te.models import GPTModel
+from jax_te.training import abstract_train_state, adamw_with_schedule, learning_rate_schedule, make_eval_step
 
 STEPS, SAVE_EVERY, EVAL_EVERY, MICROBATCHES = 60, 40, 20, 2
 BATCH, LENGTH, SEED = 16, 64, 0
@@ -62,19 +61,19 @@ def build(rngs):
 
 
 def loss_fn(model, batch, key):
-    """Mean loss; key None is evaluation, without dropout."""
+    """Return the mean loss; key None is evaluation, without dropout."""
     return model.loss(batch["tokens"], batch["labels"], dropout_key=key)
 
 
 def train_batch(text, step):
-    """Batch number `step`: windows at random places. `jax_te.data.text.TrainBatches` gives epochs (with grain)."""
+    """Return batch number `step`: windows at random positions. `jax_te.data.TrainBatches` has epochs (with grain)."""
     places = np.random.default_rng((SEED, step)).integers(0, len(text) - LENGTH, BATCH)
     windows = np.stack([text[place : place + LENGTH + 1] for place in places]).astype(np.int32)
     return {"tokens": windows[:, :-1], "labels": windows[:, 1:]}
 
 
 class Run:
-    """The functions of a run, compiled once, and its text."""
+    """Return the functions of a run, compiled once, and its text."""
 
     def __init__(self, data):
         self.data = data
@@ -109,7 +108,7 @@ class Run:
 
 
 def same_bits(a, b):
-    """Whether two states hold the same arrays; keys and FP8 values included."""
+    """Return whether two states hold the same arrays, keys and FP8 values included."""
 
     def data(leaf):
         return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)

@@ -151,7 +151,7 @@ def loss_fn(model, batch, key):
 
 
 def train(config):
-    """Losses, and the state of the end. Under a mesh everything in it is split; the code knows nothing of it."""
+    """Return the losses and the last state. Under a mesh its arrays are sharded; the code knows nothing of it."""
     x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, config.hidden_size))
     batch = {"x": x, "y": jnp.roll(x, 1, axis=1)}
     # optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", bf16=True, ...), [model])

@@ -55,6 +55,7 @@ class PrecisionLog:
         with (self.directory / PRECISION_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()
+            # As in MetricsLog: a checkpoint must never be newer than the records of its step.
             os.fsync(file.fileno())
 
 
@@ -119,6 +120,7 @@ def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
             high = max(0.1, float(np.max(grid, initial=0.0, where=np.isfinite(grid))))
         image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=high)
         figure.colorbar(image, ax=axes, location="top", label=title)
+        # Eight labels fit beside each other; unique, because few steps round to the same mark.
         marks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
         axes.set_xticks(marks, [str(steps[mark]) for mark in marks])
         axes.set_xlabel("step")

@@ -92,7 +92,7 @@ def clock(seconds: float) -> str:
     >>> clock(75), clock(3675)
     ('1:15', '1:01:15')
     """
-    minutes, seconds = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)  # rounded first: 59.7 s is 1:00, not 0:60
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
@@ -133,6 +133,7 @@ class RichProgress:
     """A live bar with step, loss, tokens/s and time left."""
 
     def __init__(self) -> None:
+        # highlight would colour every number and path in the run's own text.
         self._console = require_extra("rich.console").Console(highlight=False)
         self._bar: Any = None
         self._task: Any = None
@@ -148,7 +149,7 @@ class RichProgress:
         self._console.print(grid)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False)  # a path may hold brackets, which rich reads as markup
 
     def text(self, title: str, body: str) -> None:
         plain = require_extra("rich.text").Text(body)

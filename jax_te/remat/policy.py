@@ -76,6 +76,7 @@ class RecomputePolicy:
         if self.save_all_but is not None:
             return policies.save_any_names_but_these(*self.save_all_but)
         if not self.offload:
+            # None is full recomputation; a policy without names would save the same, and be asked about every equation.
             return policies.save_only_these_names(*self.save) if self.save else None
         _check_host_memory()
         return policies.save_and_offload_only_these_names(
@@ -174,7 +175,7 @@ def remat(
             "distribute_saved_activations=True shards the input that full recomputation saves; the policy is "
             f"{policy!r}. Take 'full', or leave it off"
         )
-    if chosen is None:
+    if chosen is None:  # no jax.checkpoint: even one that saves everything changes what the compiler may fuse
         return function(*args, **kwargs)
     # jax.checkpoint traces each argument it is given, so it gets the arrays alone: flags and strings stay static.
     # The function is flattened too, since it may be a module, whose arrays need gradients.
