@@ -121,7 +121,7 @@ class QuantizableModule(nnx.Module):
         if quantizer is None:
             return LinearWeights(value, bias, state, grad_sink)
         if first:
-            cached = self.quantized(kernel, value)
+            cached = self.quantized(kernel, value)  # type: ignore[arg-type]
             setattr(self, cache_name(kernel), CachedKernel((cached, None)))
         if cached is None:
             raise ValueError(

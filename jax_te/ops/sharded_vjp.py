@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax_te.quantize.internal import OpaqueTree
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import MeshAxes, reshard
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import LogicalAxes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +213,12 @@ def _in_dtypes(cotangents: Any, treedef: Any, dtypes: tuple[Any, ...]) -> Any:
     """Return cotangents in the dtypes that `_as_float32` found."""
 
     def cast(cotangent: Any, dtype: Any) -> Any:
-        extended = cotangent is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
-        return jax.lax.convert_element_type(cotangent, dtype) if extended else cotangent
+        plain = cotangent is None or not jnp.issubdtype(dtype, jax.dtypes.extended)
+        return cotangent if plain else jax.lax.convert_element_type(cotangent, dtype)  # type: ignore[arg-type]
 
     return jax.tree.map(cast, cotangents, jax.tree.unflatten(treedef, dtypes), is_leaf=lambda node: node is None)
 
 
-def _instantiated(g: Any) -> Array:
+def _instantiated(g: Any) -> Any:
     """Return the cotangent of an output that nothing differentiates as zeros."""
-    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
+    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g  # type: ignore[arg-type]

@@ -133,12 +133,12 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
         # Nothing writes the input as an operand: it comes from outside of the op.
         operand = gemms.make_operand(linear, "x", x, gemms.quantization(linear, weights.state, "x"), axis=-1)
     else:
-        operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)
+        operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)  # type: ignore[misc]
     y, saved = gemms.forward(linear, operand, weights, x)
     # The kernel that quantizes a norm's output writes the statistics, too: unnamed, they would make it run again.
     stats, saved = checkpoint_name((stats, saved), "quantized")
     normed = None if norm is None else (x, stats, *norm)
-    return y, (normed, LinearResiduals(*saved, weights.state))
+    return y, (normed, LinearResiduals(*saved, weights.state))  # type: ignore[misc]
 
 
 def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tuple[LinearArgs, Any]:

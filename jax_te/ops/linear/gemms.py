@@ -136,7 +136,7 @@ def backward(
     dx = dgrad(spec, residuals.kernel, g, after=after)
     dkernel = wgrad(spec, residuals.x, g)
     # A kernel stored quantized has no gradient of its own: the fp32 master's goes to the sink.
-    own = None if spec.grad_sink or spec.stored_quantized else dkernel
+    own: Any = None if spec.grad_sink or spec.stored_quantized else dkernel
     weights = LinearWeights(own, dbias, next_state(spec, residuals, g))
     return dx, weights, dkernel if spec.grad_sink else None
 

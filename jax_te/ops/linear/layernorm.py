@@ -80,7 +80,7 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
 
 
 def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[_Args, None]:
-    dx, dscale, dbias = spec.backend.norm_backward(spec.constrain(dy), *residuals, spec.norm)
+    dx, dscale, dbias = spec.backend.norm_backward(spec.constrain(dy), *residuals, spec.norm)  # type: ignore[misc]
     if spec.plan.mesh is not None:
         dscale = reduce_sum(dscale, spec.plan.row_axes)
         dbias = None if dbias is None else reduce_sum(dbias, spec.plan.row_axes)

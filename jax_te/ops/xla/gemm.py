@@ -25,6 +25,7 @@ def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Operand
     if how.quantizer is None:
         return x, None
     quantizer, scale, _ = how.of_shard(x) if how.amax_axes else how
+    assert quantizer is not None
     if isinstance(quantizer, BlockQuantizer) and hopper.runs_here(quantizer):
         return hopper.quantize_operand(x, quantizer, axis=axis), None
     return quantize_both(x, quantizer, scale, axis=axis)

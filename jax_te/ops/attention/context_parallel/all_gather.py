@@ -73,7 +73,7 @@ def backward(
             d_queries.append(dq)
             d_keys.append(_of_all_keys(sharding, chunk, dk))
             d_values.append(_of_all_keys(sharding, chunk, dv))
-            d_offset = gradients.offset if d_offset is None else d_offset + gradients.offset
+            d_offset = gradients.offset if d_offset is None else d_offset + gradients.offset  # type: ignore[operator]
         dq = jnp.concatenate(d_queries, axis=1)
         dk, dv = (block.sum_float32(chunks).astype(k.dtype) for chunks in (d_keys, d_values))
         return BlockGradients((dq, dk, dv), None, d_offset)

@@ -23,14 +23,14 @@ from jax_te.typing import Array
 
 
 class _Operands(NamedTuple):
-    qkv: QKV
+    qkv: Any
     arrays: AttentionArrays
 
 
 class _Residuals(NamedTuple):
     """What backward reads: ``qkv``, ``out`` and ``log_sum`` as attention ran, after an exchange for heads."""
 
-    qkv: QKV
+    qkv: Any
     arrays: AttentionArrays
     out: Array
     log_sum: Array
