@@ -10,6 +10,7 @@ from jax_te.layers.quantizable import (
     natural_order,
     quantizable_kernels,
     quantize_kernels,
+    set_grad_sinks,
     use_cached_kernels,
 )
 from jax_te.layers.results import layer_output
@@ -29,5 +30,6 @@ __all__ = [
     "parameter",
     "quantizable_kernels",
     "quantize_kernels",
+    "set_grad_sinks",
     "use_cached_kernels",
 ]

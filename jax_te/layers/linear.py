@@ -212,8 +212,8 @@ class Linear(TensorParallelModule):
         if not self.frozen:
             return weights
         # The state is left out: its next value leaves backward as its gradient, also of a frozen layer.
-        kernel, bias, grad_sink = jax.lax.stop_gradient((weights.kernel, weights.bias, weights.grad_sink))
-        return LinearWeights(kernel, bias, weights.state, grad_sink)
+        kernel, bias = jax.lax.stop_gradient((weights.kernel, weights.bias))
+        return LinearWeights(kernel, bias, weights.state)
 
     def _check_given(self, weight: Array | None, bias: Array | None) -> None:
         """Raise ValueError for weights or biases that are missing, not wanted or of another shape."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jax_te.ops import LinearWeights, quantize_kernel
+from jax_te.ops.internal import WgradProbe
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, quantizer_for
 from jax_te.quantize.internal import quantizer_variable
 from jax_te.recipe import ModuleRecipe, Recipe
@@ -259,6 +260,18 @@ def use_cached_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gr
             setattr(module, cache_name(kernel), CachedKernel((quantized, gradient)))
         if quantized is not None:
             module.is_first_microbatch = False
+
+
+def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
+    """Give kernels of `quantizable_kernels` the sinks that stand under their paths; cached kernels stay."""
+    for path, module, kernel in quantizable_kernels(model):
+        name, sink = cache_name(kernel), sinks.get(path)
+        if isinstance(sink, WgradProbe):
+            # In the graph definition: layers with different probes differ, so that no loop runs them as one.
+            setattr(module, name, nnx.static(sink))
+        elif sink is not None:
+            cache = getattr(module, name)
+            setattr(module, name, CachedKernel((None if cache is None else cache.get_value()[0], sink)))
 
 
 def drop_cached_kernels(model: nnx.Module) -> None:

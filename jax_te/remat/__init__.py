@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from jax_te._names import late_names
 from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, RecomputePolicy, recompute_policy, remat
 from jax_te.remat.selective import selective_recompute
-from jax_te.remat.split_backward import split_vjp
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -14,7 +13,6 @@ __all__ = [
     "recompute_policy",
     "remat",
     "selective_recompute",
-    "split_vjp",
 ]
 
 if not TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jax_te._names import late_names
+from jax_te.training.deferred import FirstHalf, deferred_vjp
 from jax_te.training.gradients import LossFn
 from jax_te.training.inspection import (
     TensorStatistics,
@@ -20,6 +21,7 @@ from jax_te.training.step import make_eval_step, make_train_step
 __all__ = [
     "ConstantLossScale",
     "DynamicLossScale",
+    "FirstHalf",
     "LossFn",
     "LossScale",
     "ModuleSensitivity",
@@ -30,6 +32,7 @@ __all__ = [
     "calibrate_delayed_scaling",
     "change_recipe",
     "create_train_state",
+    "deferred_vjp",
     "exact_model",
     "inspect_precision",
     "keep_in_bf16_rules",

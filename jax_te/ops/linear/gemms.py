@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.linear.spec import LinearSpec, LinearWeights
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights, WgradProbe
 from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import ROLES, Gemm, Quantization, TensorRole
+from jax_te.quantize.internal import ROLES, Gemm, OpaqueTree, Quantization, TensorRole
 from jax_te.recipe.internal import GEMMS
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
@@ -134,11 +134,19 @@ def backward(
         after: the gradient of the op's output.
     """
     dx = dgrad(spec, residuals.kernel, g, after=after)
-    dkernel = wgrad(spec, residuals.x, g)
+    operand = g.read_by(spec, "wgrad")
+    dkernel = deferred(spec, residuals.x, operand) if spec.deferred else wgrad(spec, residuals.x, operand)
     # A kernel stored quantized has no gradient of its own: the fp32 master's goes to the sink.
     own: Any = None if spec.grad_sink or spec.stored_quantized else dkernel
     weights = LinearWeights(own, dbias, next_state(spec, residuals, g))
     return dx, weights, dkernel if spec.grad_sink else None
+
+
+def deferred(spec: LinearSpec, x: Any, g: Any) -> OpaqueTree | None:
+    """Return the operands of `wgrad` as a sink's cotangent, with a 1 that counts its uses, which JAX adds up."""
+    operands = x, spec.backend.residual_for_wgrad(g), jnp.ones((), jnp.float32)
+    packed = OpaqueTree.pack(operands, per_device=spec.plan.mesh is not None)
+    return spec.deferred.report(spec, packed) if isinstance(spec.deferred, WgradProbe) else packed
 
 
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
@@ -216,20 +224,18 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
 
 
-def wgrad(spec: LinearSpec, x: Any, g: Operand) -> Any:
+def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
     """Return the kernel's gradient in its own sharding.
 
     Args:
         spec: the layer.
         x: residual of the input.
-        g: the gradient of the output.
+        g: the gradient of the output, as this GEMM reads it.
     """
     if spec.saves_original:
         # The same bits as forward's: current and block scales depend on the values alone.
         x = spec.backend.residual_for_wgrad(_quantized_again(spec, x))
-    dkernel = spec.backend.gemm_wgrad(
-        x, g.read_by(spec, "wgrad"), spec.wgrad_dtype, spec.precision.split_accumulator[2]
-    )
+    dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.split_accumulator[2])
     if spec.plan.mesh is not None:
         # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.
         return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather)

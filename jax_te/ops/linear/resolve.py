@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import Plan, linear_plan
-from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec
+from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec, WgradProbe
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import Precision, ambient_observer, precision_of
+from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of
 from jax_te.recipe import Recipe
 from jax_te.sharding.internal import REPLICATED
 from jax_te.typing import Array, BackendName, DTypeLike
@@ -88,10 +88,10 @@ def run_op(
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):
         specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen))
-        sinks.append(layer.weights.grad_sink)
+        sinks.append(None if isinstance(specs[-1].deferred, WgradProbe) else layer.weights.grad_sink)
     args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
     spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
-    return op(spec, _shards(plans, weights), args, tuple(sinks), layers[-1].options.out_axes)
+    return op(spec, _shards(specs, weights), args, tuple(sinks), layers[-1].options.out_axes)
 
 
 def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
@@ -164,13 +164,17 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
             f"{label}: save_original_input quantizes the input again in backward, which would see another scale under "
             "DelayedScaling; use Float8CurrentScaling or a block recipe, or leave it off"
         )
+    probe = isinstance(sink, WgradProbe)
+    deferred = probe or isinstance(sink, OpaqueTree)
+    if probe:
+        sink.call()
     return LinearSpec(
         backend=backend,
         precision=precision,
         plan=plan,
         options=options,
         x_dtype=x_dtype,
-        wgrad_dtype=kernel.dtype if sink is None else sink.dtype,
+        wgrad_dtype=kernel.dtype if sink is None or deferred else sink.dtype,
         kernel_rank=kernel.ndim,
         stored_quantized=stored,
         bias_dtype=None if bias is None else bias.dtype,
@@ -180,19 +184,23 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
             options.save_original_input and precision.x.quantizer is not None and not precision.overridden[2]
         ),
         grad_sink=sink is not None,
+        deferred=sink if probe else deferred,
         observer=ambient_observer.value,
     )
 
 
-def _shards(plans: list[Plan], weights: list[LinearWeights]) -> Shards | None:
-    """Return where the arrays of a call lie on the mesh, around the layers with these plans; None without a mesh."""
-    first, last = plans[0], plans[-1]
+def _shards(layers: list[LinearSpec], weights: list[LinearWeights]) -> Shards | None:
+    """Return where the arrays of a call lie on the mesh, around these layers; None without a mesh."""
+    first, last = layers[0].plan, layers[-1].plan
     if first.mesh is None:
         return None
-    given, plain = [], []
-    for plan, (kernel, *_) in zip(plans, weights, strict=True):
+    given, plain, sinks = [], [], []
+    for layer, (kernel, *_) in zip(layers, weights, strict=True):
+        plan = layer.plan
         specs: Any = LinearWeights(plan.kernel_spec, plan.bias_spec, REPLICATED)  # type: ignore[arg-type]
         plain.append(specs)
+        # Operands of a deferred gradient differ from device to device, also where the kernel is whole on each.
+        sinks.append(PartitionSpec(plan.amax_axes) if layer.deferred else plan.kernel_spec)
         if isinstance(kernel, QuantizedKernel):
             specs = specs._replace(kernel=kernel.partition_specs(plan.kernel_spec, PartitionSpec(plan.amax_axes)))
         given.append(specs)
@@ -201,7 +209,7 @@ def _shards(plans: list[Plan], weights: list[LinearWeights]) -> Shards | None:
         args=LinearArgs(first.x_spec, REPLICATED, tuple(given)),
         out=last.out_spec,
         cotangents=LinearArgs(first.x_spec, REPLICATED, tuple(plain)),
-        sinks=tuple([specs.kernel for specs in plain]),
+        sinks=tuple(sinks),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
+
+import jax
 
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.ops.linear.plan import LinearOptions, Plan
@@ -46,7 +48,7 @@ class LinearWeights(NamedTuple):
         bias: ``[*n]`` or None.
         state: the recipe's state, if it has any; its gradient is its next value.
         grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
-            its gradient, in its dtype.
+            its gradient, in its dtype. Or a `jax_te.ops.linear.deferred.deferred_sink`.
 
     >>> import jax.numpy as jnp
     >>> LinearWeights(jnp.ones((16, 32))).bias is None
@@ -77,6 +79,8 @@ class LinearSpec:
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
         grad_sink: the kernel's gradient is returned as that of a sink, see `LinearWeights`.
+        deferred: the sink gets the operands of the kernel gradient's GEMM. A probe in an abstract pass, which the op tells
+            them.
         observer: collects statistics of the quantized tensors, or None.
     """
 
@@ -92,7 +96,35 @@ class LinearSpec:
     kernel_all_gather: Dims = ()
     saves_original: bool = False
     grad_sink: bool = False
+    deferred: Any = False
     observer: Observer | None = None
+
+
+class WgradProbe:
+    """Stands in the place of a kernel's `CachedKernel` and of its ``grad_sink``, in an abstract pass through a model.
+
+    It learns which operands the GEMM of the kernel's gradient has. Compared by identity, so that no cached trace of
+    another pass takes the place of this one, and that a stack of layers does not run as a loop.
+
+    >>> WgradProbe().seen
+    (None, None, 0)
+    """
+
+    def __init__(self) -> None:
+        self.seen: tuple[LinearSpec | None, Any, int] = (None, None, 0)
+
+    def get_value(self) -> tuple[None, WgradProbe]:
+        """Return what a `CachedKernel` with this sink would hold."""
+        return None, self
+
+    def call(self) -> None:
+        """Count a call of the layer."""
+        self.seen = (*self.seen[:2], self.seen[2] + 1)
+
+    def report(self, spec: LinearSpec, operands: Any) -> None:
+        """Take note of the layer's spec, and of its operands' shapes and dtypes."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+        self.seen = replace(spec, deferred=True), shapes, self.seen[2]
 
 
 class Activation(NamedTuple):

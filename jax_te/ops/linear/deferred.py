@@ -1,0 +1,71 @@
+"""Kernel gradients that wait: backward gives the two operands of their GEMM, which `deferred_wgrad` multiplies later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_te.ops.linear import gemms
+from jax_te.ops.linear.spec import LinearSpec
+from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.quantize.internal import OpaqueTree
+from jax_te.sharding.internal import reshard
+from jax_te.typing import Array
+
+
+def deferred_sink(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]) -> OpaqueTree:
+    """Return a ``grad_sink`` whose cotangent is the operands of a kernel gradient: zeros, which nothing reads.
+
+    Args:
+        spec: the layer, as its `jax_te.ops.linear.spec.WgradProbe` saw it.
+        operands: shapes and dtypes that the probe saw, on a mesh those of one device.
+        lead: axes in front, of a kernel that a loop over layers takes slices of.
+    """
+    mesh = spec.plan.mesh
+
+    def zeros(seen: Any) -> Array:
+        if mesh is None:
+            return jnp.zeros((*lead, *seen.shape), seen.dtype)
+        array = jnp.zeros((*lead, mesh.size, *seen.shape[1:]), seen.dtype)
+        # A cotangent has its primal's sharding, and on Explicit axes that is part of its type.
+        return reshard(array, PartitionSpec(*[None] * len(lead), mesh.axis_names), mesh)
+
+    return jax.tree.map(zeros, operands)
+
+
+def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]) -> Array:
+    """Return the kernel's gradient ``[*lead, k, *n]`` from the cotangent of its `deferred_sink`.
+
+    It is nan if the sink was read more than once, as by a layer that a loop repeats: JAX has then added up operands.
+    """
+    mesh, shards = spec.plan.mesh, None
+    if mesh is not None:
+        per_device = PartitionSpec(mesh.axis_names)
+        shards = Shards(mesh=mesh, args=per_device, out=spec.plan.kernel_spec, cotangents=per_device)
+
+    def multiply(operands: OpaqueTree) -> Array:
+        return _wgrad(spec, shards, operands, None, spec.options.kernel_axes)
+
+    for _ in lead:
+        multiply = _over_layers(multiply)
+    return multiply(operands)
+
+
+def _over_layers(multiply: Any) -> Any:
+    return lambda operands: jax.lax.map(multiply, operands)
+
+
+def _fwd(spec: LinearSpec, args: OpaqueTree) -> tuple[Array, None]:
+    x, g, uses = args.unpack()
+    # Compared with 1 from above: a frozen layer's sink is not read at all.
+    return jnp.where(uses <= 1.0, gemms.wgrad(spec, x, g), jnp.nan), None
+
+
+def _bwd(spec: LinearSpec, residuals: None, g: Array) -> Any:
+    raise TypeError("a deferred kernel gradient cannot be differentiated again")
+
+
+_wgrad = sharded_vjp(_fwd, _bwd)
