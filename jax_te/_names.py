@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Old package -> new home -> its names; OLD=NEW where the name itself changed; the home "" for names without successor.
+# Old package -> new home -> its names; OLD=NEW where the name itself changed; the home "" for names that are
+# gone, with =NEW where something that is called in another way takes their place.
 _NAMES: dict[str, dict[str, str]] = {
     "jax_te": {
         "jax_te.recipe": "MMParams current_recipe",
-        "jax_te.remat": "split_vjp",
+        "": "split_vjp=jax_te.training.deferred_vjp",
     },
     "jax_te.config": {
         "jax_te.config.internal": "SYMMETRIC_AR_TYPES check_bool check_choice check_mesh_axis check_positive "
@@ -28,13 +29,13 @@ _NAMES: dict[str, dict[str, str]] = {
         "jax_te.random": "DATA_PARALLEL_RNG EXPERT_PARALLEL_RNG MODEL_PARALLEL_RNG RNGStatesTracker StreamState "
         "model_parallel_seed model_parallel_seeds",
         "jax_te.remat": "CHECKPOINT_NAMES POLICIES RecomputePolicy checkpoint=remat recompute_policy "
-        "selective_recompute split_vjp",
+        "selective_recompute",
         "jax_te.remat.internal": "recomputed run_recomputed",
         "jax_te.sharding": "ArrayPlacement ShardingReport ShardingRules auto_region constrain current_mesh "
         "logical_to_spec make_mesh named_sharding sharding_report shardings_of use_rules",
         "jax_te.sharding.internal": "activation_axis axis_ranks batch_ranks create_sharded leaves_with_axes ranks_of "
         "row_axis whole_sequences",
-        "": "check_divides",
+        "": "check_divides split_vjp=jax_te.training.deferred_vjp",
     },
     "jax_te.quantize": {
         "jax_te.layers": "prepare_quantization",
@@ -49,6 +50,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "jax_te.remat": {
         "jax_te.remat": "checkpoint=remat",
+        "": "split_vjp=jax_te.training.deferred_vjp",
     },
     "jax_te.training": {
         "jax_te.data": "TextData TrainBatches byte_bigram_entropy heldout_batches load_text",
@@ -87,7 +89,8 @@ def late_names(package: str, modules: Mapping[str, str] | None = None) -> Callab
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, new = MOVED[package, name]
         if not home:
-            raise AttributeError(f"{package}.{name} is gone and has no successor; see CHANGELOG.md")
+            place = "has no successor" if new == name else f"{new} takes its place"
+            raise AttributeError(f"{package}.{name} is gone and {place}; see CHANGELOG.md")
         # Level 2 is the import statement or the attribute in the user's file: Python leaves importlib's frames out.
         warnings.warn(f"{package}.{name} is {home}.{new} now", DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(home), new)

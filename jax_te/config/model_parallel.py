@@ -38,8 +38,8 @@ class ModelParallelConfig:
         deterministic_mode: refused if True, see below.
         gradient_accumulation_fusion: without effect: XLA fuses the addition, and the train step always adds
             microbatches up in fp32.
-        delay_wgrad_compute: weight gradients are computed apart from input gradients: by `jax_te.remat.split_vjp`,
-            to which a layer's ``backward_dw`` then refers.
+        delay_wgrad_compute: weight gradients are computed apart from input gradients: by
+            `jax_te.training.deferred_vjp`, to which a layer's ``backward_dw`` then refers.
         tp_comm_overlap: refused if True, see below.
         tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1: without effect, as in Megatron where
             ``tp_comm_overlap`` is False.

@@ -149,12 +149,12 @@ class TELayer(QuantizableModule):
 
         Raises:
             RuntimeError: where it is True. The weight gradients that wait are not in the layer, which holds no queue,
-                but in the function that `jax_te.remat.split_vjp` gave.
+                but in the function that `jax_te.training.deferred_vjp` gave.
         """
         if self.config.delay_wgrad_compute:
             raise RuntimeError(
-                "a JAX layer holds no weight gradients that wait: jax_te.remat.split_vjp(fn, params, *inputs) gives "
-                "(y, backward), backward(dy) gives (dinputs, backward_dw), and backward_dw() the gradients of params"
+                "a JAX layer holds no weight gradients that wait: jax_te.training.deferred_vjp(fn, model, *inputs) gives "
+                "(y, backward), and backward(dy).backward_dw() the gradients of the kernels"
             )
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from jax_te.recipe import autocast, current_recipe
 
 _NOT_FOLLOWED = {
     "perform_initialization": "; nnx.eval_shape gives a model without arrays",
-    "delay_wgrad_compute": "; jax_te.remat.split_vjp computes weight gradients apart",
+    "delay_wgrad_compute": "; jax_te.training.deferred_vjp computes weight gradients apart",
     "disable_parameter_transpose_cache": "; kernels are kept between microbatches only where a call asks for it",
     "quant_recipe": "; jax_te.megatron.apply_quantization_config(model, config.quant_recipe) does",
     "qk_clip": "",

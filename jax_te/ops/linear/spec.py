@@ -79,8 +79,8 @@ class LinearSpec:
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
         grad_sink: the kernel's gradient is returned as that of a sink, see `LinearWeights`.
-        deferred: the sink gets the operands of the kernel gradient's GEMM. A probe in an abstract pass, which the op tells
-            them.
+        deferred: the sink gets the operands of the kernel gradient's GEMM. In an abstract pass
+            this is the probe, to which the op reports them.
         observer: collects statistics of the quantized tensors, or None.
     """
 
