@@ -153,8 +153,8 @@ class TELayer(QuantizableModule):
         """
         if self.config.delay_wgrad_compute:
             raise RuntimeError(
-                "a JAX layer holds no weight gradients that wait: jax_te.training.deferred_vjp(fn, model, *inputs) gives "
-                "(y, backward), and backward(dy).backward_dw() the gradients of the kernels"
+                "a JAX layer holds no weight gradients that wait: jax_te.training.deferred_vjp(fn, model, *inputs) "
+                "gives (y, backward), and backward(dy).backward_dw() the gradients of the kernels"
             )
 
     def __repr__(self) -> str:

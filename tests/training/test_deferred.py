@@ -144,7 +144,7 @@ def test_where_the_compiler_partitions(mesh_mode: str) -> None:
     def fn(model: Any, x: jax.Array) -> jax.Array:
         # Linear in y, so that the gradient to quantize is the same in all programs: a last bit's difference before the
         # rounding to FP4 is large behind it.
-        return jnp.sum(model(x) * jnp.cos(jnp.arange(64.0)))
+        return jnp.sum(model(x) * jnp.cos(jnp.arange(4.0 * 16 * 64)).reshape(4, 16, 64))
 
     with autocast(NVFP4BlockScaling()):
         model, x = shard(Linear(32, 64, rngs=nnx.Rngs(0))), draw("x", (4, 16, 32))

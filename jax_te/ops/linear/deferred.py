@@ -1,4 +1,4 @@
-"""Kernel gradients that wait: backward gives the two operands of their GEMM, which `deferred_wgrad` multiplies later."""
+"""Kernel gradients that wait: backward gives the operands of their GEMM, which `deferred_wgrad` multiplies later."""
 
 from __future__ import annotations
 

@@ -164,9 +164,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
             f"{label}: save_original_input quantizes the input again in backward, which would see another scale under "
             "DelayedScaling; use Float8CurrentScaling or a block recipe, or leave it off"
         )
-    probe = isinstance(sink, WgradProbe)
-    deferred = probe or isinstance(sink, OpaqueTree)
-    if probe:
+    if isinstance(sink, WgradProbe):
         sink.call()
     return LinearSpec(
         backend=backend,
@@ -174,7 +172,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
         plan=plan,
         options=options,
         x_dtype=x_dtype,
-        wgrad_dtype=kernel.dtype if sink is None or deferred else sink.dtype,
+        wgrad_dtype=getattr(sink, "dtype", kernel.dtype),
         kernel_rank=kernel.ndim,
         stored_quantized=stored,
         bias_dtype=None if bias is None else bias.dtype,
@@ -184,7 +182,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
             options.save_original_input and precision.x.quantizer is not None and not precision.overridden[2]
         ),
         grad_sink=sink is not None,
-        deferred=sink if probe else deferred,
+        deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
         observer=ambient_observer.value,
     )
 
