@@ -169,7 +169,7 @@ def test_what_a_ring_of_te_has_not(ranks: int, option: str) -> None:
     """``auto`` then runs plain JAX."""
     mesh, arguments = make_mesh(ParallelConfig(context=ranks)), {**OPTIONS[option], "out_axes": AXES}
     with jax.set_mesh(mesh):
-        with pytest.raises(BackendUnavailableError, match="sees all, half or none of another rank's keys"):
+        with pytest.raises(BackendUnavailableError, match="sees all, half or none of another device's keys"):
             dot_product_attention(operands(), **arguments, backend="te")
         out = dot_product_attention(operands(), **arguments)
     expected = dot_product_attention(operands(), **arguments, backend="xla")
