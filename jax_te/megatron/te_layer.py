@@ -80,7 +80,8 @@ class TELayer(QuantizableModule):
         self._describe(sizes, config, options)
         # A layer that is not sharded has no part in sequence parallelism either: it takes and gives whole sequences.
         sharded = options.parallel_mode is not None
-        super().__init__(
+        # The next class in the resolution order is a layer of jax_te.layers, which a type checker cannot know here.
+        super().__init__(  # pyright: ignore[reportCallIssue]
             *sizes,
             bias=options.bias,
             init_method=condition_init_method(config, init_method),

@@ -131,7 +131,7 @@ def test_what_cannot_be_reordered_is_refused() -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(context=4))):
         model = build({"cp_load_balanced": True})
         for call in (lambda: model(tokens[:, :4]), lambda: model.loss(tokens[:, :4], labels[:, :4])):
-            with pytest.raises(ValueError, match=r"sequence of 4 .* 4 context .* 8"):
+            with pytest.raises(ValueError, match=r"sequence of 4 .* 4 devices .* 8"):
                 call()
         with pytest.raises(ValueError, match=r"KV cache.*cp_load_balanced=True.*whole_sequences"):
             model(tokens, cache=model.init_cache(B, S))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax_te.ops import (
     xla,
     zigzag_positions,
 )
+from jax_te.ops.attention import dot_product
 from jax_te.ops.attention.checks import shape_of
 from jax_te.ops.attention.context_parallel import block, checks
 from jax_te.sharding import named_sharding
@@ -345,11 +347,14 @@ class Diagonals:
 
 
 @pytest.fixture
-def diagonals(monkeypatch: pytest.MonkeyPatch) -> Diagonals:
+def diagonals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Diagonals]:
     backend = Diagonals()
+    # Calls are resolved once for each key; this backend is not part of the key.
+    dot_product._resolve.cache_clear()
     monkeypatch.setattr(checks, "explain_backend", backend.explain)
     monkeypatch.setattr(block, "primitives", lambda name: {"te": backend, "xla": xla}[name])
-    return backend
+    yield backend
+    dot_product._resolve.cache_clear()
 
 
 ON_DIAGONALS = [
