@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable
@@ -161,9 +162,28 @@ def test_the_second_half_keeps_operands_and_no_gradient_of_their_size() -> None:
     assert sorted(plain(half.params)) == ["bias"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("granularity", [None, "full"])
+def model_cases() -> list[Any]:
+    """Every granularity, stack and recipe; four of the twelve run by default."""
+    quick = {
+        (None, True, "no recipe"),
+        (None, False, "current"),
+        ("full", True, "delayed"),
+        ("full", False, "no recipe"),
+    }
+    cases = itertools.product((None, "full"), (True, False), zip(RECIPE_NAMES, RECIPES, strict=True))
+    return [
+        pytest.param(
+            granularity,
+            scan,
+            recipe,
+            id=f"{granularity}-{'scanned' if scan else 'unrolled'}-{name}",
+            marks=[] if (granularity, scan, name) in quick else pytest.mark.slow,
+        )
+        for granularity, scan, (name, recipe) in cases
+    ]
+
+
+@pytest.mark.parametrize(("granularity", "scan", "recipe"), model_cases())
 def test_models(granularity: Any, scan: bool, recipe: Any) -> None:
     """A stack of layers, in a loop or not, recomputed or not; embeddings and head do not wait."""
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
