@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 DATA_PARALLEL_RNG = "data-parallel-rng"
-"""Stream that draws the same on all tensor ranks; Megatron's default generator has the same seed."""
+"""Stream that draws the same on all devices of the tensor axis; Megatron's default generator has the same seed."""
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-"""Stream that draws separately on every tensor rank."""
+"""Stream that draws separately on every device of the tensor axis."""
 
 EXPERT_PARALLEL_RNG = "expert-parallel-rng"
-"""Stream that draws separately on every expert-parallel and tensor rank."""
+"""Stream that draws separately on every device of the expert and tensor axes."""
 
 RANK_AXES: dict[str, tuple[str, ...]] = {
     MODEL_PARALLEL_RNG: ("tensor",),

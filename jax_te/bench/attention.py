@@ -45,7 +45,7 @@ def bench_attention(
     Args:
         kinds: of `jax_te.config.CP_COMM_TYPES`.
         shape: of the layer that the attention would be in.
-        mesh: with context ranks.
+        mesh: with a context axis.
         settings: of the measurement.
         groups: key/value heads. None: as many as heads.
     """

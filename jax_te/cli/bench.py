@@ -71,8 +71,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--sequence-parallel", action="store_true", help="with --mesh: sequence parallelism")
     steps = "measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
     add("--microbatches", type=int, metavar="M", help=steps + "quantized once a step beside in every microbatch")
-    attention = "measure instead causal attention alone, its sequences split over the context ranks of --mesh in these "
-    attention += f"ways: {', '.join(CP_COMM_TYPES)}; te.jax has the first two"
+    attention = "measure instead causal attention alone, its sequences sharded over the context axis of --mesh in "
+    attention += f"these ways: {', '.join(CP_COMM_TYPES)}; te.jax has the first two"
     add("--context-parallel", nargs="+", choices=CP_COMM_TYPES, metavar="WAY", help=attention)
     add("--groups", type=int, metavar="G", help="with --context-parallel: key/value heads; HEADS")
     model = (
@@ -167,13 +167,13 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
                 "--sequence-parallel, --microbatches, --model and --hlo"
             )
         if sizes.context == 1:
-            raise ValueError("--context-parallel splits sequences over context ranks; give --mesh with context=N")
+            raise ValueError("--context-parallel shards sequences over the context axis; give --mesh with context=N")
     if args.microbatches is not None and (layers or args.mesh):
         raise ValueError(
             "--microbatches measures whole train steps; leave out --modules, --mesh, --sequence-parallel and --hlo"
         )
     if args.sequence_parallel and sizes.tensor == 1:
-        raise ValueError("--sequence-parallel splits activations over tensor ranks; give --mesh with tensor=N")
+        raise ValueError("--sequence-parallel shards activations over the tensor axis; give --mesh with tensor=N")
 
 
 def _check_peer(preset: str) -> None:

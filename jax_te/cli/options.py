@@ -275,9 +275,9 @@ class ExecutionOptions:
     backend: str = _free(get_args(BackendName), "kernels; te runs or says why it cannot", "auto")
     mesh: str | None = _on_mesh(MESH, "data, fsdp, context, tensor: e.g. data=2,tensor=4", None, shown="one device")
     mesh_axis_type: str = _on_mesh(("auto", "explicit"), "kind of mesh axes", "auto")
-    sequence_parallel: bool = _on_mesh(FLAG, "split activations over tensor ranks between blocks", False)
-    cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how context ranks exchange keys", "p2p")
-    cp_load_balanced: bool = _on_mesh(FLAG, "context ranks have tokens in zig-zag order", False)
+    sequence_parallel: bool = _on_mesh(FLAG, "shard activations over the tensor axis between blocks", False)
+    cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how the context axis exchanges keys", "p2p")
+    cp_load_balanced: bool = _on_mesh(FLAG, "context shards have tokens in zig-zag order", False)
     recompute_granularity: str = _free(_GRANULARITIES, "what backward computes again", "none")
     recompute_method: str | None = _free(METHODS, "full: groups, or the first layers", None, shown="uniform")
     recompute_num_layers: int | None = _free(SIZE, "full: layers of a group, or first layers", None, shown="1")
@@ -285,7 +285,7 @@ class ExecutionOptions:
         _MODULES, f"selective: some of {','.join(RECOMPUTE_MODULES)}", None, shown="core_attn"
     )
     recompute_policy: str = _free(POLICIES, "full: what is kept inside of layers", "full", shown="full, nothing")
-    distribute_saved_activations: bool = _free(FLAG, "full: split kept inputs over tensor ranks", False)
+    distribute_saved_activations: bool = _free(FLAG, "full: shard saved inputs over the tensor axis", False)
     scan_layers: bool | str = _free(
         Text("WHEN", auto_or_flag),
         "layers in a loop, which compiles sooner: yes, no, or auto: if they are many",

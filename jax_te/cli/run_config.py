@@ -124,7 +124,7 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
             )
 
     def _check_mesh_options(self, mesh: ParallelConfig) -> None:
-        """Raise ValueError for an option that has no effect because an axis of the mesh has one rank."""
+        """Raise ValueError for an option that has no effect because an axis of the mesh has one device."""
         ranks = {
             "cp_load_balanced": ("context", mesh.context, "--no-cp-load-balanced"),
             "cp_comm_type": ("context", mesh.context, "--cp-comm-type p2p"),

@@ -33,9 +33,9 @@ class AttentionConfig:
         qk_clip_alpha, qk_clip_threshold: read by the clipping code: the exponent of ``threshold / logit`` for the query
             weights (the key weights get the rest), and the max logit above which weights are clipped.
         log_max_attention_logit: return each head's max logit beside the output, for the log.
-        cp_comm_type: how context-parallel ranks exchange keys and values: one of `CP_COMM_TYPES`, or a list with one
-            for each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
-        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, how many neighbouring context ranks exchange heads, and
+        cp_comm_type: how the context axis exchanges keys and values: one of `CP_COMM_TYPES`, or a list with one for
+            each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
+        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, how many neighbouring devices exchange heads, and
             how many such groups are on a ring. None: there is no such exchange.
         cp_load_balanced: shard the tokens of a sequence over the context axis in zig-zag order, so that every device
             has the same work under a causal mask; see `jax_te.ops.zigzag_positions`. `GPTModel` takes and gives natural

@@ -9,9 +9,9 @@ from jax_te.config.checks import check_positive
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 """Mesh axis names in the order devices are laid out; the last one changes fastest.
 
-Neighbouring devices have the fastest links, so the axes lie in the order of what they communicate: tensor ranks twice
-a block, context ranks once a block, FSDP ranks once a layer, data-parallel ranks once a step. It is Megatron's default
-order ``tp-cp-dp``, read from the last axis."""
+Neighbouring devices have the fastest links, so the axes lie in the order of what they communicate: the tensor axis
+twice a block, the context axis once a block, FSDP once a layer, data parallelism once a step. It is Megatron's
+default order ``tp-cp-dp``, read from the last axis."""
 
 RESERVED_AXES = {"pipeline": "pipeline stages", "expert": "experts of a mixture"}
 """Names that meshes will use, and what for. No mesh has them yet, and no other axis may be called so."""
@@ -34,10 +34,10 @@ class ParallelConfig:
     """Sizes of the device mesh's axes.
 
     Args:
-        data: replicas that split the batch and hold all parameters (Megatron's data-parallel ranks).
-        fsdp: ranks that split the batch, and parameters, gradients and optimizer state too (ZeRO-3).
-        context: ranks that split the sequence, in attention and everywhere else (Megatron's context-parallel size).
-        tensor: ranks that split heads, feed-forward and vocabulary (Megatron's tensor-parallel size).
+        data: replicas that shard the batch and hold all parameters (Megatron's data-parallel ranks).
+        fsdp: devices that shard the batch, and parameters, gradients and optimizer state too (ZeRO-3).
+        context: devices that shard the sequence, in attention and everywhere else (Megatron's context-parallel size).
+        tensor: devices that shard heads, feed-forward and vocabulary (Megatron's tensor-parallel size).
         pipeline, expert: reserved; 1.
 
     Raises:

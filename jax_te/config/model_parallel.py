@@ -19,14 +19,14 @@ class ModelParallelConfig:
     """Parallelism, initialization and dtypes, in Megatron-Core's words; `TransformerConfig` has these fields, too.
 
     Args:
-        tensor_model_parallel_size: ranks on the mesh's tensor axis. 1 leaves it to the mesh; any other size must be the
-            mesh's where a layer is built or called under one.
-        sequence_parallel: between the tensor-parallel parts of a layer, split activations over the tensor ranks along
+        tensor_model_parallel_size: devices on the mesh's tensor axis. 1 leaves it to the mesh; any other size must be
+            the mesh's where a layer is built or called under one.
+        sequence_parallel: between the tensor-parallel parts of a layer, shard activations over the tensor axis along
             the sequence.
-        context_parallel_size: ranks on the mesh's context axis, in the same way.
-        expert_model_parallel_size: 1; the mesh's axis for experts is reserved and not there yet. Every rank holds all
+        context_parallel_size: devices on the mesh's context axis, in the same way.
+        expert_model_parallel_size: 1; the mesh's axis for experts is reserved and not there yet. Every device holds all
             of them, split over the tensor axis.
-        expert_tensor_parallel_size: ranks that split an expert's kernels. None or ``tensor_model_parallel_size``, since
+        expert_tensor_parallel_size: devices that shard an expert's kernels. None or ``tensor_model_parallel_size``:
             one axis of the mesh splits all kernels.
         perform_initialization: False: kernels start as zeros, for a model whose weights are loaded anyway.
         use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they

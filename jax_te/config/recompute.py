@@ -27,7 +27,7 @@ class RecomputeConfig:
         recompute_modules: of selective recomputation, some of `RECOMPUTE_MODULES`: ``"core_attn"``, scores and softmax;
             ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation function's
             output; ``"mlp"``, the feed-forward block with its norm. None: the attention core. Lists become tuples.
-        distribute_saved_activations: of full recomputation: split the kept inputs over the tensor ranks, and gather
+        distribute_saved_activations: of full recomputation: shard the saved inputs over the tensor axis, and all-gather
             them in backward.
 
     Raises:

@@ -86,7 +86,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         if self.distribute_saved_activations and self.sequence_parallel:
             raise ValueError(
                 "distribute_saved_activations=True does not go with sequence_parallel=True, under which layers' inputs "
-                "are split over the tensor ranks already; leave it out"
+                "are sharded over the tensor axis already; leave it out"
             )
         check_positive(
             num_layers=self.num_layers,

@@ -30,8 +30,8 @@ class LayerNormLinear(Linear):
             then exists in full precision in memory, so the norm is no longer fused with quantization.
         skip_weight_param_allocation: have no kernel and no bias, as in `Linear`; the norm has its parameters.
         init_method, sequence_parallel, tp_group, tp_size, parallel_mode, fuse_wgrad_accumulation, return_bias,
-            params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each tensor rank of a
-            column-parallel layer normalizes its part of the sequence, and the norm's output is returned so.
+            params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each device of the
+            tensor axis normalizes its shard of the sequence, and returns the norm's output so.
 
     Parameters are ``scale [h]``, ``ln_bias [h]`` (LayerNorm only), ``kernel [h, *n]`` and ``bias [*n]``. Errors as in
     `Linear`, and ValueError for an unknown normalization.

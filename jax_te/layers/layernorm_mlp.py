@@ -46,8 +46,8 @@ class LayerNormMLP(TensorParallelModule):
         output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
         return_layernorm_output: also return the norm's output; then the norm is not fused with quantization.
         set_parallel_mode: split the projections as said above, which TE does if told to; here the mesh decides whether
-            there is something to split. False: every tensor rank holds them whole and computes the same.
-        sequence_parallel: input, output and the norm's output ``[b, s, h]`` are split over the tensor ranks along
+            there is something to split. False: every tensor device holds them whole and computes the same.
+        sequence_parallel: input, output and the norm's output ``[b, s, h]`` are sharded over the tensor axis along
             ``s``, as in `Linear`.
         tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`.
         return_bias: do not add ``wo_bias`` but return it beside the output.

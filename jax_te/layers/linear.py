@@ -47,10 +47,10 @@ class Linear(TensorParallelModule):
         out_features: ``n``, size of the output's last axis, or sizes of several.
         bias: learn an additive bias.
         init_method: initializer of the kernel, ``init(key, shape, dtype)``. None: N(0, 0.023²).
-        sequence_parallel: outside of the layer activations ``[b, s, h]`` are split over the tensor ranks along ``s``: a
-            column-parallel layer takes its input so, a row-parallel layer gives its output so (logical axis
-            ``sequence_parallel``). Values are the same; with one tensor rank, or no mesh, nothing is different.
-        tp_group: None or ``"tensor"``, the mesh axis that stands for TE's process group; the mesh says how many ranks
+        sequence_parallel: outside of the layer activations ``[b, s, h]`` are sharded over the tensor axis along ``s``:
+            a column-parallel layer takes its input so, a row-parallel layer gives its output so (logical axis
+            ``sequence_parallel``). Values are the same; with a tensor axis of 1, or no mesh, nothing is different.
+        tp_group: None or ``"tensor"``, the mesh axis that stands for TE's process group; the mesh says how many devices
             it has.
         tp_size: 1 leaves it to the mesh; any other size must be that of the mesh's tensor axis, where one is set.
         parallel_mode: ``"column"`` splits the output features over the mesh's tensor axis, ``"row"`` the input
@@ -74,7 +74,7 @@ class Linear(TensorParallelModule):
         TypeError: for another ``tp_group``.
         ValueError: for a size that is not positive, an unknown mode or dtype, ``sequence_parallel`` without a
             ``parallel_mode``; when called, for sizes that do not fit (FP8 needs multiples of 16), a mesh with another
-            number of tensor ranks than ``tp_size``, a sequence that does not divide over them, weights or biases that
+            number of tensor devices than ``tp_size``, a sequence that does not divide over them, weights or biases that
             are missing, not wanted or of another shape.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 

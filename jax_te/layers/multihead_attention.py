@@ -324,7 +324,7 @@ class MultiheadAttention(ContextParallelModule):
         if self.core_attention.context_parallel.cp_load_balanced and axis_ranks("sequence") > 1:
             raise ValueError(
                 "a KV cache holds tokens in natural order, and cp_load_balanced=True has sequences in zig-zag order; "
-                "call the layer inside of jax_te.sharding.whole_sequences(), where context ranks split none"
+                "call the layer inside of jax_te.sharding.whole_sequences(), which the context axis does not shard"
             )
         window, arrays = call.window_size, (call.attention_mask, call.kv_lengths, call.packed_seq_params)
         if isinstance(cache, WindowKVCache) and normal_window(window, "causal") != (cache.left, 0):

@@ -73,7 +73,7 @@ class LayerNorm(_Norm):
     Args:
         hidden_size: ``h``.
         eps: added to the variance.
-        sequence_parallel: normalize an activation ``[b, s, h]`` that is split over the tensor ranks along ``s``
+        sequence_parallel: normalize an activation ``[b, s, h]`` that is sharded over the tensor axis along ``s``
             (logical axis ``sequence_parallel``). Values are the same.
         params_dtype: dtype of ``scale`` and ``bias``, ``[h]`` each; replicated on a mesh.
         zero_centered_gamma: store the scale as an offset from 1, so that weight decay pulls the factor to 1.
@@ -81,7 +81,7 @@ class LayerNorm(_Norm):
 
     Raises:
         ValueError: for a size or ``eps`` that is not positive, or an unknown dtype; when called with
-            ``sequence_parallel``, for an input without a sequence or one that does not divide over the tensor ranks.
+            ``sequence_parallel``, for an input without a sequence or one that does not divide over the tensor axis.
 
     Source: ``transformer_engine.pytorch.LayerNorm``; Ba et al. 2016.
 

@@ -23,8 +23,8 @@ class TensorParallel:
     Args:
         group: None or ``"tensor"``, which both leave the split to the mesh.
         size: 1 leaves it to the mesh. Any other size must be that of the mesh in use.
-        sequence_parallel: split activations over the tensor ranks along the sequence outside of the layer.
-        split: the layer's kernels are split over the tensor ranks.
+        sequence_parallel: shard activations over the tensor axis along the sequence outside of the layer.
+        split: the layer's kernels are sharded over the tensor axis.
 
     Raises:
         TypeError: for any other group.
@@ -44,7 +44,7 @@ class TensorParallel:
         check_positive(tp_size=self.size)
         if self.sequence_parallel and not self.split:
             raise ValueError(
-                "sequence_parallel=True is for a layer whose kernel is split over the tensor ranks: set "
+                "sequence_parallel=True is for a layer whose kernel is sharded over the tensor axis: set "
                 "parallel_mode='column' or 'row' (LayerNormMLP: set_parallel_mode=True), or leave sequence_parallel off"
             )
 
@@ -93,7 +93,7 @@ def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
 
     Raises:
         ValueError: with ``sequence_parallel``, if ``x`` is not ``[b, s, ..., h]`` or ``s`` does not divide over the
-            context and tensor ranks together.
+            context and tensor axes together.
 
     >>> import jax.numpy as jnp
     >>> sequence_axes(jnp.ones((2, 8, 16)))

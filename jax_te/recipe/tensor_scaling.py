@@ -20,7 +20,7 @@ class DelayedScaling(Recipe):
         margin: powers of two of head-room below the format's largest value, an integer >= 0.
         amax_history_len: steps kept, >= 1. TE's default is 1024, Megatron's is 1.
         amax_compute_algo: ``"max"`` of the history, or ``"most_recent"``.
-        tp_only_amax_red: the amax of an input or gradient spans tensor and context ranks only, so that each part of
+        tp_only_amax_red: the amax of an input or gradient spans the tensor and context axes only, so that each part of
             the batch (over the mesh's data and fsdp axes) has a scale of its own. False: it spans the whole array.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 

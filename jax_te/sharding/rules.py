@@ -26,36 +26,36 @@ _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp":
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Which mesh axes each logical axis is split over, and why.
+    """Which mesh axes each logical axis is sharded over, and why.
 
     Axes of `jax_te.config.MESH_AXES` that the mesh does not have, and axes that it has with size 1, are left out. A
     rule may name axes of a mesh of one's own; `logical_to_spec` refuses those that its mesh does not have.
 
     Args:
-        batch: examples, over data-parallel and FSDP ranks alike: an FSDP rank that saw the same data as its neighbours
-            would compute the same as they.
-        sequence: positions of activations, over the context ranks: everything but attention treats each position
+        batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
+            compute the same.
+        sequence: positions of activations, over the context axis: everything but attention treats each position
             alone, so only attention communicates, and activations of a long sequence fit.
-        sequence_parallel: positions between the tensor-parallel parts of a layer, over context and tensor ranks: norms,
-            dropout and residuals are then computed once, not on every tensor rank; the all-reduce around them becomes
-            an all-gather and a reduce-scatter of the same bytes. Context comes first, so that the tensor ranks of
-            one context rank together hold what ``sequence`` gives it.
+        sequence_parallel: positions between the tensor-parallel parts of a layer, over the context and tensor axes:
+            norms, dropout and residuals are then computed once, not on every tensor device; the all-reduce around them becomes
+            an all-gather and a reduce-scatter of the same bytes. Context comes first, so that a group of tensor
+            devices together holds the shard that ``sequence`` gives it.
         hidden: the model dimension of activations, over nothing: each GEMM contracts or produces it, and to split it
             would cost an all-reduce for each.
-        heads: attention heads of activations and kernels, over the tensor ranks: heads are independent, so that the
+        heads: attention heads of activations and kernels, over the tensor axis: heads are independent, so that the
             column-parallel projection in front and the row-parallel one behind need one all-reduce together.
-        ffn: the feed-forward dimension, over the tensor ranks: the activation function is elementwise, so that the two
+        ffn: the feed-forward dimension, over the tensor axis: the activation function is elementwise, so that the two
             projections need one all-reduce together.
-        vocab: rows of the embedding, columns of the head and of logits, over the tensor ranks: the largest kernels and
+        vocab: rows of the embedding, columns of the head and of logits, over the tensor axis: the largest kernels and
             activations of a model with a large vocabulary. A loss needs a maximum and a sum over it, ``[b, s]`` each.
-        fsdp: the first axis of kernels, over the FSDP ranks: a kernel is gathered where it is used, and parts of its
-            first axis lie one behind the other in memory, so that nothing is moved once more after a gather or before
-            a scatter. Kernels that tensor ranks split along that axis too (row-parallel ones) name it ``heads_fsdp``
+        fsdp: the first axis of kernels, over the FSDP axis: a kernel is all-gathered where it is used, and shards of its
+            first axis are contiguous in memory, so that no copy follows an all-gather or precedes a reduce-scatter.
+            Kernels that the tensor axis shards along that axis too (row-parallel ones) name it ``heads_fsdp``
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
-        norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth gathering.
-        components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each rank has its part
-            of every component, and another number of ranks splits in the same way.
+        norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
+        components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
+            shard of every component, and any number of devices shards in the same way.
 
     Raises:
         TypeError: for a rule that is no tuple of strings.

@@ -180,7 +180,7 @@ def test_recomputations_that_are_none_are_refused(capsys):
         (["--loss-chunks", "2"], "--loss-chunks is for whole train steps of a preset; give --model"),
         (["--microbatches", "2", "--mesh", "tensor=2"], "--microbatches measures whole train steps; leave out"),
         (["--microbatches", "2", "--modules", "layernorm_mlp"], "--microbatches measures whole train steps"),
-        (["--sequence-parallel"], "--sequence-parallel splits activations over tensor ranks"),
+        (["--sequence-parallel"], "--sequence-parallel shards activations over the tensor axis"),
         (["--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
     ],
 )
@@ -203,7 +203,7 @@ def test_context_parallelism(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--context-parallel", "p2p"], "--context-parallel splits sequences over context ranks"),
+        (["--context-parallel", "p2p"], "--context-parallel shards sequences over the context axis"),
         (["--context-parallel", "p2p", "--mesh", "tensor=2"], "give --mesh with context=N"),
         (
             ["--context-parallel", "p2p", "--mesh", "context=2", "--recipes", "delayed"],
