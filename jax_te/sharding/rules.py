@@ -37,9 +37,9 @@ class ShardingRules:
         sequence: positions of activations, over the context axis: everything but attention treats each position
             alone, so only attention communicates, and activations of a long sequence fit.
         sequence_parallel: positions between the tensor-parallel parts of a layer, over the context and tensor axes:
-            norms, dropout and residuals are then computed once, not on every tensor device; the all-reduce around them becomes
-            an all-gather and a reduce-scatter of the same bytes. Context comes first, so that a group of tensor
-            devices together holds the shard that ``sequence`` gives it.
+            norms, dropout and residuals are then computed once, not on every tensor device; the all-reduce around
+            them becomes an all-gather and a reduce-scatter of the same bytes. Context comes first, so that a group of
+            tensor devices together holds the shard that ``sequence`` gives it.
         hidden: the model dimension of activations, over nothing: each GEMM contracts or produces it, and to split it
             would cost an all-reduce for each.
         heads: attention heads of activations and kernels, over the tensor axis: heads are independent, so that the
@@ -48,8 +48,8 @@ class ShardingRules:
             projections need one all-reduce together.
         vocab: rows of the embedding, columns of the head and of logits, over the tensor axis: the largest kernels and
             activations of a model with a large vocabulary. A loss needs a maximum and a sum over it, ``[b, s]`` each.
-        fsdp: the first axis of kernels, over the FSDP axis: a kernel is all-gathered where it is used, and shards of its
-            first axis are contiguous in memory, so that no copy follows an all-gather or precedes a reduce-scatter.
+        fsdp: the first axis of kernels, over the FSDP axis: a kernel is all-gathered where it is used, and shards of
+            its first axis are contiguous in memory, so that no copy follows an all-gather or precedes a reduce-scatter.
             Kernels that the tensor axis shards along that axis too (row-parallel ones) name it ``heads_fsdp``
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
