@@ -18,35 +18,34 @@ class AttentionConfig:
     Args:
         softmax_scale: of the scores. None: ``1 / sqrt(d)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` (1 is added to the denominator) or ``"learnable"`` (the
-            exponential of a parameter for each head is).
+            exponential of a learnable parameter of each head is added).
         window_size: ``(left, right)`` positions that a query attends to beside its own; -1: all. None: no window.
-        window_attn_skip_freq: which layers the window leaves out: an integer ``N``: every ``N``-th; one entry for each
-            layer: where it is 0. None: no layer.
-        qk_layernorm: normalize every head of queries and keys, with the model's ``normalization``, before positions
-            turn them (Qwen 3).
+        window_attn_skip_freq: the layers without the window. An integer ``N``: every ``N``-th layer. A list with one
+            entry for each layer: those whose entry is 0. None: no layer.
+        qk_layernorm: normalize every head of queries and keys, with the model's ``normalization``, before the rotary
+            embedding (Qwen 3).
         apply_query_key_layer_scaling: without effect. Megatron divides scores by the layer's number, and multiplies by
             it in the softmax, against overflow in fp16; here scores are fp32.
         attention_softmax_in_fp32: without effect: the softmax is always in fp32, as in Transformer Engine.
-        batch_invariant_mode: attention splits keys and values in one part. It tunes a CUDA kernel that JAX does not
-            have, so it has no effect.
+        batch_invariant_mode: without effect: it sets ``num_splits`` of a CUDA kernel that JAX does not call.
         qk_clip: return each head's max logit beside the output, for clipping the query and key weights.
-        qk_clip_alpha, qk_clip_threshold: read by the clipping code: the exponent of ``threshold / logit`` for the query
-            weights (the key weights get the rest), and the max logit above which weights are clipped.
+        qk_clip_alpha, qk_clip_threshold: the arguments of `jax_te.layers.clip_qk`, which the training loop calls: the
+            exponent for the query weights, and the max logit above which weights are clipped.
         log_max_attention_logit: return each head's max logit beside the output, for the log.
         cp_comm_type: how the context axis exchanges keys and values: one of `CP_COMM_TYPES`, or a list with one for
             each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
-        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``, how many neighbouring devices exchange heads, and
-            how many such groups are on a ring. None: there is no such exchange.
+        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``: how many neighbouring devices exchange heads, and how
+            many such groups form the ring. None for the other types.
         cp_load_balanced: shard the tokens of a sequence over the context axis in zig-zag order, so that every device
-            has the same work under a causal mask; see `jax_te.ops.zigzag_positions`. `GPTModel` takes and gives natural
-            order all the same. Without effect where the mesh's context axis is 1.
+            has the same work under a causal mask; see `jax_te.ops.zigzag_positions`. Inputs and outputs of `GPTModel`
+            stay in natural order. Without effect where the mesh's context axis is 1.
 
     Lists become tuples, as a hashable configuration needs.
 
     Raises:
         ValueError: for unknown names and values out of range.
-        AssertionError: for a ``cp_comm_type`` that has not an entry for each layer.
-        TypeError: for a flag that is no bool.
+        AssertionError: for a list ``cp_comm_type`` without exactly one entry for each layer.
+        TypeError: for a flag that is not a bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 

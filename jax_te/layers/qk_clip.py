@@ -16,15 +16,15 @@ def clip_qk(
 
     With ``eta = min(threshold / max_logit, 1)`` over the heads of a group, the group's query kernels are multiplied by
     ``eta**alpha`` and its key kernel by ``eta**(1 - alpha)``, biases likewise, so that the same inputs give logits up
-    to the threshold. Value projections stay as they are. Call the function on the model after the optimizer's update;
-    it may run under jit. Masters and quantized kernels that are stored elsewhere must be made anew
+    to the threshold. Value projections do not change. Call the function on the model after the optimizer's update; it
+    may run under jit. Masters and quantized kernels that are stored elsewhere must be recomputed from the new kernels
     (`jax_te.training.create_train_state`).
 
     Args:
         attention: self-attention with ``return_max_logit``; changed in place.
         max_logit: fp32 ``[n]``, the maximum over the layer's calls since the last clipping.
-        threshold: largest logit that is not clipped.
-        alpha: share of the exponent that queries take.
+        threshold: the max logit above which kernels are scaled down.
+        alpha: exponent of ``eta`` for query kernels; key kernels have ``1 - alpha``.
 
     Returns:
         ``attention``.
@@ -50,9 +50,9 @@ def clip_qk(
     if max_logit.shape != (core.num_attention_heads,):
         raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")
     r = core.num_attention_heads // core.num_gqa_groups
-    # The heads of a group share one key kernel, so the group is scaled by the factor of its largest logit.
-    largest = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
-    eta = jnp.where(largest > threshold, threshold / largest, jnp.ones((), jnp.float32))
+    # The heads of a group share one key kernel, so the group is scaled by the factor of its max logit.
+    group_max = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
+    eta = jnp.where(group_max > threshold, threshold / group_max, jnp.ones((), jnp.float32))
     by_component = jnp.stack([eta**alpha] * r + [eta ** (1.0 - alpha), jnp.ones_like(eta)])
     factor = jnp.repeat(by_component, core.kv_channels, axis=1)  # [r + 2, g·d]
     for variable in (attention.qkv.kernel, attention.qkv.bias):

@@ -259,7 +259,7 @@ def attention(
 ) -> np.ndarray:
     """Head by head and query by query, over the keys each query may see.
 
-    ``sink [n]`` adds ``exp(sink)`` to a head's denominators; ``max_logit`` gives each head's largest logit instead.
+    ``sink [n]`` adds ``exp(sink)`` to a head's denominators; ``max_logit`` gives each head's max logit instead.
     """
     (batch, sq, n, d), (skv, groups) = q.shape, k.shape[1:3]
     full = (batch, n, sq, skv)
