@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as layers are asked for it: what may be asked, and the logical axes it stands for."""
+"""The arguments of layers for tensor and sequence parallelism: their checks, and the logical axes that they select."""
 
 from __future__ import annotations
 
