@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.typing import Array
@@ -35,6 +34,9 @@ def clip_qk(
 
     Source: ``clip_qk`` of ``megatron.core.transformer.attention``; Kimi Team 2025 (MuonClip).
 
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_te.layers import MultiheadAttention, clip_qk
     >>> layer = MultiheadAttention(32, 4, return_max_logit=True, rngs=nnx.Rngs(0))
     >>> y, logits = layer(jnp.ones((1, 8, 32)))
     >>> clip_qk(layer, logits) is layer
@@ -56,7 +58,7 @@ def clip_qk(
     by_component = jnp.stack([eta**alpha] * r + [eta ** (1.0 - alpha), jnp.ones_like(eta)])
     factor = jnp.repeat(by_component, core.kv_channels, axis=1)  # [r + 2, g·d]
     for variable in (attention.qkv.kernel, attention.qkv.bias):
-        if isinstance(variable, nnx.Variable):
+        if variable is not None:
             value = variable.get_value()
             # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
             scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)
