@@ -67,8 +67,8 @@ def megabytes(way: str, recipe: str | None = None) -> tuple[float, float]:
         given = model, tokens, jax.eval_shape(lambda: jax.random.key(0))
         forward = jax.make_jaxpr(lambda *args: jax.vjp(lambda model: loss(model, *args[1:]), args[0])[1])(*given).jaxpr
         compiled = jax.jit(jax.grad(loss)).lower(*given).compile()
-    kept = {v for v in forward.outvars if isinstance(v, Var)} - {*forward.invars, *forward.constvars}
-    residuals = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    saved = {v for v in forward.outvars if isinstance(v, Var)} - {*forward.invars, *forward.constvars}
+    residuals = sum(v.aval.size * v.aval.dtype.itemsize for v in saved)
     return residuals / 2**20, compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
@@ -76,10 +76,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", help="e.g. delayed, current (default: none)")
     recipe = parser.parse_args().recipe
-    print("| recompute | kept for backward (MiB) | peak of temporary memory (MiB) |\n|---|---|---|")
+    print("| recompute | residuals (MiB) | peak of temporary memory (MiB) |\n|---|---|---|")
     for way in WAYS:
-        kept, peak = megabytes(way, recipe)
-        print(f"| {way} | {kept:.0f} | {peak:.0f} |", flush=True)
+        residuals, peak = megabytes(way, recipe)
+        print(f"| {way} | {residuals:.0f} | {peak:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
