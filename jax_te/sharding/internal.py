@@ -1,5 +1,6 @@
 """Names of `jax_te.sharding` for the other packages of jax_te. Not for users: they may change without notice."""
 
+from jax_te.sharding.collectives import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
 from jax_te.sharding.placement import create_sharded, leaves_with_axes
 from jax_te.sharding.rules import (
     Dims,
@@ -16,7 +17,6 @@ from jax_te.sharding.rules import (
     row_axis,
     whole_sequences,
 )
-from jax_te.sharding.shards import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
 
 __all__ = [
     "REPLICATED",
