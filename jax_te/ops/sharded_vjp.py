@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -163,13 +164,11 @@ def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args
 def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
     def on_device(args: Any) -> tuple[Any, _Residuals]:
         out, residuals = fwd(spec, args)
-        given, sources, own = list(map(id, jax.tree.leaves(args))), [], []
+        given = dict(zip(map(id, jax.tree.leaves(args)), itertools.count(), strict=False))
         leaves, treedef = jax.tree.flatten(residuals)
-        for leaf in leaves:
-            sources.append(given.index(id(leaf)) if id(leaf) in given else None)
-            if sources[-1] is None:
-                own.append(leaf)
-        return out, _Residuals(OpaqueTree.pack(own, per_device=True), (tuple(sources), treedef))
+        sources = tuple(map(given.get, map(id, leaves)))
+        own = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+        return out, _Residuals(OpaqueTree.pack(own, per_device=True), (sources, treedef))
 
     return shards.map(on_device, (shards.args,), (shards.out, shards.per_device))(args)
 

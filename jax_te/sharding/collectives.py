@@ -7,8 +7,6 @@ Engine's custom calls, Pallas kernels) see one device's arrays.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,17 +47,14 @@ def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:
 
 def all_gather(x: Array, dims: Dims) -> Array:
     """Return a device's shard all-gathered along the mesh axes that are named for each dimension."""
+    dtype = x.dtype
+    # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
+    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+        x = jax.lax.bitcast_convert_type(x, jnp.uint8)
     for dim, axes in enumerate(dims):
         if axes:
-            x = _as_bytes(functools.partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True), x)
-    return x
-
-
-def _as_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
-    # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
-    if x.dtype.itemsize > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
-        return collective(x)
-    return jax.lax.bitcast_convert_type(collective(jax.lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = ()) -> Array:

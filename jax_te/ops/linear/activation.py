@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_te.config import ActivationParams
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import row_plan
 from jax_te.ops.linear.spec import Activation
-from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -59,14 +58,10 @@ def activation(
     axes = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
     plan = row_plan(x.shape, axes, out_axes, whole=0)
     chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason)
-    shards = None
-    if plan.mesh is not None:
-        shards = Shards(mesh=plan.mesh, args=plan.x_spec, out=plan.out_spec, cotangents=plan.x_spec)
-    return _activation(_Spec(chosen, function), shards, x, None, out_axes)
+    return _activation(_Spec(chosen, function), plan.shards(plan.x_spec, plan.out_spec), x, None, out_axes)
 
 
-@dataclass(frozen=True)
-class _Spec:
+class _Spec(NamedTuple):
     backend: Backend
     activation: Activation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.spec import LinearSpec
-from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize.internal import OpaqueTree
 from jax_te.sharding.internal import reshard
 from jax_te.typing import Array
@@ -41,21 +42,11 @@ def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]
 
     It is nan if the sink was read more than once, as by a layer that a loop repeats: JAX has then added up operands.
     """
-    mesh, shards = spec.plan.mesh, None
-    if mesh is not None:
-        per_device = PartitionSpec(mesh.axis_names)
-        shards = Shards(mesh=mesh, args=per_device, out=spec.plan.kernel_spec, cotangents=per_device)
-
-    def multiply(operands: OpaqueTree) -> Array:
-        return _wgrad(spec, shards, operands, None, spec.options.kernel_axes)
-
+    shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), spec.plan.kernel_spec)
+    multiply: Any = functools.partial(_wgrad, spec, shards, out_axes=spec.options.kernel_axes)
     for _ in lead:
-        multiply = _over_layers(multiply)
+        multiply = functools.partial(jax.lax.map, multiply)
     return multiply(operands)
-
-
-def _over_layers(multiply: Any) -> Any:
-    return lambda operands: jax.lax.map(multiply, operands)
 
 
 def _fwd(spec: LinearSpec, args: OpaqueTree) -> tuple[Array, None]:

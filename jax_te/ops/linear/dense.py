@@ -106,18 +106,22 @@ def normed_operand(
     spec: LinearSpec, norm: NormSpec, x: Array, scale: Array, bias: Array | None, state: GemmState | None
 ) -> tuple[Operand, Any]:
     """Return the norm's output as the GEMMs read it, and the statistics that backward needs."""
-    how = gemms.quantization(spec, state, "x")
-    if gemms.fuses(spec, "x"):
-        written, stats, amax = spec.backend.norm_quantize(x, scale, bias, norm, how)
-        return gemms.adopt(spec, "x", written, (how.scale, amax)), stats
-    y, stats = spec.backend.norm(x, scale, bias, norm)
-    return gemms.make_operand(spec, "x", y, how, axis=-1), stats
+    how = gemms.fused_quantization(spec, state, "x")
+    if how is None:
+        y, stats = spec.backend.norm(x, scale, bias, norm)
+        return gemms.make_operand(spec, "x", y, state, axis=-1), stats
+    written, stats, amax = spec.backend.norm_quantize(x, scale, bias, norm, how)
+    return gemms.adopt(spec, "x", written, (how.scale, amax)), stats
 
 
-def norm_backward(spec: LinearSpec, norm: Any, residuals: Any, dy: Array) -> tuple[Array, Any]:
-    """Return the gradients of the norm's input and of ``(scale, bias)``, the latter summed over all devices' rows.
+def norm_backward(spec: Any, residuals: Any, dy: Array, norm: Any) -> tuple[Array, Any]:
+    """Return the gradients of a norm's input and of ``(scale, bias)``, the latter summed over all devices' rows.
 
-    ``residuals`` are the norm's input, its statistics, scale and bias.
+    Args:
+        spec: of the op, with its ``backend`` and ``plan``.
+        residuals: the norm's input, its statistics, scale and bias.
+        dy: the gradient of its output.
+        norm: its `NormSpec`.
     """
     dx, dscale, dbias = spec.backend.norm_backward(dy, *residuals, norm)
     if spec.plan.mesh is not None:
@@ -131,7 +135,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     (linear,), stats = spec.layers, None
     if spec.norm is None:
         # Nothing writes the input as an operand: it comes from outside of the op.
-        operand = gemms.make_operand(linear, "x", x, gemms.quantization(linear, weights.state, "x"), axis=-1)
+        operand = gemms.make_operand(linear, "x", x, weights.state, axis=-1)
     else:
         operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)  # type: ignore[misc]
     y, saved = gemms.forward(linear, operand, weights, x)
@@ -145,7 +149,7 @@ def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tupl
     (normed, saved), (linear,), dnorm = residuals, spec.layers, None
     dx, weights, sink = gemms.backward(linear, saved, *gemms.grad_operand(linear, g, saved.state), after=g)
     if normed is not None:
-        dx, dnorm = norm_backward(linear, spec.norm, normed, dx)
+        dx, dnorm = norm_backward(linear, normed, dx, spec.norm)
     return LinearArgs(dx, dnorm, (weights,)), (sink,)
 
 

@@ -7,7 +7,8 @@ all-gathered first, so that no block of scales lies on two devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -67,22 +68,20 @@ def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) ->
     return Quantization(getattr(precision, role).quantizer, scale, spec.plan.amax_axes)
 
 
-def fuses(spec: LinearSpec, role: TensorRole) -> bool:
-    """Return whether the op that computes this tensor may write it as an operand: nobody else reads its values.
+def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization | None:
+    """Return how the op that computes this tensor quantizes it, if it may; None if something else reads its values.
 
     On a mesh a tensor that is all-gathered before its quantization does not qualify.
     """
     precision = getattr(spec.precision, role)
-    if precision.quantizer is None:
-        return True
+    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     # A fused kernel writes quantized values only: statistics and GEMMs in high precision need the tensor itself.
-    if spec.observer is not None or precision.read_unquantized:
-        return False
-    return precision.one_scale or not (spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter)
+    read = spec.observer is not None or precision.read_unquantized or (dims and not precision.one_scale)
+    return None if read and precision.quantizer is not None else quantization(spec, state, role)
 
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
-    """Return the operand of a tensor that its op has written as one (see `fuses`), all-gathered."""
+    """Return the operand of a tensor that its op has written as one (see `fused_quantization`), all-gathered."""
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if dims:
         written = spec.backend.all_gather_operand(written, dims)
@@ -90,24 +89,24 @@ def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Opera
     return Operand(unquantized=written, used=used) if unquantized else Operand(quantized=written, used=used)
 
 
-def make_operand(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization, *, axis: int) -> Operand:
+def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
     """Return the input or the output's gradient as an operand, all-gathered.
 
     Args:
         spec: the layer.
         role: ``"x"`` or ``"grad"``.
         x: the tensor; on a mesh this device's shard.
-        how: its quantization.
+        state: the recipe's state.
         axis: rows of its matrix view end here.
     """
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if not dims:
-        return _quantized(spec, role, x, how, axis=axis)
+        return _quantized(spec, role, x, state, axis=axis)
     if not getattr(spec.precision, role).one_scale:
         # Blocks of the whole tensor's rows may begin inside of a shard.
-        return _quantized(spec, role, all_gather(x, dims), how, axis=axis)
+        return _quantized(spec, role, all_gather(x, dims), state, axis=axis)
     # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
-    shard = _quantized(spec, role, x, how, axis=axis)
+    shard = _quantized(spec, role, x, state, axis=axis)
     return shard.map(lambda form: spec.backend.all_gather_operand(form, dims))
 
 
@@ -130,9 +129,12 @@ def backward(
     Args:
         spec: the layer.
         residuals: of its forward pass.
-        g, dbias: the gradients of its output and of its bias.
+        g: the gradient of its output.
+        dbias: of its bias, on a mesh summed over this device's rows.
         after: the gradient of the op's output.
     """
+    if dbias is not None and spec.plan.mesh is not None:
+        dbias = reduce_sum(dbias, spec.plan.out_row_axes)
     dx = dgrad(spec, residuals.kernel, g, after=after)
     operand = g.read_by(spec, "wgrad")
     dkernel = deferred(spec, residuals.x, operand) if spec.deferred else wgrad(spec, residuals.x, operand)
@@ -151,22 +153,21 @@ def deferred(spec: LinearSpec, x: Any, g: Any) -> OpaqueTree | None:
 
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
     """Return the kernel as forward reads it, and its residual: on a mesh the shard, not what was all-gathered of it."""
-    how, dims = quantization(spec, state, "kernel"), spec.kernel_all_gather
+    dims = spec.kernel_all_gather
     if isinstance(kernel, QuantizedKernel):
         unquantized = None
         # The exact values are gone: GEMMs in high precision read those that it was quantized to.
         if spec.precision.kernel.read_unquantized:
             unquantized, _ = spec.backend.quantize_operand(kernel.dequantize(), Quantization(), axis=1)
-        operand = Operand(unquantized, kernel.operand, (how.scale, kernel.amax))
+        operand = Operand(unquantized, kernel.operand, (quantization(spec, state, "kernel").scale, kernel.amax))
     elif dims and not spec.precision.kernel.one_scale:
         # The residual is the shard as it came: what was gathered would hold the whole kernel until backward.
-        whole = _quantized(spec, "kernel", all_gather(kernel, dims), how, axis=1)
-        return whole, kernel
+        return _quantized(spec, "kernel", all_gather(kernel, dims), state, axis=1), kernel
     else:
-        if dims and how.quantizer is None:
+        if dims and spec.precision.kernel.quantizer is None:
             # Before the all-gather, which then moves the compute dtype's bytes, not those of an fp32 parameter.
             kernel = kernel.astype(spec.x_dtype)
-        operand = _quantized(spec, "kernel", kernel, how, axis=1)
+        operand = _quantized(spec, "kernel", kernel, state, axis=1)
     # Taken before the all-gather, so that backward holds a shard and gathers again.
     residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
     if not dims:
@@ -187,17 +188,16 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
 
 
 def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[Operand, Array | None]:
-    """Return the output's gradient as an operand, and the bias gradient."""
+    """Return the output's gradient as an operand, and the bias gradient, on a mesh of this device's rows."""
     if spec.plan.constrained:
         # Cotangents come without a constraint of their own, and the compiler may have split them in another way.
         g = constrain(g, spec.options.out_axes)
-    axis, how = g.ndim - spec.kernel_rank + 1, quantization(spec, state, "grad")
-    if fuses(spec, "grad"):
-        written, dbias, g_amax = spec.backend.quantize_dbias(g, how, axis=axis, bias_dtype=spec.bias_dtype)
-        return adopt(spec, "grad", written, (how.scale, g_amax)), bias_gradient(spec, dbias)
-    # The bias gradient sums unquantized values, as TE's fused kernel does.
-    _, dbias, _ = spec.backend.quantize_dbias(g, Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
-    return make_operand(spec, "grad", g, how, axis=axis), bias_gradient(spec, dbias)
+    axis, how = g.ndim - spec.kernel_rank + 1, fused_quantization(spec, state, "grad")
+    # The bias gradient sums unquantized values either way, as TE's fused kernel does.
+    written, dbias, amax = spec.backend.quantize_dbias(g, how or Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
+    if how is None:
+        return make_operand(spec, "grad", g, state, axis=axis), dbias
+    return adopt(spec, "grad", written, (how.scale, amax)), dbias
 
 
 def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
@@ -217,8 +217,8 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         if spec.precision.kernel.one_scale:
             kernel = spec.backend.all_gather_kernel(kernel, dims, "dgrad")
         else:
-            how = Quantization(spec.precision.kernel.quantizer, None, plan.amax_axes)
-            whole = _quantized(spec, "kernel", all_gather(kernel, dims), how, axis=1)
+            # No state: what has it (delayed scaling) has one scale.
+            whole, _ = kernel_operand(spec, kernel, None)
             kernel = spec.backend.residual_for_dgrad(whole.read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
@@ -233,8 +233,9 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
         g: the gradient of the output, as this GEMM reads it.
     """
     if spec.saves_original:
-        # The same bits as forward's: current and block scales depend on the values alone.
-        x = spec.backend.residual_for_wgrad(_quantized_again(spec, x))
+        # The same bits as forward's, where it was observed: current and block scales depend on the values alone.
+        again = make_operand(replace(spec, observer=None), "x", x, None, axis=-1)
+        x = spec.backend.residual_for_wgrad(again.read_by(spec, "wgrad"))
     dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.split_accumulator[2])
     if spec.plan.mesh is not None:
         # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.
@@ -250,28 +251,15 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     scales, amaxes = zip(*residuals.used, grad.used, strict=True)
     # Reduced here, not where each was taken: nothing in this step reads them, and one collective does for all three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
-        amaxes = _reduced(spec, amaxes)
+        # None is no leaf: an operand that no GEMM read quantized has no amax.
+        seen, treedef = jax.tree.flatten(amaxes)
+        amaxes = jax.tree.unflatten(treedef, list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else [])
     return spec.precision.next_state(residuals.state, dict(zip(ROLES, zip(scales, amaxes, strict=True), strict=True)))
 
 
-def _reduced(spec: LinearSpec, amaxes: Sequence[Array | None]) -> Sequence[Array | None]:
-    """Return amaxes of shards reduced to those of the whole tensors, in one collective."""
-    seen = [amax for amax in amaxes if amax is not None]
-    whole = list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else []
-    return [None if amax is None else whole.pop(0) for amax in amaxes]
-
-
-def bias_gradient(spec: LinearSpec, dbias: Array | None) -> Array | None:
-    """Return a bias gradient that was summed over a device's rows, summed over those of all devices."""
-    plan = spec.plan
-    if dbias is None or plan.mesh is None:
-        return dbias
-    return reduce_sum(dbias, plan.out_row_axes)
-
-
-def _quantized(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization, *, axis: int) -> Operand:
+def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
     """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
-    precision = getattr(spec.precision, role)
+    precision, how = getattr(spec.precision, role), quantization(spec, state, role)
     unquantized = quantized = seen = None
     if how.quantizer is None or precision.read_unquantized:
         unquantized, _ = spec.backend.quantize_operand(x, Quantization(), axis=axis)
@@ -280,12 +268,3 @@ def _quantized(spec: LinearSpec, role: TensorRole, x: Array, how: Quantization, 
             spec.observer.record(spec.options.name, role, x, how.quantizer, how.scale, axis=axis)
         quantized, seen = spec.backend.quantize_operand(x, how, axis=axis)
     return Operand(unquantized, quantized, (how.scale, seen))
-
-
-def _quantized_again(spec: LinearSpec, x: Array) -> Any:
-    """Return the input as an operand in backward, for ``save_original_input``."""
-    dims, how = spec.plan.x_all_gather, Quantization(spec.precision.x.quantizer, None, spec.plan.amax_axes)
-    if dims and not spec.precision.x.one_scale:
-        x, dims = all_gather(x, dims), ()
-    operand, _ = spec.backend.quantize_operand(x, how, axis=-1)
-    return spec.backend.all_gather_operand(operand, dims) if dims else operand

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.linear.dense import norm_backward
 from jax_te.ops.linear.plan import Plan, row_plan
-from jax_te.ops.linear.resolve import check_norm
+from jax_te.ops.linear.resolve import LinearArgs, check_norm
 from jax_te.ops.linear.spec import NormSpec
-from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.sharding import constrain
-from jax_te.sharding.internal import REPLICATED, reduce_sum
+from jax_te.sharding.internal import REPLICATED
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -47,21 +47,12 @@ def layernorm(
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
     plan = row_plan(x.shape, out_axes, out_axes, whole=1)
     chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)
-    shards = None
-    if plan.mesh is not None:
-        args = _Args(plan.x_spec, REPLICATED, REPLICATED)
-        shards = Shards(mesh=plan.mesh, args=args, out=plan.x_spec, cotangents=args)
-    return _layernorm(_Spec(norm, chosen, plan, out_axes), shards, _Args(x, scale, bias), None, out_axes)
+    shards = plan.shards(LinearArgs(plan.x_spec, REPLICATED, ()), plan.x_spec)
+    args = LinearArgs(x, (scale, bias), ())
+    return _layernorm(_Spec(norm, chosen, plan, out_axes), shards, args, None, out_axes)
 
 
-class _Args(NamedTuple):
-    x: Any
-    scale: Any
-    bias: Any
-
-
-@dataclass(frozen=True)
-class _Spec:
+class _Spec(NamedTuple):
     norm: NormSpec
     backend: Backend
     plan: Plan
@@ -72,19 +63,15 @@ class _Spec:
         return constrain(x, self.out_axes) if self.plan.constrained else x
 
 
-def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
+def _fwd(spec: _Spec, args: LinearArgs) -> tuple[Array, Any]:
     # Both sides: a norm is elementwise in rows, so that it runs in the sharding that its neighbours have.
-    x = spec.constrain(args.x)
-    y, stats = spec.backend.norm(x, args.scale, args.bias, spec.norm)
-    return spec.constrain(y), (x, stats, args.scale, args.bias)
+    x, (scale, bias) = spec.constrain(args.x), args.norm
+    y, stats = spec.backend.norm(x, scale, bias, spec.norm)
+    return spec.constrain(y), (x, stats, scale, bias)
 
 
-def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[_Args, None]:
-    dx, dscale, dbias = spec.backend.norm_backward(spec.constrain(dy), *residuals, spec.norm)  # type: ignore[misc]
-    if spec.plan.mesh is not None:
-        dscale = reduce_sum(dscale, spec.plan.row_axes)
-        dbias = None if dbias is None else reduce_sum(dbias, spec.plan.row_axes)
-    return _Args(dx, dscale, dbias), None
+def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[LinearArgs, None]:
+    return LinearArgs(*norm_backward(spec, residuals, spec.constrain(dy), spec.norm), ()), None
 
 
 _layernorm = sharded_vjp(_fwd, _bwd, name="norm")

@@ -89,14 +89,7 @@ def layernorm_mlp(
     return run_op(_layernorm_mlp, "layernorm_mlp", x, layers, **given)
 
 
-class _Residuals(NamedTuple):
-    norm: Any
-    pre: Array
-    wi: LinearResiduals
-    wo: LinearResiduals
-
-
-def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, _Residuals]:
+def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     x, norm, (wi, wo) = args
     operand, stats = normed_operand(spec.layers[0], spec.norm, x, *norm, wi.state)  # type: ignore[arg-type]
     pre, saved = gemms.forward(spec.layers[0], operand, wi)
@@ -109,48 +102,48 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, _Residuals]:
     )
     y, stats, y_used = checkpoint_name((y, stats, y_used), "norm")
     z, z_used = checkpoint_name((z, z_used), "activation")
-    return out, _Residuals(
-        (x, stats, *norm),
-        pre,
-        LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state),
-        LinearResiduals(z, wo_kernel, (z_used, wo_used), wo.state),
-    )
+    wi_residuals = LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state)
+    wo_residuals = LinearResiduals(z, wo_kernel, (z_used, wo_used), wo.state)
+    return out, ((x, stats, *norm), pre, wi_residuals, wo_residuals)
 
 
 def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
     """Return the activated tensor as the second layer's GEMMs read it."""
     linear = spec.layers[1]
-    how = gemms.quantization(linear, state, "x")
-    if gemms.fuses(linear, "x"):
-        written, amax = linear.backend.act_quantize(pre, spec.activation, how)
-        return gemms.adopt(linear, "x", written, (how.scale, amax))
-    return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), how, axis=-1)
+    how = gemms.fused_quantization(linear, state, "x")
+    if how is None:
+        return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), state, axis=-1)
+    written, amax = linear.backend.act_quantize(pre, spec.activation, how)
+    return gemms.adopt(linear, "x", written, (how.scale, amax))
 
 
-def _bwd(spec: OpSpec, residuals: _Residuals, g: Array) -> tuple[LinearArgs, Any]:
-    wi, wo = spec.layers
-    grad, dbias = gemms.grad_operand(wo, g, residuals.wo.state)
+def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
+    (normed, pre, wi_residuals, wo_residuals), (wi, wo) = residuals, spec.layers
+    grad, dbias = gemms.grad_operand(wo, g, wo_residuals.state)
     # The second layer first, as in any chain rule; both kernels are gathered behind the op's own gradient, so that no
     # all-gather of backward begins in forward.
-    dz, dwo, wo_sink = gemms.backward(wo, residuals.wo, grad, dbias, after=g)
-    dpre, dbias = _activation_backward(spec, residuals, dz)
-    dy, dwi, wi_sink = gemms.backward(wi, residuals.wi, dpre, dbias, after=g)
-    dx, dnorm = norm_backward(wi, spec.norm, residuals.norm, dy)
+    dz, dwo, wo_sink = gemms.backward(wo, wo_residuals, grad, dbias, after=g)
+    dpre, dbias = _activation_backward(spec, pre, dz, wi_residuals.state)
+    dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
+    dx, dnorm = norm_backward(wi, normed, dy, spec.norm)
     return LinearArgs(dx, dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
-def _activation_backward(spec: OpSpec, residuals: _Residuals, dz: Array) -> tuple[Operand, Array | None]:
-    """Return the gradient of the first layer's output as an operand, and that of its bias."""
-    linear, pre, state = spec.layers[0], residuals.pre, residuals.wi.state
+def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState | None) -> tuple[Operand, Array | None]:
+    """Return the gradient of the first layer's output ``pre`` as an operand, and its sum over rows, the bias gradient.
+
+    ``state`` is the first layer's.
+    """
+    linear = spec.layers[0]
     if linear.plan.constrained:
         dz = constrain(dz, spec.layers[1].options.x_axes)
-    if not gemms.fuses(linear, "grad"):
+    how = gemms.fused_quantization(linear, state, "grad")
+    if how is None:
         return gemms.grad_operand(linear, linear.backend.act_backward(dz, pre, spec.activation), state)
-    how = gemms.quantization(linear, state, "grad")
     written, dbias, amax = linear.backend.act_backward_quantize(
         dz, pre, spec.activation, how, bias_dtype=linear.bias_dtype
     )
-    return gemms.adopt(linear, "grad", written, (how.scale, amax)), gemms.bias_gradient(linear, dbias)
+    return gemms.adopt(linear, "grad", written, (how.scale, amax)), dbias
 
 
 _layernorm_mlp = sharded_vjp(_fwd, _bwd, name="ffn2", check=check_differentiated)

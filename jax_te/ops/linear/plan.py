@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.quantize.internal import Precision, ambient_observer
 from jax_te.sharding import current_mesh, logical_to_spec
@@ -98,6 +99,15 @@ class Plan:
         """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
 
+    def shards(self, args: Any, out: Any) -> Shards | None:
+        """Return where arrays lie around an op that runs by this plan; None without a mesh.
+
+        Args:
+            args: PartitionSpecs of the arguments and of their cotangents, a tree prefix of them.
+            out: of the output.
+        """
+        return None if self.mesh is None else Shards(mesh=self.mesh, args=args, out=out, cotangents=args)
+
 
 def linear_plan(
     x_shape: tuple[int, ...],
@@ -171,12 +181,8 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
     ):
         specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
         return _partitioned(f"{specs} are split in ways that do not go together")
-    arrays = (
-        ("input", x_shape, x),
-        ("kernel", kernel_shape, kernel),
-        ("output", (*x_shape[:-1], *kernel_shape[1:]), out),
-    )
-    for name, shape, dims in arrays:
+    array_shapes = {"input": x_shape, "kernel": kernel_shape, "output": (*x_shape[:-1], *kernel_shape[1:])}
+    for (name, shape), dims in zip(array_shapes.items(), (x, kernel, out), strict=True):
         if local_shape(shape, dims, mesh) is None:
             return _partitioned(_indivisible(name, shape, dims, mesh))
     tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
@@ -203,7 +209,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
         return _partitioned(f"its rows are split over devices: {spec}")
     if local_shape(shape, dims, mesh) is None:
         return _partitioned(_indivisible("input", shape, dims, mesh))
-    return Plan(mesh=mesh, row_axes=flat(dims), x_spec=spec, out_spec=logical_to_spec(out_axes, mesh))
+    return Plan(mesh=mesh, x_row_axes=flat(dims), x_spec=spec, out_spec=logical_to_spec(out_axes, mesh))
 
 
 def _partitioned(reason: str) -> Plan:

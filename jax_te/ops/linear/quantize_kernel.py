@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
-from jax_te.ops.sharded_vjp import Shards
+from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
 from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
 from jax_te.recipe import Recipe
 from jax_te.sharding import auto_region, current_mesh
-from jax_te.sharding.internal import (
-    REPLICATED,
-    device_mesh,
-    local_shape,
-    mesh_dims,
-    partition_spec,
-    reduce_max,
-    reshard,
-)
+from jax_te.sharding.internal import REPLICATED, device_mesh, local_shape, mesh_dims, partition_spec, reduce_max
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -80,8 +72,7 @@ def quantize_kernel(
 
     shards = None if portable else _shards(kernel, kernel_axes, quantizer, state)
     if shards is not None:
-        kernel, scale = reshard((kernel, scale), shards.args, shards.mesh)
-        form, amax = _on_devices(chosen, quantizer, shards, kernel, scale)
+        form, amax = _on_devices((chosen, quantizer, shards), shards, (kernel, scale))
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
@@ -99,19 +90,23 @@ def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state
     dims = mesh_dims(axes, mesh)
     if not whole or local_shape(kernel.shape, dims, mesh) is None:
         return None
-    return Shards(mesh=mesh, args=(partition_spec(dims), REPLICATED), out=None, cotangents=None)
+    specs, per_device = (partition_spec(dims), REPLICATED), PartitionSpec(mesh.axis_names)
+    return Shards(mesh=mesh, args=specs, out=(per_device, REPLICATED), cotangents=specs)
 
 
-# Under a jit of its own, for calls that no jit surrounds.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_devices(
-    backend: Backend, quantizer: Quantizer, shards: Shards, kernel: Array, scale: Array | None
-) -> tuple[OpaqueTree, Array | None]:
-    def on_device(kernel: Array, scale: Array | None) -> tuple[OpaqueTree, Array | None]:
-        operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, shards.manual_axes), axis=1)
-        return OpaqueTree.pack(operand, per_device=True), None if amax is None else reduce_max(amax, shards.manual_axes)
+def _fwd(spec: tuple[Backend, Quantizer, Shards], args: tuple[Array, Array | None]) -> tuple[Any, None]:
+    (backend, quantizer, shards), (kernel, scale) = spec, args
+    operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, shards.manual_axes), axis=1)
+    amax = None if amax is None else reduce_max(amax, shards.manual_axes)
+    return (OpaqueTree.pack(operand, per_device=True), amax), None
 
-    return shards.map(on_device, shards.args, (shards.per_device, REPLICATED))(kernel, scale)
+
+def _bwd(spec: Any, residuals: None, g: Any) -> tuple[tuple[None, None], None]:
+    # Zeros, as of the stop_gradient that the arguments have passed.
+    return (None, None), None
+
+
+_on_devices = sharded_vjp(_fwd, _bwd)
 
 
 def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:

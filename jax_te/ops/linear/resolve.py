@@ -157,8 +157,14 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
         )
     # FP8 tensor cores read 16 bytes at once, along both axes of a matrix, since backward reads it transposed.
     multiple = precision.alignment
-    if prod(shape[:-1]) % multiple or shape[-1] % multiple or prod(kernel.shape[1:]) % multiple:
-        raise _misaligned(label, precision, shape, kernel.shape)
+    sizes = {"token count": prod(shape[:-1]), "input size": shape[-1], "output size": prod(kernel.shape[1:])}
+    for name, size in sizes.items():
+        if size % multiple:
+            raise ValueError(
+                f"{label} under recipe {precision.recipe_name!r}: {name} {size} must be a multiple of {multiple} (the "
+                f"next is {size + -size % multiple}); input {shape}, kernel {kernel.shape}. Change the size, or run "
+                "this layer inside `with autocast(None):`"
+            )
     if options.save_original_input and precision.amax_rule is not None:
         raise ValueError(
             f"{label}: save_original_input quantizes the input again in backward, which would see another scale under "
@@ -192,30 +198,14 @@ def _shards(layers: list[LinearSpec], weights: list[LinearWeights]) -> Shards | 
     first, last = layers[0].plan, layers[-1].plan
     if first.mesh is None:
         return None
-    given, plain, sinks = [], [], []
+    given, plain, sinks, per_device = [], [], [], PartitionSpec(first.amax_axes)
     for layer, (kernel, *_) in zip(layers, weights, strict=True):
-        plan = layer.plan
-        specs: Any = LinearWeights(plan.kernel_spec, plan.bias_spec, REPLICATED)  # type: ignore[arg-type]
-        plain.append(specs)
+        spec: Any = layer.plan.kernel_spec
         # Operands of a deferred gradient differ from device to device, also where the kernel is whole on each.
-        sinks.append(PartitionSpec(plan.amax_axes) if layer.deferred else plan.kernel_spec)
-        if isinstance(kernel, QuantizedKernel):
-            specs = specs._replace(kernel=kernel.partition_specs(plan.kernel_spec, PartitionSpec(plan.amax_axes)))
-        given.append(specs)
-    return Shards(
-        mesh=first.mesh,
-        args=LinearArgs(first.x_spec, REPLICATED, tuple(given)),
-        out=last.out_spec,
-        cotangents=LinearArgs(first.x_spec, REPLICATED, tuple(plain)),
-        sinks=tuple(sinks),
-    )
-
-
-def _misaligned(label: str, precision: Precision, x_shape: Any, kernel_shape: Any) -> ValueError:
-    multiple, where = precision.alignment, f"{label} under recipe {precision.recipe_name!r}"
-    sizes = {"token count": prod(x_shape[:-1]), "input size": kernel_shape[0], "output size": prod(kernel_shape[1:])}
-    name, size = next((name, size) for name, size in sizes.items() if size % multiple)
-    return ValueError(
-        f"{where}: {name} {size} must be a multiple of {multiple} (the next is {size + -size % multiple}); input "
-        f"{x_shape}, kernel {kernel_shape}. Change the size, or run this layer inside `with autocast(None):`"
-    )
+        sinks.append(per_device if layer.deferred else spec)
+        plain.append(LinearWeights(spec, layer.plan.bias_spec, REPLICATED))  # type: ignore[arg-type]
+        stored = isinstance(kernel, QuantizedKernel)
+        given.append(plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device) if stored else spec))
+    args = LinearArgs(first.x_spec, REPLICATED, tuple(given))
+    cotangents = args._replace(layers=tuple(plain))
+    return Shards(mesh=first.mesh, args=args, out=last.out_spec, cotangents=cotangents, sinks=tuple(sinks))

@@ -58,7 +58,7 @@ def test_row_parallel() -> None:
 
 def test_rows() -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))):
-        assert row_plan(X, SPLIT, SPLIT, whole=1).row_axes == ("data", "fsdp", "tensor")
+        assert row_plan(X, SPLIT, SPLIT, whole=1).x_row_axes == ("data", "fsdp", "tensor")
         refused = ((X, None, "out_axes"), (X, (None, None, "ffn"), "rows"), ((6, 32, 64), SPLIT, "divide"))
         for shape, axes, word in refused:
             assert word in (row_plan(shape, axes, axes, whole=1).reason or "")
