@@ -111,6 +111,7 @@ class LayerNormLinear(Linear):
                 x = parallel.enter(x, self._input_axes(x))
             weights = self._weights(weight, bias, is_first_microbatch)
             extra: dict[str, Any] = {"bias": self._returned_bias(weights, x)} if self.return_bias else {}
+            # Two ops: the fused one may write the norm's output quantized only, and the caller wants its values.
             if self.return_layernorm_output:
                 normed = self._normalize(x)
                 return layer_output(self._dense(normed, weights), **extra, layernorm_output=normed)

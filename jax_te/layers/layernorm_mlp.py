@@ -110,11 +110,13 @@ class LayerNormMLP(TensorParallelModule):
         wi_init = normal_init() if init_method is None else init_method
         wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
         ffn = "ffn" if set_parallel_mode else None
+        # Components are whole: gate and up of one feature are multiplied, so that one device needs both.
         self.wi_axes: LogicalAxes = ("fsdp", "components", ffn)
         self.wo_axes: LogicalAxes = (row_axis(ffn), None)
         self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, self.wi_axes)
         self.wi_bias = constant(0.0, (n_act, f), params_dtype, self.wi_axes[1:]) if bias else None
         self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, self.wo_axes)
+        # Whole on every device, since it is added once, behind the sum over tensor devices.
         self.wo_bias = constant(0.0, (h,), params_dtype, ("norm",)) if bias else None
         self._init_quantization()
         self.activation, self.activation_params = activation, activation_params
@@ -143,6 +145,7 @@ class LayerNormMLP(TensorParallelModule):
             wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
             wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
             options = self._options(x, axes)
+            # The fused op may write the norm's output quantized only, and here the caller wants its values.
             run = self._unfused if self.return_layernorm_output else self._fused
             if ambient_modules.value:
                 y, *normed = run_recomputed(lambda x: run(x, wi, wo, options), x, kept=_KEPT)

@@ -118,6 +118,7 @@ class Linear(TensorParallelModule):
         self.kernel_shape = (in_features, *features)
         self.kernel_axes = axes
         self._contracted_axis = activation_axis(axes[0])
+        # Over the hidden axis a bias stays whole, as a norm's parameters do: too small to be worth an all-gather.
         bias_axes = tuple("norm" if activation_axis(name) == "hidden" else name for name in axes[1:])
         self.feature_axes = tuple(activation_axis(name) for name in axes[1:]) if out_axes is None else out_axes
         skip = skip_weight_param_allocation
@@ -159,6 +160,7 @@ class Linear(TensorParallelModule):
         """
         with jax.named_scope("Linear"):
             parallel = self.tensor_parallel
+            # In all other cases there is nothing to check and nothing to split.
             if parallel.sequence_parallel or parallel.size != 1:
                 x = parallel.enter(x, self._input_axes(x))
             weights = self._weights(weight, bias, is_first_microbatch)

@@ -97,6 +97,7 @@ class LoRA(nnx.Module):
             y, *more = result if isinstance(result, tuple) else (result,)
             z = self.base.operand(x)
             down = LinearOptions(out_axes=(*leading_axes(z), None), kernel_axes=self.a_axes)
+            # No recipe in either call: FP8 GEMMs need sizes that are multiples of 16, and a rank is often smaller.
             low = dense(z, self.lora_a[...], options=down)
             update = dense(
                 low,
@@ -121,6 +122,7 @@ class LoRA(nnx.Module):
             raise ValueError(f"the base {state}, so that there is nothing to add the adapter to; go on calling LoRA")
         a, b = (variable.get_value().astype(jnp.float32) for variable in (self.lora_a, self.lora_b))
         exact = kernel.get_value()
+        # Added in fp32 and rounded once; "highest", because a GPU's default for fp32 products is TensorFloat-32.
         merged = exact.astype(jnp.float32) + self.scale * jnp.tensordot(a, b, 1, precision="highest")
         kernel.set_value(merged.astype(exact.dtype))
         self.lora_b.set_value(jnp.zeros_like(self.lora_b.get_value()))
@@ -132,6 +134,7 @@ class LoRA(nnx.Module):
 def _adapter(
     init: Initializer, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes
 ) -> nnx.LoRAParam:
+    # Its type, not its name, is what filters and `lora_labels` go by.
     return nnx.LoRAParam(parameter(init, rngs, shape, dtype, axes).get_value(), logical_axes=axes)
 
 

@@ -59,6 +59,7 @@ class QuantizableModule(nnx.Module):
     def kernel_quantizer(self) -> Quantizer | None:
         """Quantizer of cached kernels, or None if any GEMM of the recipe needs the unquantized kernel."""
         recipe = self.recipe
+        # Forward's GEMM and the input gradient's read the kernel; the third, the kernel gradient's, does not.
         if recipe is not None and any(recipe.override_linear_precision[:2]):
             return None
         return quantizer_for(recipe, "kernel")
@@ -130,6 +131,7 @@ class QuantizableModule(nnx.Module):
                 "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
             )
         if cached.quantizer == quantizer:
+            # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
             grad_sink = value if grad_sink is None else grad_sink
             value = cached
         return LinearWeights(value, bias, state, grad_sink)

@@ -55,6 +55,7 @@ class TensorParallel:
             ValueError: if a size was asked for, and a mesh is set whose tensor axis has another one.
         """
         ranks = axis_ranks("ffn")
+        # Without a mesh one device computes the whole layer, whatever size it was built for.
         if self.size not in (1, ranks) and current_mesh() is not None:
             raise ValueError(
                 f"the layer was built with tp_size={self.size}, and the mesh in use has {ranks} tensor ranks; set a "

@@ -63,6 +63,7 @@ class QuantizedKernel:
         if isinstance(self.form, OpaqueTree):
             form: Any = per_device
         else:
+            # Values lie as the kernel does; a scale of the whole tensor is the same on every device.
             form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
         return replace(self, form=form, amax=None if self.amax is None else PartitionSpec())
 

@@ -85,6 +85,7 @@ class TensorQuantizer(Quantizer):
         x_amax = amax(x)
         scale = self.scale_for(x_amax, scale)
         limit = fp8_max(self.dtype)
+        # The product in fp32, so that values are rounded once; clipped, because a cast to FP8 does not saturate.
         data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(self.dtype)
         return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
 
@@ -157,6 +158,7 @@ def quantize_operand(
     """Return an array quantized for both GEMMs that read it, and its amax; see `quantize`."""
     axis = axis % x.ndim
     rowwise, x_amax = quantizer.quantize(x, scale, axis=axis, columnwise=False)
+    # Without blocks, or with square ones, both GEMMs read the same values, which the backend transposes if it must.
     if not quantizer.directional:
         return QuantizedOperand(rowwise=rowwise, columnwise=None), x_amax
     columnwise, _ = quantizer.quantize(x, scale, axis=axis, columnwise=True)

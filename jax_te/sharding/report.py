@@ -106,6 +106,7 @@ class ShardingReport:
         yield ""
         yield f"{devices} device{'s' * (devices != 1)}: {sizes or 'no mesh'}"
         for name, (whole, part) in self.parts().items():
+            # A name that is itself an array stands in the table already.
             if any(array.path != name and array.path.startswith(f"{name}.") for array in self.arrays):
                 yield f"{name}: {_size(whole)} in all, {_size(part)} on each device"
         yield f"{len(self.arrays)} arrays: {_size(self.bytes)} in all, {_size(self.bytes_per_device)} on each device"
@@ -177,6 +178,7 @@ def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = N
         )
     mesh_shape = {name: size for found_on in meshes for name, size in found_on.shape.items()}
     numbers = range(math.prod(mesh_shape.values()))
+    # An AbstractMesh has no devices: numbers in the order of the mesh stand for them.
     for used in meshes.values():
         numbers = [device.id for device in used.devices.flat] if isinstance(used, Mesh) else numbers
     return ShardingReport(
@@ -198,6 +200,7 @@ def _placement(name: str, leaf: Any, axes: LogicalAxes, sharding: Sharding) -> A
     named = isinstance(sharding, NamedSharding)
     spec = sharding.spec if named else PartitionSpec()
     texts = ["*".join(entry) or "-" for entry in mesh_axes_of(spec, leaf.ndim)]
+    # Sharding knows its shards whatever its kind; only a NamedSharding has a spec.
     part = sharding.shard_shape(leaf.shape)
     return ArrayPlacement(
         path=name.replace("/", "."),

@@ -20,7 +20,9 @@ MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]
 """How an array is sharded: the mesh axes of each of its dimensions, the outermost first; ``()``: not along this one."""
 
+# The tensor axis outermost: an all-gather over fsdp then leaves each device its tensor shard, in one piece.
 _COMPOSED = {"heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
+# What fsdp splits of a kernel is all-gathered before its GEMM: to an activation it is the whole axis.
 _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 
 
@@ -165,6 +167,7 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
         if name not in known:
             raise ValueError(f"unknown logical axis {name!r} in {axes}; allowed: {', '.join(sorted(known))}")
         for axis in rules.mesh_axes(name):
+            # One set of rules serves every mesh, so an axis of MESH_AXES may be missing; any other name is a mistake.
             if axis not in mesh.axis_names and axis not in MESH_AXES:
                 raise ValueError(
                     f"the rule of logical axis {name!r} has mesh axis {axis!r}, and the mesh's axes are "

@@ -93,6 +93,7 @@ def deferred_vjp(
 
     def run(sinks: PyTree, plain: PyTree, quantizers: PyTree, *inputs: PyTree) -> Any:
         merged = nnx.merge_state(plain, kept)
+        # A copy: what fn changes in its model, tracers among it, must not reach the caller's Variables.
         used = nnx.merge(graphdef, merged, quantizers, rest, copy=True)
         set_grad_sinks(used, sinks)
         return fn(used, *inputs)
@@ -104,14 +105,17 @@ def deferred_vjp(
 
     def total(*args: PyTree) -> Any:
         y = run(probes, *args)
+        # All of y: a part without a cotangent would leave out the backward passes that only it reaches.
         leaves = [leaf for leaf in jax.tree.leaves(y[0] if has_aux else y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves)
 
+    # A state that is used several times has several next values, whose maximum counts, not their sum.
     states = with_max_gradients(quantizers)
     jax.eval_shape(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())), plain, states, *inputs)
     sinks, gemms = {}, []
     for path, value in values.items():
         spec, operands, calls = probes[path].seen
+        # After two calls JAX would add up the operands of two GEMMs; without a spec nothing differentiates the kernel.
         if calls == 1 and spec is not None:
             lead = value.shape[: len(value.shape) - spec.kernel_rank]
             dtype = wgrad_dtype or (jnp.float32 if spec.stored_quantized else spec.wgrad_dtype)
@@ -120,11 +124,14 @@ def deferred_vjp(
 
     flat = nnx.to_flat_state(plain)
     plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in sinks])
+    # Constants of the first half, whose gradients of them would be arrays of zeros.
     kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in sinks]))
     y, vjp, *aux = jax.vjp(run, sinks, plain, states, *inputs, has_aux=has_aux)
     return (y, Partial(_First(tuple(gemms)), vjp), *aux)
 
 
+# Classes that compare by value, not closures: a Partial's function is part of its tree structure, which lax.scan and
+# a stack of microbatches compare.
 @dataclass(frozen=True)
 class _First:
     gemms: tuple[tuple[Any, ...], ...]

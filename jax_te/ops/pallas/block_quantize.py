@@ -48,6 +48,7 @@ def block_quantize(
     """
     check_float("x", x)
     m, k = x.shape
+    # Zeros change no block's amax, so whole tiles can be quantized and cut afterwards.
     rows, columns, rows_inv, columns_inv = _quantize(pad(x, BLOCK, BLOCK), dtype, power_of_two, False, interpret)
     return rows[:m, :k], rows_inv.T[:m], columns[:k, :m], columns_inv.T[:k]
 
@@ -139,6 +140,7 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
 
         @pl.when(side == 0)
         def _load() -> None:
+            # Once for both warpgroups: the tile is read from memory a single time, which is what the kernel is for.
             plgpu.copy_gmem_to_smem(x.at[here, there], tile, arrived)
 
         plgpu.barrier_wait(arrived)

@@ -55,6 +55,7 @@ def quantize_operand(x: Array, quantizer: BlockQuantizer, *, axis: int) -> Block
     axis, matrix = axis % x.ndim, as_matrix(x, axis)
     if quantizer.two_dimensional:
         rows, columns, scale_inv = block_quantize_2d(matrix, quantizer.dtype, power_of_two=quantizer.power_of_two)
+        # Square blocks have the same scales in both directions.
         parts = rows, scale_inv, columns, scale_inv.T
     else:
         parts = block_quantize(matrix, quantizer.dtype, power_of_two=quantizer.power_of_two)
@@ -64,6 +65,7 @@ def quantize_operand(x: Array, quantizer: BlockQuantizer, *, axis: int) -> Block
 def adopt(operand: QuantizedOperand) -> BlockOperand:
     """Return a kernel that is stored as plain arrays as an operand."""
     form = operand.rowwise
+    # Stored once; wgmma reads FP8 operands only with what is summed over last, hence the transposed copy.
     rows, scale_inv = as_matrix(form.data, form.axis), form.scale_inv
     return _operand(rows, scale_inv, rows.T, scale_inv.T, shape=form.shape, axis=form.axis, dtype=form.dtype)
 
@@ -125,6 +127,7 @@ def _tensor(x: BlockOperand, data: Array, scale_inv: Array, *, columnwise: bool)
     size = prod(x.shape[: x.axis]) if columnwise else prod(x.shape[x.axis :])
     other = data.size // size
     lines = scale_inv.shape[1] if columnwise else scale_inv.shape[0]
+    # The number of scales across the blocks tells 1x128 from 128x128: the operand does not say which it is.
     across = 1 if lines == other else BLOCK
     block = (BLOCK, across) if columnwise else (across, BLOCK)
     return QuantizedTensor(data=data, scale_inv=scale_inv, dtype=x.dtype, block=block, axis=x.axis)

@@ -30,10 +30,12 @@ def supported() -> tuple[bool, str]:
     if jax.__version_info__[:2] < OLDEST_JAX:
         return False, _too_old()
     device = jax.config.jax_default_device or jax.devices()[0]
+    # jax_default_device may hold the name of a platform in place of a device.
     platform = device if isinstance(device, str) else device.platform
     if platform not in ("gpu", "cuda"):
         return False, f"the Pallas block kernels need an NVIDIA GPU, the default device is of platform {platform}"
     capability = jax.devices("cuda")[0].compute_capability if isinstance(device, str) else device.compute_capability
+    # wgmma is an instruction of Hopper alone: later GPUs do not have it.
     if not capability.startswith("9."):
         return False, f"the Pallas block kernels need compute capability 9 (Hopper), this GPU has {capability}"
     return True, f"Hopper GPU, compute capability {capability}"

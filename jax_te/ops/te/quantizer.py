@@ -51,6 +51,7 @@ def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
 def is_te_quantizer(quantizer: Quantizer | None) -> bool:
     """Return whether TE's kernels quantize so; the others are jax_te's own (`jax_te.ops.xla`)."""
     if isinstance(quantizer, TensorQuantizer):
+        # TE's current scales are quotients; it does not round those of whole tensors to powers of two.
         return not quantizer.power_of_two
     return quantizer is None or isinstance(quantizer, MXQuantizer | NVFP4Quantizer)
 
@@ -92,6 +93,7 @@ def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | No
 def _rounding_state(x: Array | None) -> Array:
     """TE's random state for one device, ``u32[1, 4]``."""
     assert x is not None
+    # A threefry key has two words, TE's state four.
     words = jax.random.key_data(rounding_key(x))
     return jnp.concatenate([words, jnp.zeros((2,), jnp.uint32)])[None]
 

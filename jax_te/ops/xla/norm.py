@@ -15,6 +15,7 @@ Stats = tuple[Array, Array]
 
 
 def _gamma(scale: Array, spec: NormSpec) -> Array:
+    # In fp32: in bf16 an offset below 2^-9 would be lost beside the 1.
     gamma = scale.astype(jnp.float32)
     return gamma + 1.0 if spec.zero_centered_gamma else gamma
 
@@ -29,8 +30,10 @@ def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Ar
     if spec.kind == "layernorm":
         mean = jnp.mean(wide, axis=-1, keepdims=True)
     else:
+        # About zero instead of the mean, which makes RMS norm of the lines below.
         mean = jnp.zeros((*x.shape[:-1], 1), jnp.float32)
     centred = wide - mean
+    # Of the centred values: mean(x²) - mean(x)² cancels where the mean is large.
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + spec.epsilon)
     y = centred * rstd * _rows(_gamma(scale, spec), x)
     if bias is not None:
@@ -55,6 +58,7 @@ def norm_backward(
     normed = (x.astype(jnp.float32) - mean) * rstd
     dy = dy.astype(jnp.float32)
     rows = tuple(range(x.ndim - 1))
+    # Summed in fp32 over all rows, and rounded once.
     dscale = jnp.sum(dy * normed, axis=rows).astype(scale.dtype)
     dbias = None if bias is None else jnp.sum(dy, axis=rows).astype(bias.dtype)
     dnormed = dy * _rows(_gamma(scale, spec), x)
