@@ -173,7 +173,7 @@ def test_group_and_size_are_the_meshs(build: Any) -> None:
     ],
 )
 def test_sequence_parallelism_is_for_layers_that_are_split(build: Any) -> None:
-    with pytest.raises(ValueError, match=r"sequence_parallel=True is for a layer whose kernel is split .*set"):
+    with pytest.raises(ValueError, match=r"sequence_parallel=True is for a layer whose kernel is sharded .*set"):
         build()
 
 
