@@ -88,10 +88,10 @@ def checksums(leaves: dict[Name, Array]) -> dict[str, int]:
     >>> checksums({("a",): jnp.arange(4)})
     {'a': 6}
     """
-    # One program for each leaf, because leaves may be on different meshes; all start before the first is waited for.
+    # One program for each leaf, because leaves may be on different meshes. Each is waited for before the next starts:
+    # XLA's CPU runtime aborts when programs with collectives wait too long for one of its threads.
     # A sum of integers, unlike one of floats, does not depend on the sharding.
-    sums = {name: _sum(leaf) for name, leaf in leaves.items()}
-    return {"/".join(name): int(value) for name, value in sums.items()}
+    return {"/".join(name): int(_sum(leaf)) for name, leaf in leaves.items()}
 
 
 def check_records(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], what: str) -> None:
