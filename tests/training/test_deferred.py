@@ -21,7 +21,7 @@ from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, autocast
 from jax_te.remat import remat
 from jax_te.training import FirstHalf, deferred_vjp, split_model
-from tests.support.meshes import shard
+from tests.support.meshes import MODES, shard, use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
 
 LAYERS: dict[str, tuple[Callable[[], nnx.Module], int, int]] = {
@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[Callable[[], nnx.Module], int, int]] = {
 }
 RECIPES = [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=3)]
 RECIPE_NAMES = ["no recipe", "current", "delayed"]
+MESHES = MODES[1:]
 Call = Callable[..., Any]
 
 
@@ -121,19 +122,41 @@ def test_layers_have_input_gradient_gemms_first_and_weight_gradient_gemms_second
 
 
 @pytest.mark.parametrize(
-    "recipe", [*RECIPES, MXFP8BlockScaling(), NVFP4BlockScaling()], ids=[*RECIPE_NAMES, "mxfp8", "nvfp4"]
+    ("recipe", "layer"),
+    [
+        *((recipe, "TransformerLayer") for recipe in RECIPES),
+        (MXFP8BlockScaling(), "LayerNormMLP"),
+        (NVFP4BlockScaling(), "LayerNormMLP"),
+    ],
+    ids=[*RECIPE_NAMES, "mxfp8", "nvfp4"],
 )
-def test_values_are_those_of_vjp(recipe: Any) -> None:
+def test_values_are_those_of_vjp(recipe: Any, layer: str) -> None:
     with autocast(recipe):
-        model, x = TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0)), draw("x", (2, 32, 32))
+        model, x = LAYERS[layer][0](), draw("x", (2, 32, 32))
         # Next quantizer states included. Only sums of biases may differ: jax 0.10 fuses them in another order.
         assert_near(by_halves(model, x), by_vjp(model, x), 8 * TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
-def test_on_every_mesh(mesh_mode: str, recipe: Any) -> None:
-    with autocast(recipe):
-        model, x = shard(LAYERS["TransformerLayer"][0]()), draw("x", (4, 16, 32))
+def mesh_cases() -> list[Any]:
+    """Every mesh, recipe and layer; one of the six on each kind of mesh runs by default."""
+    quick = {("auto", "delayed", "LayerNormMLP"), ("explicit", "current", "LayerNormMLP")}
+    cases = itertools.product(MESHES, zip(RECIPE_NAMES, RECIPES, strict=True), ("LayerNormMLP", "TransformerLayer"))
+    return [
+        pytest.param(
+            mode,
+            recipe,
+            layer,
+            id=f"{mode}-{name}-{layer}",
+            marks=[] if (mode, name, layer) in quick else pytest.mark.slow,
+        )
+        for mode, (name, recipe), layer in cases
+    ]
+
+
+@pytest.mark.parametrize(("mode", "recipe", "layer"), mesh_cases())
+def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
+    with use_mesh(mode), autocast(recipe):
+        model, x = shard(LAYERS[layer][0]()), draw("x", (4, 16, 32))
         actual, expected = by_halves(model, x), by_vjp(model, x)
     # Reductions are fused into other programs here than there.
     assert_near(actual, expected, 8 * TOLERANCE["float32"])
@@ -141,7 +164,8 @@ def test_on_every_mesh(mesh_mode: str, recipe: Any) -> None:
         assert a.sharding.is_equivalent_to(e.sharding, a.ndim)
 
 
-def test_where_the_compiler_partitions(mesh_mode: str) -> None:
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+def test_where_the_compiler_partitions(mode: str) -> None:
     """NVFP4 has a scale of the whole tensor, so no device runs the GEMMs by itself."""
 
     def fn(model: Any, x: jax.Array) -> jax.Array:
@@ -149,7 +173,7 @@ def test_where_the_compiler_partitions(mesh_mode: str) -> None:
         # rounding to FP4 is large behind it.
         return jnp.sum(model(x) * jnp.cos(jnp.arange(4.0 * 16 * 64)).reshape(4, 16, 64))
 
-    with autocast(NVFP4BlockScaling()):
+    with use_mesh(mode), autocast(NVFP4BlockScaling()):
         model, x = shard(Linear(32, 64, rngs=nnx.Rngs(0))), draw("x", (4, 16, 32))
         assert_near(by_halves(model, x, fn, dy=1.0), by_vjp(model, x, fn, dy=1.0), 8 * TOLERANCE["float32"])
 
@@ -163,13 +187,8 @@ def test_the_second_half_keeps_operands_and_no_gradient_of_their_size() -> None:
 
 
 def model_cases() -> list[Any]:
-    """Every granularity, stack and recipe; four of the twelve run by default."""
-    quick = {
-        (None, True, "no recipe"),
-        (None, False, "current"),
-        ("full", True, "delayed"),
-        ("full", False, "no recipe"),
-    }
+    """Every granularity, stack and recipe; two of the twelve run by default."""
+    quick = {(None, False, "current"), ("full", True, "delayed")}
     cases = itertools.product((None, "full"), (True, False), zip(RECIPE_NAMES, RECIPES, strict=True))
     return [
         pytest.param(
@@ -187,7 +206,7 @@ def model_cases() -> list[Any]:
 def test_models(granularity: Any, scan: bool, recipe: Any) -> None:
     """A stack of layers, in a loop or not, recomputed or not; embeddings and head do not wait."""
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4, **(full if granularity else {}))
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **(full if granularity else {}))
     with autocast(recipe):
         model = GPTModel(
             config, vocab_size=48, max_sequence_length=16, execution=Execution(scan_layers=scan), rngs=nnx.Rngs(0)
@@ -199,7 +218,7 @@ def test_models(granularity: Any, scan: bool, recipe: Any) -> None:
 
         scale = jnp.float32(2.0)
         *_, half = halves(model, scale, fn)
-        assert count(half.backward_dw) == 3 * 4
+        assert count(half.backward_dw) == 2 * 4
         assert_near(by_halves(model, scale, fn), by_vjp(model, scale, fn), 8 * TOLERANCE["float32"])
 
 
@@ -293,9 +312,10 @@ def test_gradients_of_gradients_are_refused() -> None:
         jax.grad(lambda later: sum(map(jnp.sum, jax.tree.leaves(later()))))(later)
 
 
-def test_stacked_by_one_scan_and_carried_by_another(mesh_mode: str) -> None:
+@pytest.mark.parametrize("mode", ["no mesh", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MESHES)])
+def test_stacked_by_one_scan_and_carried_by_another(mode: str) -> None:
     """Microbatches: the kernel gradient of each in a loop of its own, or in the step of the next microbatch."""
-    with autocast(Float8CurrentScaling()):
+    with use_mesh(mode), autocast(Float8CurrentScaling()):
         graphdef, *state = split_model(shard(LAYERS["LayerNormMLP"][0]()))
         xs = draw("xs", (3, 4, 16, 32))
 
