@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_te.bench.layers import COLLECTIVES, Contestant, measure
-from jax_te.bench.settings import GIB, Row, Settings, Shape
+from jax_te.bench.gradients import Gradient, gradient, measure
+from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.config import ParallelConfig
 from jax_te.ops import ContextParallel, dot_product_attention
 from jax_te.ops.internal import te
@@ -33,6 +29,11 @@ class _Sizes:
     heads: int
     groups: int
     head_dim: int
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of forward's two products and backward's five, over half of the scores."""
+        return 3.5 * 4 * self.batch * self.sequence**2 * self.heads * self.head_dim / 2
 
 
 def bench_attention(
@@ -61,7 +62,7 @@ def bench_attention(
     alone: dict[str, float] = {}
     for contestant in contestants:
         library, _, where = contestant.name.partition(" ")
-        row = _row(contestant, sizes, 1 if where == "one device" else made.size)
+        row = contestant.row(sizes.flops, 1 if where == "one device" else made.size)
         alone.setdefault(library, row["tflops"])  # the first of a library is on one device
         yield row | {"of_one_device": round(row["tflops"] / alone[library], 3)}
 
@@ -77,7 +78,7 @@ def _ours(backend: BackendName, kind: str | None) -> Attend:
     return attend
 
 
-def _te_jax(name: str, sizes: _Sizes, mesh: Mesh | None, kind: str | None) -> Contestant:
+def _te_jax(name: str, sizes: _Sizes, mesh: Mesh | None, kind: str | None) -> Gradient:
     from jax_te.bench.peers.te_jax import raw_context  # Transformer Engine is optional
     from jax_te.bench.peers.te_jax_attention import raw_attention
 
@@ -86,8 +87,8 @@ def _te_jax(name: str, sizes: _Sizes, mesh: Mesh | None, kind: str | None) -> Co
         return _contestant(name, sizes, mesh, attend, own_mesh=True)
 
 
-def _contestant(name: str, sizes: _Sizes, mesh: Mesh | None, attend: Attend, *, own_mesh: bool = False) -> Contestant:
-    """Compile the gradients of ``sum(attend(q, k, v) * g)``."""
+def _contestant(name: str, sizes: _Sizes, mesh: Mesh | None, attend: Attend, *, own_mesh: bool = False) -> Gradient:
+    """Compile the gradients of ``sum(attend(q, k, v) * dy)``."""
 
     def draw(seed: int, count: int) -> Array:
         shape = (sizes.batch, sizes.sequence, count, sizes.head_dim)
@@ -95,32 +96,10 @@ def _contestant(name: str, sizes: _Sizes, mesh: Mesh | None, attend: Attend, *, 
         return x if mesh is None else jax.device_put(x, named_sharding(AXES, mesh))
 
     counts = (sizes.heads, sizes.groups, sizes.groups, sizes.heads)
-    q, k, v, g = (draw(seed, count) for seed, count in enumerate(counts))
-
-    def loss(q: Array, k: Array, v: Array, g: Array) -> Array:
-        return jnp.sum(attend(q, k, v).astype(jnp.float32) * g.astype(jnp.float32))
+    q, k, v, dy = (draw(seed, count) for seed, count in enumerate(counts))
 
     # te.jax is inside of its own context for a mesh, which jax.set_mesh would replace.
     with contextlib.nullcontext() if mesh is None or own_mesh else jax.set_mesh(mesh):
-        start = time.perf_counter()
         # Gradients sharded as their inputs are, as in training; the compiler might leave them whole.
         where = None if mesh is None else (named_sharding(AXES, mesh),) * 3
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=where).lower(q, k, v, g).compile()
-        seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    temp = memory.temp_size_in_bytes / GIB if memory is not None else math.nan
-    return Contestant(name, lambda: compiled(q, k, v, g), temp, seconds, compiled.as_text() or "", [])
-
-
-def _row(contestant: Contestant, sizes: _Sizes, devices: int) -> Row:
-    scores = sizes.batch * sizes.sequence**2 * sizes.heads * sizes.head_dim
-    flops = 3.5 * 4 * scores / 2  # forward two products, backward five, over half of the scores
-    median = statistics.median(contestant.seconds)
-    return {
-        "name": contestant.name,
-        "ms": round(median * 1e3, 3),
-        "tflops": round(flops / median / 1e12 / devices, 3),
-        "temp_gib": round(contestant.temp_gib, 3),
-        "compile_s": round(contestant.compile_s, 1),
-        "collectives": dict(Counter(COLLECTIVES.findall(contestant.hlo))),
-    }
+        return gradient(name, attend, (q, k, v), dy, where)

@@ -111,7 +111,7 @@ class Contestant:
 
 
 def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
-    """Return a row for each contestant, with its ratios to the first that ran.
+    """Return a row for each contestant, with its ratios to the first that ran if there are several.
 
     Args:
         contestants: after their rounds.
@@ -127,10 +127,11 @@ def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
                 "ms": round(1e3 * median, 3),
                 "spread_ms": round(1e3 * (max(contestant.seconds) - min(contestant.seconds)), 3),
                 "tokens_s": round(tokens / median),
-                "speed_ratio": round(peer / median, 3),
             }
+            if len(contestants) > 1:  # one alone has nothing to be compared with
+                row["speed_ratio"] = round(peer / median, 3)
         row |= contestant.memory
-        if first is not None and "peak_gib" in row and first.memory.get("peak_gib"):
+        if len(contestants) > 1 and first is not None and "peak_gib" in row and first.memory.get("peak_gib"):
             row["memory_ratio"] = round(row["peak_gib"] / first.memory["peak_gib"], 3)
         if contestant.compile_s is not None:
             row["compile_s"] = round(contestant.compile_s, 1)

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import re
-import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_te.bench.settings import GIB, Row, Settings, Shape
+from jax_te.bench.gradients import Gradient, gradient, measure
+from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
 from jax_te.ops.internal import te
@@ -33,8 +29,6 @@ MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
 
 TE_RECIPES = ("none", "delayed", "current")
 """Recipes that te.jax has on every GPU with FP8; others are measured beside what it does in bf16."""
-
-COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,31 +85,6 @@ class Case:
         return ("batch", "sequence_parallel" if self.sequence_parallel else "sequence", "hidden")
 
 
-@dataclass
-class Contestant:
-    """A compiled forward-and-backward pass and its measurements."""
-
-    name: str
-    run: Callable[[], Any]
-    temp_gib: float
-    compile_s: float
-    hlo: str
-    seconds: list[float]
-
-    def summary(self, case: Case) -> dict[str, Any]:
-        """Return its row: median time, rate and memory of a device."""
-        median = statistics.median(self.seconds)
-        row = {
-            "name": self.name,
-            "ms": round(median * 1e3, 3),
-            "spread_ms": round((max(self.seconds) - min(self.seconds)) * 1e3, 3),
-            "tflops": round(case.flops / median / 1e12 / case.devices, 1),
-            "temp_gib": round(self.temp_gib, 3),
-            "compile_s": round(self.compile_s, 1),
-        }
-        return row | ({"collectives": dict(Counter(COLLECTIVES.findall(self.hlo)))} if case.devices > 1 else {})
-
-
 def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None = None) -> Iterator[Row]:
     """Yield rows of each case: te.jax's layer, where that is here, then jax_te's, timed in turn.
 
@@ -130,21 +99,21 @@ def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None =
             has_recipe = case.recipe is None or case.recipe.name in TE_RECIPES
             contestants.insert(0, _te_jax(case if has_recipe else dataclasses.replace(case, recipe=None)))
         measure(contestants, settings)
-        summaries = [contestant.summary(case) for contestant in contestants]
-        first = summaries[0]
-        for summary in summaries:
-            summary["speed_ratio"] = round(first["ms"] / summary["ms"], 3)
-            summary["memory_ratio"] = round(summary["temp_gib"] / first["temp_gib"], 3) if first["temp_gib"] else None
+        rows = [contestant.row(case.flops, case.devices) for contestant in contestants]
+        first = rows[0]
+        for row in rows if len(rows) > 1 else ():  # one alone has nothing to be compared with
+            row["speed_ratio"] = round(first["ms"] / row["ms"], 3)
+            row["memory_ratio"] = round(row["temp_gib"] / first["temp_gib"], 3) if first["temp_gib"] else None
         if hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             for contestant in contestants:
                 stem = contestant.name.replace(" ", "_").replace("(", "").replace(")", "")
                 (hlo / f"{stem}.txt").write_text(contestant.hlo)
-        yield from summaries
+        yield from rows
         del contestants  # their arrays and programs, before the next case's are made
 
 
-def _ours(case: Case, backend: BackendName) -> Contestant:
+def _ours(case: Case, backend: BackendName) -> Gradient:
     """Return jax_te's layer."""
     _, _, hidden, heads, ffn = case.shape
     graphdefs: list[Any] = []  # static, so it leaves the jitted function beside its results
@@ -172,7 +141,7 @@ def _ours(case: Case, backend: BackendName) -> Contestant:
         return _compiled(f"{case.label('jax_te')} ({backend})", case, apply, (params, quantizers))
 
 
-def _te_jax(case: Case) -> Contestant:
+def _te_jax(case: Case) -> Gradient:
     """Return te.jax's own layer with the same mathematics."""
     from jax_te.bench.peers.te_jax import RawSizes, raw_context, raw_module  # Transformer Engine is optional
 
@@ -182,35 +151,11 @@ def _te_jax(case: Case) -> Contestant:
         return _compiled(case.label("te.jax"), case, apply, variables)
 
 
-def measure(contestants: Sequence[Contestant], settings: Settings) -> None:
-    """Time the contestants in turn, so that a GPU that heats up slows all of them alike."""
-    for contestant in contestants:
-        jax.block_until_ready(contestant.run())  # a first call loads the program, which is not measured
-    for _ in range(settings.rounds):
-        for contestant in contestants:
-            start = time.perf_counter()
-            for _ in range(settings.calls):
-                result = contestant.run()
-            jax.block_until_ready(result)
-            contestant.seconds.append((time.perf_counter() - start) / settings.calls)
-
-
 def _mesh(case: Case) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if case.mesh is None else jax.set_mesh(case.mesh)
 
 
-def _compiled(name: str, case: Case, apply: Callable[[Any, Array], Array], variables: Any) -> Contestant:
-    """Compile the gradients of ``sum(apply(variables, x) * dy)`` with respect to ``variables`` and ``x``."""
+def _compiled(name: str, case: Case, apply: Callable[[Any, Array], Array], variables: Any) -> Gradient:
     x = case.input()
-    # Random numbers, since the compiler could fold a gradient of ones.
     dy = case.draw(2, jax.eval_shape(apply, variables, x).shape, case.output_axes())
-
-    def loss(variables: Any, x: Array, dy: Array) -> Array:
-        return jnp.sum(apply(variables, x).astype(jnp.float32) * dy.astype(jnp.float32))
-
-    start = time.perf_counter()
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True)).lower(variables, x, dy).compile()
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    temp = memory.temp_size_in_bytes / GIB if memory is not None else math.nan
-    return Contestant(name, lambda: compiled(variables, x, dy), temp, seconds, compiled.as_text() or "", [])
+    return gradient(name, apply, (variables, x), dy)

@@ -25,7 +25,9 @@ def test_modules_and_recipes(capsys, tmp_path):
     assert [row["name"] for row in found] == [
         f"jax_te {module} {recipe} (xla)" for module in modules for recipe in ("none", "delayed")
     ]
-    assert all(row["ms"] > 0.0 and "collectives" not in row for row in found)
+    # Nothing to be compared with, and a rate that a CPU's digits are left of.
+    assert all(row["ms"] > 0.0 and row["tflops"] > 0.0 for row in found)
+    assert not any({"collectives", "speed_ratio", "memory_ratio"} & row.keys() for row in found)
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == found
 
 
@@ -193,8 +195,8 @@ def test_context_parallelism(capsys):
     ways = ["--context-parallel", "p2p", "all_gather", "a2a", "--groups", "4"]
     found = rows(capsys, *ways, "--mesh", "context=4")
     assert [row["name"] for row in found] == [f"jax_te {way}" for way in ("one device", "p2p", "all_gather", "a2a")]
-    alone, ring, gather, exchange = (row["collectives"] for row in found)
-    assert alone == {}
+    assert "collectives" not in found[0]
+    ring, gather, exchange = (row["collectives"] for row in found[1:])
     assert ring == {"collective-permute": ring["collective-permute"]}
     assert set(gather) == {"all-gather", "reduce-scatter"}
     assert set(exchange) == {"all-to-all"}

@@ -1,0 +1,87 @@
+"""Compiled forward-and-backward passes that are measured in turn, on the same arrays at every call."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.bench.settings import GIB, Row, Settings
+from jax_te.typing import Array
+
+COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+@dataclass
+class Gradient:
+    """The compiled gradients of ``sum(fn(*args) * dy)`` with respect to ``args``, and its measurements."""
+
+    name: str
+    run: Callable[[], Any]
+    temp_gib: float
+    compile_s: float
+    hlo: str
+    seconds: list[float] = field(default_factory=list)
+
+    def row(self, flops: float, devices: int) -> Row:
+        """Return its row: median time, rate and memory of a device.
+
+        Args:
+            flops: of a call, on all devices.
+            devices: that it runs on.
+        """
+        median = statistics.median(self.seconds)
+        row = {
+            "name": self.name,
+            "ms": round(median * 1e3, 3),
+            "spread_ms": round((max(self.seconds) - min(self.seconds)) * 1e3, 3),
+            "tflops": float(f"{flops / median / 1e12 / devices:.4g}"),  # of a CPU, too
+            "temp_gib": round(self.temp_gib, 3),
+            "compile_s": round(self.compile_s, 1),
+        }
+        return row | ({"collectives": dict(Counter(COLLECTIVES.findall(self.hlo)))} if devices > 1 else {})
+
+
+def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array, shardings: Any = None) -> Gradient:
+    """Return the compiled gradient of ``sum(fn(*args) * dy)``.
+
+    Args:
+        name: of its row.
+        fn: gives an array of ``dy``'s shape.
+        args: of ``fn``: arrays and trees of arrays, all of which are differentiated.
+        dy: random numbers, since the compiler could fold a gradient of ones.
+        shardings: of the gradients. None: the compiler's choice.
+    """
+
+    def loss(*args: Any) -> Array:
+        return jnp.sum(fn(*args[:-1]).astype(jnp.float32) * args[-1].astype(jnp.float32))
+
+    argnums, args = tuple(range(len(args))), (*args, dy)
+    start = time.perf_counter()
+    grad = jax.jit(jax.grad(loss, argnums=argnums, allow_int=True), out_shardings=shardings)
+    compiled = grad.lower(*args).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    temp = memory.temp_size_in_bytes / GIB if memory is not None else math.nan
+    return Gradient(name, lambda: compiled(*args), temp, seconds, compiled.as_text() or "")
+
+
+def measure(gradients: Sequence[Gradient], settings: Settings) -> None:
+    """Time them in turn, so that a GPU that heats up slows all of them alike."""
+    for gradient in gradients:
+        jax.block_until_ready(gradient.run())  # a first call loads the program, which is not measured
+    for _ in range(settings.rounds):
+        for gradient in gradients:
+            start = time.perf_counter()
+            for _ in range(settings.calls):
+                result = gradient.run()
+            jax.block_until_ready(result)
+            gradient.seconds.append((time.perf_counter() - start) / settings.calls)
