@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -120,6 +121,10 @@ def contexts(config: RunConfig) -> Iterator[Mesh | None]:
         yield mesh
 
 
+RATES = 1024
+"""Learning rates computed at once."""
+
+
 class Trainer:
     """The parts of a run, put together. Make and use it inside `contexts`.
 
@@ -137,11 +142,15 @@ class Trainer:
         self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
 
-    def learning_rates(self) -> list[float]:
-        """Return the rate of each update of the run."""
-        schedule = _schedule(self.config)
+    def learning_rate(self, update: int) -> float:
+        """Return the rate of an update, counted from 0."""
+        return self._rates(update // RATES)[update % RATES]
+
+    # Many at once, because each would wait for the device; not all, because a run may have billions of steps.
+    @functools.lru_cache(maxsize=1)  # noqa: B019  # a process has one trainer
+    def _rates(self, part: int) -> list[float]:
         with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
-            return np.asarray(jax.jit(schedule)(jnp.arange(self.config.steps))).tolist()
+            return np.asarray(jax.jit(_schedule(self.config))(part * RATES + jnp.arange(RATES))).tolist()
 
     def create(self) -> tuple[TrainState, int]:
         """Return a new state, and its step, 0."""

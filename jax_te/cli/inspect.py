@@ -16,6 +16,7 @@ import jax
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model, abstract_state, contexts, loss_fn, warnings_as_lines
 from jax_te.cli.inspect_sharding import show_sharding
+from jax_te.cli.memory import check_memory
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
 from jax_te.cli.run_config import RunConfig
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if config is None:
         raise ValueError(f"{output} holds no run; train one with: jax-te train --output {output}")
     # One device and whatever kernels there are, wherever it was trained.
-    config = config.on_one_device()
+    config = config.on_one_device(options.factory_modules)
     recipe = config.make_recipe() if options.recipe is None else recipe_from_name(options.recipe)
     if options.recipes:
         return _show_recipes(options, config, recipe)
@@ -101,7 +102,7 @@ def _show_recipes(options: argparse.Namespace, config: RunConfig, recipe: Recipe
     rules = config.precision_config if file is None else read_rules(file)  # a run keeps the text of its file
     with contexts(config), autocast(recipe):
         model = abstract_model(config)
-        report = None if rules is None else apply_rules(model, quantization_rules(rules))
+        report = None if rules is None else apply_rules(model, quantization_rules(rules, options.factory_modules))
         layers = layer_recipes(model)
     if options.json:
         modules = [
@@ -123,7 +124,8 @@ def _show_statistics(
     with contexts(config), autocast(recipe):
         model = exact_model(state)  # with the run's own rules and scales, and kernels as the masters have them
         if options.precision_config is not None:
-            report = apply_rules(model, quantization_rules(read_rules(options.precision_config)))
+            rules = quantization_rules(read_rules(options.precision_config), options.factory_modules)
+            report = apply_rules(model, rules)
         # The checkpoint's amax histories are those of the layers that the run quantized; others have none yet.
         if recipe is not None and (report is not None or options.recipe is not None):
             calibrate_delayed_scaling(model, loss_fn, batch, recipe)
@@ -176,6 +178,9 @@ def _batches(options: argparse.Namespace, config: RunConfig, recipe: Recipe | No
             f"--batch-size {size} of {config.seq_len} bytes makes {tokens} tokens, which must be a multiple of "
             f"{recipe.alignment} under recipe {recipe.name}; give another --batch-size"
         )
+    # As one step of so many examples, in as many parts as there are batches.
+    parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
+    check_memory(dataclasses.replace(config, **parts))
     data = load_text(config.data if options.data is None else options.data, seq_len=config.seq_len)
     batches = heldout_batches(data.heldout, batch_size=size, seq_len=config.seq_len, num_batches=count)
     return [jax.device_put(batch) for batch in batches]

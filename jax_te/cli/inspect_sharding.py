@@ -18,6 +18,8 @@ from jax_te.cli.run_files import read_config
 from jax_te.config import MESH_AXES, ParallelConfig
 from jax_te.sharding import ShardingReport, sharding_report
 
+MAX_DEVICES = 2**16
+
 
 def show_sharding(options: argparse.Namespace) -> int:
     """Return the exit status, 0, once it is printed how the training state of the run, or of a preset, is sharded.
@@ -27,13 +29,15 @@ def show_sharding(options: argparse.Namespace) -> int:
     """
     config, name = _config(options)
     sizes = ParallelConfig.parse((config.mesh if options.mesh is None else options.mesh) or "")
+    if sizes.num_devices > MAX_DEVICES:
+        raise ValueError(f"a mesh of {sizes.num_devices} devices is too large to draw; at most {MAX_DEVICES}")
     # Raises for a mesh that could not train it, were there only enough examples.
     examples = config.batch_size * sizes.data * sizes.fsdp
     # A run's other options are for its own mesh; none of them splits an array of its state.
     base, mesh = (config, config.mesh) if options.mesh is None else (config.on_one_device(), options.mesh)
     config = dataclasses.replace(base, batch_size=examples, mesh=mesh)
     # Built on one device, as shapes alone: the mesh needs no devices then.
-    config = config.on_one_device()
+    config = config.on_one_device(options.factory_modules)
     with contexts(config):
         report = sharding_report(abstract_state(config), AbstractMesh(sizes.shape, MESH_AXES))
     print(f"{name}, training state", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,9 +18,6 @@ import jax
 
 from jax_te.metrics import MetricsLog, Progress
 from jax_te.typing import PyTree
-
-PATIENCE = 50
-"""Steps in a row without a finite loss after which a run is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +30,9 @@ class LoopPlan:
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
         inspect_every: steps that are inspected; 0 for none.
         tokens_per_step: for the speed.
-        learning_rates: the rate of each update, from the first of all, for the record.
+        give_up_after: steps in a row that made no update, or whose loss or gradient norm was not finite, after which a
+            run is lost.
+        learning_rate: gives the rate of an update by its number, from 0, for the record. None: not recorded.
     """
 
     steps: int
@@ -42,7 +41,8 @@ class LoopPlan:
     log_every: int
     tokens_per_step: int
     inspect_every: int = 0
-    learning_rates: Sequence[float] = ()
+    give_up_after: int = 50
+    learning_rate: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def run_loop(
         skipped: steps before ``first`` that made no update.
 
     Raises:
-        ValueError: after `PATIENCE` steps in a row whose loss was not finite.
+        ValueError: after ``plan.give_up_after`` lost steps in a row.
     """
     recorder = _Recorder(plan, log, progress, skipped)
     # A step's numbers are read one step late: reading them waits for the device, which has the next step by then.
@@ -208,9 +208,8 @@ class _Recorder:
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         values = {"loss": values.pop("loss"), **values}
-        update = step - 1 - self._skipped  # a skipped step does not advance the schedule
-        if update < len(self._plan.learning_rates):
-            values["learning_rate"] = float(self._plan.learning_rates[update])
+        if self._plan.learning_rate is not None:
+            values["learning_rate"] = self._plan.learning_rate(step - 1 - self._skipped)  # a skip does not advance it
         self._skipped += values.get("skipped", 0.0) > 0.0
         now = time.perf_counter()
         if self._previous is not None:
@@ -232,10 +231,13 @@ class _Recorder:
         return result
 
     def _give_up_if_lost(self, step: int, values: dict[str, float]) -> None:
-        self._bad = 0 if math.isfinite(values["loss"]) else self._bad + 1
-        if self._bad >= PATIENCE:
+        lost = [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
+        self._bad = self._bad + 1 if lost or values.get("skipped") else 0
+        if self._bad >= self._plan.give_up_after:
             # Scaled fp16 loses single steps; this many in a row do not come back.
+            what = f"{' and '.join(lost)} not finite" if lost else "the last one skipped"
             raise ValueError(
-                f"the loss has not been finite since step {step - PATIENCE + 1}; start again in another --output with "
-                "a lower --learning-rate or a longer --warmup-steps, or with --params-dtype float32"
+                f"{self._bad} steps in a row, from step {step - self._bad + 1} on, were lost: {what}. Start again in "
+                "another --output with a lower --learning-rate, a longer --warmup-steps, --params-dtype float32 or "
+                "another --recipe, or let more steps be lost with --give-up-after"
             )

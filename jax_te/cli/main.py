@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
-
-from jax_te.cli.parser import build_parser
+from types import FrameType
+from typing import NoReturn
 
 INPUT_ERROR = 2
 """Exit status for bad input and for a full disk, as argparse uses it."""
@@ -25,22 +28,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = build_parser(argv[0] if argv else None)
-    options = parser.parse_args(argv)
-    if options.command is None:
-        parser.print_help()
-        return 0
+    options, interrupted = argparse.Namespace(debug=False), threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():  # Python gives signals to no other
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        # Imported only now: commands import jax, which takes a second that --help and bad options do without.
+        # Imported only now, so that Ctrl-C ends this as it ends all else.
+        from jax_te.cli.parser import build_parser
+
+        parser = build_parser(argv[0] if argv else None)
+        options = parser.parse_args(argv)
+        if options.command is None:
+            parser.print_help()
+            return 0
+        if options.command == "train":
+            print("loading JAX", flush=True)
+        # Commands import jax, which takes a second that --help and bad options do without.
         command = importlib.import_module(f"jax_te.cli.{options.command}")
         return command.run(options)
-    except KeyboardInterrupt:
-        print("jax-te: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; no second error at exit
         return 141
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        # A module that is interrupted while it is imported may raise an ImportError in place of the interrupt.
+        if interrupted.is_set() or isinstance(error, KeyboardInterrupt):
+            print("jax-te: interrupted", file=sys.stderr)
+            return 130
         message = None if options.debug else explain(error)
         if message is None:
             raise
@@ -61,7 +78,7 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         return text
     # ValueErrors of this package are written for users; those of other packages may need the traceback.
-    if isinstance(error, ValueError | TypeError):
+    if isinstance(error, ValueError | TypeError | OverflowError):
         return text if _raised_here(error) else f"{text[:300]} (--debug shows where)"
     return None
 

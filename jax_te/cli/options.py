@@ -19,9 +19,9 @@ from typing import Any, get_args
 from jax_te.cli.presets import PRESETS
 from jax_te.config import ACTIVATIONS, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
 from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
-from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES, literal_names
+from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES, brief, literal_names
 from jax_te.recipe import RECIPES, DelayedScaling, Format
-from jax_te.recipe.internal import GEMMS
+from jax_te.recipe.internal import GEMMS, MAX_MARGIN
 from jax_te.typing import BackendName
 
 FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"
@@ -34,13 +34,11 @@ class Text:
 
     Args:
         metavar: its name in ``--help``.
-        parse: an argparse type.
-        repeated: whether a value that does not come from the command line is parsed as well.
+        parse: an argparse type, which gives the same again for the text of its own result.
     """
 
     metavar: str
-    parse: Callable[[str], Any] = str
-    repeated: bool = False
+    parse: Callable[[str], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,7 @@ class Option:
         may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
             trained.
         of_mesh: it has no effect without a mesh.
+        kept: it is in ``config.json``. Not what only a command line may say, and says anew each time.
         recipes: names of the recipes that have this field.
         library: the library's names for it, where they differ.
     """
@@ -63,6 +62,7 @@ class Option:
     shown: str | None = None
     may_change: bool = False
     of_mesh: bool = False
+    kept: bool = True
     recipes: tuple[str, ...] = ()
     library: tuple[str, ...] = ()
 
@@ -72,15 +72,14 @@ class Option:
         Raises:
             ValueError: for a value that the command line would refuse.
         """
-        if value is None:  # the library's or the recipe's default
-            return None
-        if isinstance(self.kind, tuple) and value not in self.kind:
-            raise ValueError(f"{flag(name)} must be {either(self.kind)}, got {value!r}")
-        if isinstance(self.kind, Text) and self.kind.repeated:
+        if isinstance(self.kind, Text):
             try:
-                return self.kind.parse(value)
+                return self.kind.parse(str(value))
             except argparse.ArgumentTypeError as error:
                 raise ValueError(f"{flag(name)} {error}") from None
+        choices = self.kind if isinstance(self.kind, tuple) else (True, False)
+        if (type(value), value) not in [(type(choice), choice) for choice in choices]:  # 1 == True
+            raise ValueError(f"{flag(name)} must be {either(tuple(map(str, choices)))}, got {brief(value)}")
         return value
 
 
@@ -113,20 +112,31 @@ def either(names: tuple[str, ...]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def number(kind: type, low: float, *, above: bool = False, below: float = float("inf")) -> Callable[[str], int | float]:
+def number(kind: type, low: Any, *, above: bool = False, below: Any = 2**31) -> Callable[[str], int | float]:
     """Return an argparse type: a number ``>= low`` (``> low`` if ``above``) and ``< below``."""
-    range_ = f"in [{low:g}, {below:g})" if below < float("inf") else f"{'>' if above else '>='} {low:g}"
-    wanted = f"must be {'an integer' if kind is int else 'a number'} {range_}"
+    wanted = f"must be {'an integer' if kind is int else 'a number'} {'>' if above else '>='} {low:g}"
 
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"{wanted}, got {brief(text)}") from None
         # Every comparison with nan is False, so this refuses nan, too.
         if not (low < value < below if above else low <= value < below):
-            raise argparse.ArgumentTypeError(f"{wanted}, got {text}")
+            problem = f"must be < {below:.10g}" if value >= below else wanted
+            raise argparse.ArgumentTypeError(f"{problem}, got {text[:50]}")
         return value
+
+    return parse
+
+
+def matching(pattern: str, wanted: str) -> Callable[[str], str]:
+    """Return an argparse type: a text that the pattern matches; ``wanted`` says of which kind."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {brief(text)}")
+        return text
 
     return parse
 
@@ -145,23 +155,28 @@ def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
 
 def auto_or_flag(text: str) -> bool | str:
     """Return ``"auto"``, or True for ``yes`` and False for ``no``: an argparse type."""
-    choices: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+    choices: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False, "True": True, "False": False}
     if text not in choices:
         raise argparse.ArgumentTypeError(f"must be auto, yes or no, got {text!r}")
     return choices[text]
 
 
-SIZE, COUNT = Text("N", number(int, 1.0)), Text("N", number(int, 0.0))
-POSITIVE, NON_NEGATIVE = Text("X", number(float, 0.0, above=True)), Text("X", number(float, 0.0))
-FOLDER, FILE, PATH, MESH = Text("DIR"), Text("FILE"), Text("PATH"), Text("AXES")
+# Counts are int32 on devices, and other numbers fp32.
+SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
+POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) for above in (True, False))
+FOLDER, PATH, MESH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH", "AXES"))
+FILE = Text("FILE", str)
+_MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
+_SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones
+_MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
-_MODULES = Text("NAMES", some_of(RECOMPUTE_MODULES), repeated=True)
-_RATE = Text("P", number(float, 0.0, below=1.0))
+_MODULES = Text("NAMES", some_of(RECOMPUTE_MODULES))
+_RATE = Text("P", number(float, 0, below=1))
 CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
-_GEMMS = Text("GEMMS", some_of(GEMMS), repeated=True)
+_GEMMS = Text("GEMMS", some_of(GEMMS))
 _QUANTIZED = tuple(name for name in RECIPES if name != "none")
 _SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
 _PRESET = "the preset's"
@@ -195,14 +210,14 @@ class DataOptions:
 
     # The text may have moved; its checksum, which the data's state has, holds the run to the same one.
     data: str | None = _free(PATH, "text file or folder", None, shown="the Python standard library's sources")
-    seq_len: int = option(SIZE, "bytes of an example")
+    seq_len: int = option(Text("N", number(int, 2)), "bytes of an example")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Sizes and form of the model."""
 
-    num_layers: int = option(SIZE, "transformer layers")
+    num_layers: int = option(Text("N", number(int, 1, below=10_000)), "transformer layers")
     hidden_size: int = option(SIZE, "model dimension")
     num_heads: int = option(SIZE, "query heads", library=("num_attention_heads",))
     # The next two follow a size that is given, which the preset's value would not fit.
@@ -232,7 +247,8 @@ class TrainingOptions:
     decay_steps: int = option(SIZE, "where decay ends", shown="the --steps of the first start")
     weight_decay: float = option(NON_NEGATIVE, "of matrices, decoupled", 0.1)
     clip_norm: float = option(POSITIVE, "global gradient norm", 1.0)
-    seed: int = option(COUNT, "of weights, data order and dropout", 0)
+    seed: int = option(_SEED, "of weights, data order and dropout", 0)
+    give_up_after: int = _free(SIZE, "steps in a row without a finite loss, or without an update, that end a run", 50)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +263,7 @@ class PrecisionOptions:
     amax_compute_algo: str | None = _field(
         ("delayed",), literal_names(DelayedScaling, "amax_compute_algo"), "delayed: of the history"
     )
-    margin: int | None = _field(("delayed",), COUNT, "delayed: powers of two of head-room")
+    margin: int | None = _field(("delayed",), _MARGIN, "delayed: powers of two of head-room")
     use_power_2_scales: bool | None = _field(("current",), FLAG, "current: scales are powers of two")
     use_f32_scales: bool | None = _field(("block",), FLAG, "block: scales are any fp32, not powers of two")
     rht: bool | None = _field(("nvfp4",), FLAG, "nvfp4: Hadamard transform for weight gradients")
@@ -261,6 +277,8 @@ class PrecisionOptions:
     bf16_layers_start: int = option(COUNT, "first layers not to quantize", 0, library=("num_layers_at_start_in_bf16",))
     bf16_layers_end: int = option(COUNT, "last layers not to quantize", 0, library=("num_layers_at_end_in_bf16",))
     precision_config: str | None = option(FILE, "YAML with rules for single layers; kept with the run", None)
+    # A run folder may be somebody else's: what it names is not imported, only what the command line names.
+    factory_modules: str | None = _free(_MODULE_NAMES, "of the factories that its rules may name", None, kept=False)
     # The defaults in words are resolved when a run is made, since they depend on its device.
     params_dtype: str = option(
         FLOAT_DTYPES, "half keeps fp32 masters", "float32", shown="bfloat16 on a GPU, else float32"
@@ -286,11 +304,8 @@ class ExecutionOptions:
     )
     recompute_policy: str = _free(POLICIES, "full: what is kept inside of layers", "full", shown="full, nothing")
     distribute_saved_activations: bool = _free(FLAG, "full: shard saved inputs over the tensor axis", False)
-    scan_layers: bool | str = _free(
-        Text("WHEN", auto_or_flag),
-        "layers in a loop, which compiles sooner: yes, no, or auto: if they are many",
-        "auto",
-    )
+    scan_layers: bool | str = _free(Text("WHEN", auto_or_flag), "a loop over layers: yes, no, or auto, if many", "auto")
+    check_memory: bool = _free(FLAG, "refuse sizes that cannot fit, by an estimate", True, kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,11 +329,12 @@ class SampleOptions:
     """
 
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
-    prompt: str = option(Text("TEXT"), "text to continue", "def ", shown="'def '")
+    prompt: str = option(Text("TEXT", str), "text to continue", "def ", shown="'def '")
     length: int = option(SIZE, "bytes to generate", 256)
     temperature: float = option(NON_NEGATIVE, "0: the likeliest byte", 0.8)
     top_k: int = option(COUNT, "draw from the N likeliest bytes; 0: all", 0)
-    seed: int = option(COUNT, "of the drawing", 0)
+    seed: int = option(_SEED, "of the drawing", 0)
+    factory_modules: str | None = option(_MODULE_NAMES, "of the factories that the run's rules may name", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,8 +363,10 @@ class InspectOptions:
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
     recipe: str | None = option(_QUANTIZED, "another recipe, with its default fields", None, shown="the run's")
     precision_config: str | None = option(FILE, "another precision file; reports on it", None, shown="the run's")
+    factory_modules: str | None = option(_MODULE_NAMES, "of the factories that its rules may name", None)
     data: str | None = option(PATH, "text file or folder", None, shown="the run's")
     batch_size: int | None = option(SIZE, "examples of a batch", None, shown="a microbatch of the run")
+    check_memory: bool = option(FLAG, "refuse a batch that cannot fit, by an estimate", True)
     sharding: bool = option(SWITCH, "show how the arrays are split over devices", False)
     mesh: str | None = option(MESH, "with --sharding: over this mesh, e.g. fsdp=4,tensor=2", None, shown="the run's")
     preset: str | None = option(tuple(PRESETS), "with --sharding: of a preset, not of a run", None, shown="the run")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flax import nnx
 
+from jax_te.config.internal import read_text
 from jax_te.layers import prepare_quantization, quantizable_modules
 from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config
 from jax_te.megatron.internal import parse_yaml
@@ -21,15 +22,19 @@ def read_rules(path: str | Path) -> str:
         OSError: if it cannot be read.
         ValueError: if it holds no rules that can be used.
     """
-    text = Path(path).read_text(encoding="utf-8")
     # Checked here, where the file has a name; a run keeps its text only.
     with _naming(f"--precision-config {path}"):
+        text = read_text(path)
         RecipeConfig.from_config_dict(parse_yaml(text, str(path)))
     return text
 
 
-def quantization_rules(text: str) -> RecipeConfig:
+def quantization_rules(text: str, factory_modules: str | None = None) -> RecipeConfig:
     """Return the rules of a precision file's text, see `jax_te.megatron.RecipeConfig`.
+
+    Args:
+        text: of the file.
+        factory_modules: modules, separated by commas, whose functions it may name; a file alone makes no code run.
 
     Raises:
         ValueError: if it cannot be used.
@@ -38,7 +43,7 @@ def quantization_rules(text: str) -> RecipeConfig:
     ()
     """
     with _naming("--precision-config"):
-        return RecipeConfig.from_config_dict(parse_yaml(text))
+        return RecipeConfig.from_config_dict(parse_yaml(text), (factory_modules or "").split(","))
 
 
 def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:

@@ -52,8 +52,11 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
     preset: str
 
     def __post_init__(self) -> None:
-        for name, row in OPTIONS.items():
-            object.__setattr__(self, name, row.check(name, getattr(self, name)))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # None stands for the library's or the recipe's default, where it is one.
+            if field.name in OPTIONS and (value is not None or field.default is not None):
+                object.__setattr__(self, field.name, OPTIONS[field.name].check(field.name, value))
         self._check_quantized_layers()
         self._check_mesh_options(self.parallel_config() or ParallelConfig())
         with flags_named():
@@ -101,16 +104,21 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
 
     def quantization_rules(self) -> RecipeConfig | None:
         """Return the rules of the precision file, or None."""
-        return None if self.precision_config is None else quantization_rules(self.precision_config)
+        text = self.precision_config
+        return None if text is None else quantization_rules(text, self.factory_modules)
 
     def parallel_config(self) -> ParallelConfig | None:
         """Return the sizes of the mesh's axes, or None for no mesh."""
         return None if self.mesh is None else ParallelConfig.parse(self.mesh)
 
-    def on_one_device(self) -> RunConfig:
-        """Return the same model and training without a mesh and its options, on whatever backend is there."""
+    def on_one_device(self, factory_modules: str | None = None) -> RunConfig:
+        """Return the same model and training without a mesh and its options, on whatever backend is there.
+
+        Args:
+            factory_modules: see `PrecisionOptions`; given anew, because a run does not keep them.
+        """
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
-        return dataclasses.replace(self, backend="auto", **defaults)
+        return dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
 
     def _check_schedule(self) -> None:
         if self.min_learning_rate > self.learning_rate:

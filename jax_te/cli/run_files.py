@@ -10,16 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_te.cli.options import MAY_CHANGE, flag
+from jax_te.cli.options import MAY_CHANGE, OPTIONS, flag
 from jax_te.cli.run_config import RunConfig
+from jax_te.config.internal import brief, parse_json, read_text
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
+VERSION = 1
+"""Of ``config.json``."""
+
+_KEPT = {"preset", *(name for name, row in OPTIONS.items() if row.kept)}
 
 
 def write_config(config: RunConfig, directory: Path) -> None:
     """Write ``config.json``, whole or not at all."""
-    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in _KEPT}
+    text = json.dumps({"version": VERSION, "crc32": _crc32(values), **values}, indent=2) + "\n"
     partial = directory / (CONFIG_FILE + ".partial")
     partial.write_text(text, encoding="utf-8")
     # A rename is atomic: a run that is killed here leaves the old file or the new one.
@@ -37,18 +43,31 @@ def read_config(directory: Path) -> RunConfig | None:
     """Return the configuration a run left in ``directory``, or None if there is none.
 
     Raises:
-        ValueError: if the file there is not a run's configuration.
+        ValueError: if the file there is not a run's configuration, is a newer version's, or was edited.
     """
     path = directory / CONFIG_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        # Files of other versions have fields too many or too few; those with defaults may be missing.
-        known = {f.name for f in dataclasses.fields(RunConfig)}
-        return RunConfig(**{name: value for name, value in values.items() if name in known})
+        values = parse_json(read_text(path), CONFIG_FILE)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+        version, crc32 = values.pop("version", 0), values.pop("crc32", None)  # version 0 had neither
+        if version not in range(VERSION + 1):
+            raise ValueError(f"its version is {brief(version)}, and this jax-te reads those up to {VERSION}")
+        unknown = sorted(values.keys() - _KEPT)
+        if unknown:
+            raise ValueError(f"unknown fields {brief(unknown)[1:-1]}")
+        config = RunConfig(**values)
+        if version and crc32 != _crc32(values):
+            raise ValueError("it was edited by hand, which would go unnoticed in the results; undo that")
+        return config
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a jax-te run ({error}); give another --output") from None
+
+
+def _crc32(values: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_state, contexts, warnings_as_lines
+from jax_te.cli.memory import check_memory
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.layers import quantizable_modules
 from jax_te.models import GPTModel, generate
@@ -30,7 +31,8 @@ def run(options: argparse.Namespace) -> int:
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
     # One device and whatever kernels there are, wherever it was trained.
-    config = config.on_one_device()
+    config = config.on_one_device(options.factory_modules)
+    check_memory(config, training=False)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         state, _, step = checkpointer.restore(abstract_state(config))
         print(f"{output}, step {step}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import Trainer, contexts, warnings_as_lines
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
+from jax_te.cli.memory import check_memory
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
@@ -49,16 +50,21 @@ def run(options: argparse.Namespace) -> int:
     # Said before anything is made: a run that could not write its charts would fail at its end.
     for package in ("grain", "tensorboardX", "matplotlib", "rich"):
         require_extra(package)
-    output = output_folder(options)
+    output, progress = output_folder(options), make_progress()
     config, resumes = resolve(options, output)
+    check_memory(config)
+    progress.note("reading the text")
     data = load_text(config.data, seq_len=config.seq_len)
-    progress = make_progress()
     with contexts(config) as mesh:
+        progress.note("checking recipes and backends")
         report = check_precision(config)
         check_te_on_mesh(config)
         backends = explain_backends(config)
         with _locked(output), TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep) as checkpointer:
             trainer = Trainer(config, data, checkpointer)
+            progress.note(
+                "restoring the newest checkpoint" if resumes else "making the model and the optimizer's state"
+            )
             with warnings_as_lines():
                 state, first = trainer.restore() if resumes else trainer.create()
             # Only now: a start that fails leaves no configuration that the next start would take up.
@@ -71,6 +77,8 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
     config = trainer.config
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
+    else:
+        progress.note("compiling the first step")
     bigram = byte_bigram_entropy(trainer.data.train, trainer.data.heldout)
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
@@ -81,9 +89,8 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
             precision.write(step, statistics)
             log.chart(step, chart_values(statistics))
 
-        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "tokens_per_step")
-        cadence = {name: getattr(config, name) for name in names}
-        plan = LoopPlan(**cadence, learning_rates=trainer.learning_rates())
+        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after", "tokens_per_step")
+        plan = LoopPlan(**{name: getattr(config, name) for name in names}, learning_rate=trainer.learning_rate)
         actions = LoopActions(step=trainer.step, evaluate=trainer.evaluate, save=trainer.save, inspect=inspect)
         skipped = int(state.skipped_steps)
         result = run_loop(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax_te.config.internal import brief
 from jax_te.megatron.yaml_file import read_yaml
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class QuantizationConfig:
         config: a copy of the entry of the ``configs`` section.
         match_input: description of the module.
         config_key: name of the entry.
+        factory_modules: of the `RecipeConfig`.
 
     Source: ``megatron.core.quantization.quant_config.QuantizationConfig``.
 
@@ -56,6 +58,7 @@ class QuantizationConfig:
     config: Any
     match_input: MatchContext
     config_key: str
+    factory_modules: tuple[str, ...] = ()
 
 
 class Matcher(ABC):
@@ -108,6 +111,8 @@ class RecipeConfig:
         matchers: in order.
         config_dict: payload by config key.
         disabled: labels of the rules in a file that are not enabled, for reports.
+        factory_modules: modules whose functions payloads may name as ``custom_recipe_factory``. A file alone cannot
+            make this package import a module, which would run its code.
 
     Source: ``megatron.core.quantization.quant_config.RecipeConfig``.
 
@@ -116,21 +121,28 @@ class RecipeConfig:
     'fp8'
     """
 
-    def __init__(self, matchers: Iterable[Matcher], config_dict: Mapping[str, Any], disabled: Iterable[str] = ()):
+    def __init__(
+        self,
+        matchers: Iterable[Matcher],
+        config_dict: Mapping[str, Any],
+        disabled: Iterable[str] = (),
+        factory_modules: Iterable[str] = (),
+    ):
         self.matchers, self.configs, self.disabled = tuple(matchers), dict(config_dict), tuple(disabled)
+        self.factory_modules = tuple(factory_modules)
 
     @staticmethod
-    def from_yaml_file(recipe_yaml_path: str | Path) -> RecipeConfig:
+    def from_yaml_file(recipe_yaml_path: str | Path, factory_modules: Iterable[str] = ()) -> RecipeConfig:
         """Return the rules of a YAML file, see `from_config_dict`; PyYAML's safe loader reads the file.
 
         Raises:
             ValueError: for a key that occurs twice in a mapping (plain PyYAML would drop the first entry), for text
                 that is not YAML, and as `from_config_dict`.
         """
-        return RecipeConfig.from_config_dict(read_yaml(recipe_yaml_path))
+        return RecipeConfig.from_config_dict(read_yaml(recipe_yaml_path), factory_modules)
 
     @staticmethod
-    def from_config_dict(config: Mapping[str, Any]) -> RecipeConfig:
+    def from_config_dict(config: Mapping[str, Any], factory_modules: Iterable[str] = ()) -> RecipeConfig:
         """Return the rules of ``{"configs": {name: payload}, "matchers": {label: rule}}``; both keys may be missing.
 
         A rule has the keys ``enabled``, ``type`` (``"glob"``), ``pattern`` and ``config``. As in Megatron, ``enabled``
@@ -152,15 +164,14 @@ class RecipeConfig:
         unknown = [key for key in sections if key not in _SECTIONS]
         if unknown:
             raise ValueError(
-                f"unknown section {', '.join(map(repr, unknown))} in a quantization config; "
-                f"allowed: {', '.join(_SECTIONS)}"
+                f"unknown section {brief(unknown)[1:-1]} in a quantization config; allowed: {', '.join(_SECTIONS)}"
             )
         configs = _mapping(sections.get("configs", {}), "section 'configs'")
         rules = _mapping(sections.get("matchers", {}), "section 'matchers'")
         # Rules that are off may be drafts, so only the others are checked.
         enabled = {name: rule for name, rule in rules.items() if _enabled(name, rule)}
         matchers = [_build_matcher(name, rule) for name, rule in enabled.items()]
-        return RecipeConfig(matchers, configs, [str(name) for name in rules if name not in enabled])
+        return RecipeConfig(matchers, configs, [str(name) for name in rules if name not in enabled], factory_modules)
 
     def first_match(self, context: MatchContext) -> tuple[int, str] | None:
         """Return the index of the first rule that applies and the key that the rule gives, or None.
@@ -207,11 +218,15 @@ class RecipeConfig:
                 f"there: {', '.join(map(str, self.configs)) or 'nothing'}"
             )
         # A copy: modules share an entry, and one that edits its payload must not change the others'.
-        return QuantizationConfig(copy.deepcopy(self.configs[key]), operator_context, key)
+        return QuantizationConfig(copy.deepcopy(self.configs[key]), operator_context, key, self.factory_modules)
 
 
-def load_quantization_recipe(recipe_path: str | Path) -> RecipeConfig:
+def load_quantization_recipe(recipe_path: str | Path, factory_modules: Iterable[str] = ()) -> RecipeConfig:
     """Return the rules of a quantization file.
+
+    Args:
+        recipe_path: of the file.
+        factory_modules: modules whose functions the file may name as ``custom_recipe_factory``.
 
     Raises:
         ValueError, TypeError, AssertionError, NotImplementedError: as `RecipeConfig.from_yaml_file`.
@@ -225,7 +240,7 @@ def load_quantization_recipe(recipe_path: str | Path) -> RecipeConfig:
     >>> load_quantization_recipe("quant.yaml").match_to_config_key(MatchContext("proj"))
     'bf16'
     """
-    return RecipeConfig.from_yaml_file(recipe_path)
+    return RecipeConfig.from_yaml_file(recipe_path, factory_modules)
 
 
 def match_context(module_path: str) -> MatchContext:
@@ -257,18 +272,18 @@ def get_quant_config_or_none(module_path: str | None, recipe: RecipeConfig | Non
 
 def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{what} must be a mapping, got {value!r}")
+        raise TypeError(f"{what} must be a mapping, got {brief(value)}")
     return value
 
 
 def _enabled(name: Any, rule: Any) -> bool:
-    rule = _mapping(rule, f"matcher {name!r}")
+    rule = _mapping(rule, f"matcher {brief(name)}")
     if "enabled" not in rule:
         # The default is off in Megatron, too, and a rule without effect is hard to see.
         _logger.warning("Matcher %r is off, because it does not say 'enabled: true'", name)
         return False
     if not isinstance(rule["enabled"], bool):
-        raise TypeError(f"'enabled' of matcher {name!r} must be true or false, got {rule['enabled']!r}")
+        raise TypeError(f"'enabled' of matcher {brief(name)} must be true or false, got {brief(rule['enabled'])}")
     return rule["enabled"]
 
 
@@ -276,17 +291,17 @@ def _build_matcher(name: Any, rule: Mapping[Any, Any]) -> Matcher:
     # An unknown type is reported before missing keys: another type of rule would have other keys.
     for key in ("type", "pattern", "config"):
         if key not in rule:
-            raise AssertionError(f"matcher {name!r} lacks {key!r}")
+            raise AssertionError(f"matcher {brief(name)} lacks {key!r}")
         if key == "type" and rule["type"] != "glob":
-            raise NotImplementedError(f"matcher {name!r} has type {rule['type']!r}; the only one is 'glob'")
+            raise NotImplementedError(f"matcher {brief(name)} has type {brief(rule['type'])}; the only one is 'glob'")
     # Megatron ignores unknown keys; a misspelt one would have no effect.
     unknown = [key for key in rule if key not in _MATCHER_KEYS]
     if unknown:
         raise ValueError(
-            f"matcher {name!r} has unknown keys {', '.join(map(repr, unknown))}; allowed: {', '.join(_MATCHER_KEYS)}"
+            f"matcher {brief(name)} has unknown keys {brief(unknown)[1:-1]}; allowed: {', '.join(_MATCHER_KEYS)}"
         )
     # YAML reads an unquoted 1 or yes as a number or a bool, which would match nothing.
     for key in ("pattern", "config"):
         if not isinstance(rule[key], str):
-            raise TypeError(f"{key!r} of matcher {name!r} must be text, got {rule[key]!r}; put it in quotes")
+            raise TypeError(f"{key!r} of matcher {brief(name)} must be text, got {brief(rule[key])}; put it in quotes")
     return GlobMatcher(rule["pattern"], rule["config"], str(name))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax_te.config.internal import brief
 from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigType
 from jax_te.megatron.quant_config import QuantizationConfig
 from jax_te.megatron.quant_recipe import TEQuantizationRecipe
@@ -48,22 +49,18 @@ class TEQuantizationParams:
         >>> TEQuantizationParams.parse_from_config(QuantizationConfig(payload, MatchContext("proj"), "bf16"))
         TEQuantizationParams(training_recipe=TEQuantizationRecipe(...), evaluation_recipe=None)
         """
-        config, where = quant_config.config, f"config {quant_config.config_key!r}"
+        config, where = quant_config.config, f"config {brief(quant_config.config_key)}"
         if not isinstance(config, Mapping):
-            raise TypeError(f"{where} must be a mapping, got {config!r}")
+            raise TypeError(f"{where} must be a mapping, got {brief(config)}")
         _check_payload_type(config, where)
         if "training_recipe" not in config:
             raise ValueError(f"{where} lacks training_recipe; write {{}} there for high precision")
         known = {TE_CONFIG_TYPE_KEY, "training_recipe", "evaluation_recipe"}
         extra = [key for key in config if key not in known]
         if extra:
-            raise AssertionError(
-                f"{where} has unknown keys {', '.join(map(repr, extra))}; allowed: {', '.join(sorted(known))}"
-            )
-        training = _parse_recipe(config["training_recipe"], "training_recipe", where)
-        if "evaluation_recipe" not in config:
-            return TEQuantizationParams(training)
-        return TEQuantizationParams(training, _parse_recipe(config["evaluation_recipe"], "evaluation_recipe", where))
+            raise AssertionError(f"{where} has unknown keys {brief(extra)[1:-1]}; allowed: {', '.join(sorted(known))}")
+        modes = [name for name in ("training_recipe", "evaluation_recipe") if name in config]
+        return TEQuantizationParams(*(_parse_recipe(quant_config, name, where) for name in modes))
 
     def recipe_for(self, training: bool) -> TEQuantizationRecipe:
         """Return the recipe of a mode.
@@ -126,23 +123,22 @@ class TwoModeRecipe(ModuleRecipe):
 
 
 def _check_payload_type(config: Mapping[Any, Any], where: str) -> None:
-    allowed = ", ".join(kind.value for kind in TransformerEngineConfigType)
+    kinds = [kind.value for kind in TransformerEngineConfigType]
     if TE_CONFIG_TYPE_KEY not in config:
-        raise ValueError(f"{where} lacks {TE_CONFIG_TYPE_KEY}; allowed values: {allowed}")
-    try:
-        TransformerEngineConfigType(config[TE_CONFIG_TYPE_KEY])
-    except ValueError:
-        raise ValueError(
-            f"{where} has {TE_CONFIG_TYPE_KEY} {config[TE_CONFIG_TYPE_KEY]!r}; allowed values: {allowed}"
-        ) from None
+        raise ValueError(f"{where} lacks {TE_CONFIG_TYPE_KEY}; allowed values: {', '.join(kinds)}")
+    kind = config[TE_CONFIG_TYPE_KEY]
+    # Not a call of the class: for an unknown value Enum makes its whole repr.
+    if kind not in (*kinds, *TransformerEngineConfigType):
+        raise ValueError(f"{where} has {TE_CONFIG_TYPE_KEY} {brief(kind)}; allowed values: {', '.join(kinds)}")
 
 
-def _parse_recipe(value: Any, name: str, where: str) -> TEQuantizationRecipe:
+def _parse_recipe(quant_config: QuantizationConfig, name: str, where: str) -> TEQuantizationRecipe:
+    value = quant_config.config[name]
     if value is None:
         omit = "leave the key out to evaluate as in training, or " if name == "evaluation_recipe" else ""
         raise TypeError(f"{name} of {where} is blank: {omit}write {{}} for high precision")
     try:
-        return TEQuantizationRecipe.parse_from_config(value)
+        return TEQuantizationRecipe.parse_from_config(value, quant_config.factory_modules)
     # Raised again with the place in the file: a recipe does not know where it stands.
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name} of {where}: {error}") from error

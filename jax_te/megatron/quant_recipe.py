@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jax_te.config.internal import brief
 from jax_te.megatron.enums import Fp4Recipe, Fp8Recipe
 from jax_te.recipe import (
     CustomRecipe,
@@ -41,7 +42,7 @@ class TEQuantizationRecipe:
         fp8_quantization_recipe: an `Fp8Recipe` or its string. With this and the next one None: high precision.
         fp4_quantization_recipe: an `Fp4Recipe` or its string.
         custom_recipe_factory: ``"package.module.function"``, the ``qfactory`` of `jax_te.recipe.CustomRecipe`; required
-            if a recipe is ``"custom"``.
+            if a recipe is ``"custom"``. `to_recipe` imports it.
         fp8_format: ``"e4m3"`` or ``"hybrid"`` (E4M3 forward, E5M2 for gradients).
         override_quantized_autocast: take effect if the ambient context is quantized.
         override_nonquantized_autocast: take effect if the ambient context is not quantized.
@@ -78,7 +79,7 @@ class TEQuantizationRecipe:
         for name in _BOOLS:
             # YAML reads quoted "no" as text, which is true.
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be true or false, got {brief(getattr(self, name))}")
 
     @classmethod
     def get_config_keys(cls) -> set[str]:
@@ -90,25 +91,32 @@ class TEQuantizationRecipe:
         return {field.name for field in fields(cls)}
 
     @classmethod
-    def parse_from_config(cls, quant_config: Mapping[Any, Any]) -> TEQuantizationRecipe:
+    def parse_from_config(
+        cls, quant_config: Mapping[Any, Any], factory_modules: Collection[str] = ()
+    ) -> TEQuantizationRecipe:
         """Return the recipe of a mapping in a quantization file; ``{}`` is high precision.
+
+        Args:
+            quant_config: the mapping.
+            factory_modules: modules whose functions it may name as ``custom_recipe_factory``. Importing a module runs
+                its code, so a file alone cannot make this package import one; in Megatron it can.
 
         Raises:
             ValueError: in this order: for an unknown key; for delayed scaling, whose state belongs to the whole model;
-                for both an FP8 and an FP4 recipe; for ``"custom"`` without ``custom_recipe_factory``.
+                for both an FP8 and an FP4 recipe; for ``"custom"`` without ``custom_recipe_factory``; for a factory
+                of a module that is not in ``factory_modules``.
             TypeError: if the argument is not a mapping (a blank YAML value is None), or a flag is not a bool.
 
         >>> TEQuantizationRecipe.parse_from_config({"fp8_quantization_recipe": "mxfp8"}).fp8_format
         'e4m3'
         """
         if not isinstance(quant_config, Mapping):
-            raise TypeError(f"a recipe must be a mapping, {{}} for high precision; got {quant_config!r}")
+            raise TypeError(f"a recipe must be a mapping, {{}} for high precision; got {brief(quant_config)}")
         allowed = cls.get_config_keys()
         unknown = [key for key in quant_config if key not in allowed]
         if unknown:
             raise ValueError(
-                f"unknown key {', '.join(map(repr, unknown))} in a quantization recipe; "
-                f"allowed: {', '.join(sorted(allowed))}"
+                f"unknown key {brief(unknown)[1:-1]} in a quantization recipe; allowed: {', '.join(sorted(allowed))}"
             )
         fp8, fp4 = (quant_config.get(f"{kind}_quantization_recipe") for kind in ("fp8", "fp4"))
         # Each check below assumes the ones before; the order is Megatron's.
@@ -119,12 +127,20 @@ class TEQuantizationRecipe:
             )
         if fp8 is not None and fp4 is not None:
             raise ValueError(
-                f"fp8_quantization_recipe {fp8!r} and fp4_quantization_recipe {fp4!r} are both given; give one of them"
+                f"fp8_quantization_recipe {brief(fp8)} and fp4_quantization_recipe {brief(fp4)} are both given; give "
+                "one of them"
             )
-        if "custom" in (fp8, fp4) and quant_config.get("custom_recipe_factory") is None:
+        factory = quant_config.get("custom_recipe_factory")
+        if "custom" in (fp8, fp4) and factory is None:
             raise ValueError(
                 "the recipe 'custom' needs custom_recipe_factory, the dotted path of its factory, "
                 "e.g. 'my_package.recipes.make_quantizer'"
+            )
+        module = factory.rpartition(".")[0] if isinstance(factory, str) else ""
+        if factory is not None and module not in factory_modules:
+            raise ValueError(
+                f"custom_recipe_factory {brief(factory)} would import a module, and a file alone may not make code "
+                "run; if you trust the module, name it in factory_modules, for jax-te in --factory-modules"
             )
         return cls(**quant_config)
 
@@ -148,7 +164,7 @@ class TEQuantizationRecipe:
             return _recipe_class(fp8)(fp8_format=_format(self.fp8_format))
         if fp4 is not None:
             if fp4 != Fp4Recipe.nvfp4:
-                raise ValueError(f"Unhandled FP4 recipe {fp4!r}; allowed: nvfp4, custom")
+                raise ValueError(f"Unhandled FP4 recipe {brief(fp4)}; allowed: nvfp4, custom")
             return NVFP4BlockScaling()
         return None
 
@@ -164,7 +180,7 @@ class TEQuantizationRecipe:
         }
         for name, (given, why) in idle.items():
             if given:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect, because {why}; leave it out")
+                raise ValueError(f"{name}={brief(getattr(self, name))} has no effect, because {why}; leave it out")
 
 
 def resolve_factory(path: str | None) -> Callable[[str], Any]:
@@ -180,7 +196,7 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
     2.0
     """
     if not isinstance(path, str) or not path:
-        raise ValueError(f"custom_recipe_factory must be a dotted path like 'package.module.function', got {path!r}")
+        raise ValueError(f"custom_recipe_factory must be a path like 'package.module.function', got {brief(path)}")
     # The last dot: modules may be nested, functions inside of classes are not supported.
     module_name, dot, name = path.rpartition(".")
     if not dot or not module_name or not name:
@@ -188,12 +204,12 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"custom_recipe_factory {path!r}: cannot import {module_name!r}: {error}") from error
+        raise ValueError(f"custom_recipe_factory {brief(path)}: cannot import {module_name!r}: {error}") from error
     if not hasattr(module, name):
-        raise ValueError(f"custom_recipe_factory {path!r}: module {module_name!r} has no attribute {name!r}")
+        raise ValueError(f"custom_recipe_factory {brief(path)}: module {module_name!r} has no attribute {name!r}")
     factory = getattr(module, name)
     if not callable(factory):
-        raise ValueError(f"custom_recipe_factory {path!r} is not callable: {factory!r}")
+        raise ValueError(f"custom_recipe_factory {brief(path)} is not callable: {factory!r}")
     return factory
 
 
@@ -202,11 +218,11 @@ def _recipe_class(name: Any) -> type[Recipe]:
         if name == known:
             return recipe
     hint = "; delayed scaling cannot be a layer's own recipe" if name == Fp8Recipe.delayed else ""
-    raise ValueError(f"Unhandled FP8 recipe {name!r}; allowed: {', '.join(_FP8_RECIPES)}, custom{hint}")
+    raise ValueError(f"Unhandled FP8 recipe {brief(name)}; allowed: {', '.join(_FP8_RECIPES)}, custom{hint}")
 
 
 def _format(name: Any) -> Format:
     for known, value in _FORMATS.items():
         if name == known:
             return value
-    raise ValueError(f"Unhandled fp8_format {name!r}; allowed: {', '.join(_FORMATS)}")
+    raise ValueError(f"Unhandled fp8_format {brief(name)}; allowed: {', '.join(_FORMATS)}")

@@ -1,11 +1,17 @@
-"""Reading YAML, with an error for keys that occur twice."""
+"""Reading YAML within limits, with an error for keys that occur twice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from jax_te.config.internal import brief, check_nesting, read_text
+
+MAX_CHARACTERS = 2**18
+"""Of a YAML text, which PyYAML reads in some seconds. A rule for each of 1,000 layers takes half of it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -15,13 +21,25 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         assert node is not None
-        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, (_, name) in enumerate(keys):
-            if keys[i] in keys[:i]:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {name!r} occurs twice", problem_mark=node.value[i][0].start_mark
-                )
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {brief(key.value)} occurs twice", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
         return node
+
+    # Before values are made: an alias or a merge key in one node could stand for a billion values of others.
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            check_nesting(node, _children)
+        return node
+
+
+def _children(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -29,13 +47,13 @@ def read_yaml(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is not YAML, or a mapping has a key twice.
+        ValueError: if the file is too large or not UTF-8, and as `parse_yaml`.
 
     >>> _ = Path("example.yaml").write_text("a: {b: [1, 2]}")
     >>> read_yaml("example.yaml")
     {'a': {'b': [1, 2]}}
     """
-    return parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+    return parse_yaml(read_text(path), str(path))
 
 
 def parse_yaml(text: str, name: str = "the text") -> Any:
@@ -46,14 +64,23 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
         name: of the text in error messages.
 
     Raises:
-        ValueError: if the text is not YAML, or a mapping has a key twice.
+        ValueError: if the text is not YAML, a mapping has a key twice, or the content is nested too deeply or stands
+            for too many values; the message names the text.
 
     >>> parse_yaml("a: 1")
     {'a': 1}
     """
     try:
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it has more than {MAX_CHARACTERS} characters")
         # The loader derives from SafeLoader: tags that run Python code raise.
         content = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} cannot be read: {error}") from error
-    return {} if content is None else content
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except (AttributeError, LookupError):  # what PyYAML does with `!!timestamp foo` and `!!bool foo`
+        problem = "a value does not fit its tag"
+    except (yaml.YAMLError, ArithmeticError, TypeError, ValueError) as error:
+        problem = str(error)[:500]
+    else:
+        return {} if content is None else content
+    raise ValueError(f"{name} cannot be read: {problem}")

@@ -7,6 +7,9 @@ from typing import Literal
 
 from jax_te.recipe.base import Recipe
 
+MAX_MARGIN = 17
+"""With 18 the largest value of a tensor would be below E4M3's smallest, 448 / 2**18 < 2**-9."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
@@ -17,7 +20,7 @@ class DelayedScaling(Recipe):
     rounded to nearest even.
 
     Args:
-        margin: powers of two of head-room below the format's largest value, an integer >= 0.
+        margin: powers of two of head-room below the format's largest value, an integer in [0, 17].
         amax_history_len: steps kept, >= 1. TE's default is 1024, Megatron's is 1.
         amax_compute_algo: ``"max"`` of the history, or ``"most_recent"``.
         tp_only_amax_red: the amax of an input or gradient spans the tensor and context axes only, so that each part of
@@ -44,6 +47,9 @@ class DelayedScaling(Recipe):
         # 2**margin of a fraction is no power of two, and multiplying by it would round.
         if isinstance(self.margin, bool) or not isinstance(self.margin, int) or self.margin < 0:
             raise ValueError(f"margin must be an integer >= 0, got {self.margin!r}")
+        # Products of two inverse scales would then overflow fp32, and 0 times inf is nan.
+        if self.margin > MAX_MARGIN:
+            raise ValueError(f"margin {self.margin} leaves E4M3 no value but 0; it must be <= {MAX_MARGIN}")
         length = self.amax_history_len
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"amax_history_len must be an integer >= 1, got {length!r}")

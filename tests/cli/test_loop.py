@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from jax_te.cli.loop import PATIENCE, LoopActions, LoopPlan, StopRequest, run_loop
+from jax_te.cli.loop import LoopActions, LoopPlan, StopRequest, run_loop
 from jax_te.metrics.log import MetricsLog, read_metrics
 from jax_te.metrics.progress import PlainProgress, RichProgress, Speed, clock, make_progress
 
@@ -124,13 +124,22 @@ def test_a_second_signal_acts_as_usual():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_that_has_lost_its_loss_is_given_up(tmp_path):
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ({"loss": math.nan}, "loss not finite"),
+        ({"grad_norm": math.inf, "skipped": 1.0}, "grad_norm not finite"),
+        ({"skipped": 1.0}, "the last one skipped"),
+    ],
+)
+def test_a_run_that_has_lost_its_way_is_given_up(tmp_path, lost, reason):
     def step(state, batch):
-        return state + 1, {"loss": math.nan if state >= 2 else 1.0}
+        good = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
+        return state + 1, good | (lost if state >= 2 and state != 5 else {})
 
-    with pytest.raises(ValueError, match="not been finite since step 3; start again"):
-        Run(tmp_path)(step=step, steps=1000, save_every=1000, eval_every=1000)
-    assert len(read_metrics(tmp_path)) == PATIENCE + 2
+    with pytest.raises(ValueError, match=f"7 steps in a row, from step 7 on, were lost: {reason}.*--give-up-after"):
+        Run(tmp_path)(step=step, steps=1000, save_every=1000, eval_every=1000, give_up_after=7)
+    assert read_metrics(tmp_path)[-1]["step"] == 13
 
 
 def test_what_a_step_raises_ends_the_display(tmp_path):

@@ -73,7 +73,7 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--steps", "0"], "argument --steps: must be an integer >= 1, got 0"),
         (["train", "--steps", "many"], "argument --steps: must be an integer >= 1, got 'many'"),
         (["train", "--learning-rate", "nan"], "argument --learning-rate: must be a number > 0, got nan"),
-        (["train", "--dropout", "1"], "argument --dropout: must be a number in [0, 1), got 1"),
+        (["train", "--dropout", "1"], "argument --dropout: must be < 1, got 1"),
         (["train", "--preset", "gpt-9t"], "argument --preset: invalid choice: 'gpt-9t'"),
         (["train", "--override-linear-precision", "wgrad,wgrad"], "must be some of fprop,dgrad,wgrad, each once"),
         (["train", "--override-linear-precision", "all"], "argument --override-linear-precision: must be some of"),

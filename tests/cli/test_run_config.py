@@ -21,6 +21,7 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
     recipe_from_name,
 )
+from tests.support.numerics import without_type_checker
 
 
 def config(**changes):
@@ -106,7 +107,7 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
             {"recipe": "current", "override_linear_precision": ""},
             r"--override-linear-precision must be some of fprop,dgrad,wgrad",
         ),
-        ({"scan_layers": "yes"}, r"--scan-layers must be True, False or 'auto', got 'yes'"),
+        ({"scan_layers": "maybe"}, r"--scan-layers must be auto, yes or no, got 'maybe'"),
         ({"fp8_param": True}, r"--fp8-param is for runs that quantize"),
         ({"inspect_every": 5}, r"--inspect-every is for runs that quantize"),
         ({"bf16_layers_end": 1}, r"--bf16-layers-end is for runs that quantize"),
@@ -199,9 +200,53 @@ def test_a_file_of_an_older_version_lacks_fields_with_defaults(tmp_path):
     write_config(config(), tmp_path)
     values = json.loads((tmp_path / CONFIG_FILE).read_text())
     del values["eval_batches"]
-    values["of_a_newer_version"] = 1
+    del values["version"], values["crc32"]
     (tmp_path / CONFIG_FILE).write_text(json.dumps(values))
     assert read_config(tmp_path) == config()
+
+
+def edited(**changes):
+    def edit(values):
+        return values | changes
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (edited(learning_rate=1.0), "it was edited by hand"),
+        (edited(version=2), r"its version is 2, and this jax-te reads those up to 1"),
+        (edited(of_a_newer_version=1), "unknown fields 'of_a_newer_version'"),
+        (edited(factory_modules="os"), "unknown fields 'factory_modules'"),
+        (edited(num_heads=0), "--num-heads must be an integer >= 1, got 0"),
+        (edited(num_heads=None), "--num-heads must be an integer >= 1, got 'None'"),
+        (edited(num_layers=1.5), "--num-layers must be an integer >= 1, got '1.5'"),
+        (edited(hidden_size=[64]), "--hidden-size must be an integer >= 1"),
+        (edited(bias="no"), "--bias must be True or False, got 'no'"),
+        (edited(bias=1), "--bias must be True or False, got 1"),
+        (edited(recompute_granularity="selective", recompute_modules="moe"), "--recompute-modules must be some of"),
+        (lambda values: [values], "it is no JSON object"),
+        (lambda values: {}, "RunConfig.*missing"),
+    ],
+)
+def test_a_file_that_cannot_be_a_runs_is_refused(tmp_path, edit, message):
+    write_config(config(), tmp_path)
+    values = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(edit(values)))
+    wanted = f"config.json is not the configuration of a jax-te run .{message}"
+    with without_type_checker(), pytest.raises(ValueError, match=wanted):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe", b"[" * 100_000, b'{"seed": NaN}', b'{"seed": 1, "seed": 2}', b"7" * 5000]
+)
+def test_a_file_that_is_no_json_is_refused(tmp_path, text):
+    (tmp_path / CONFIG_FILE).write_bytes(text)
+    with pytest.raises(ValueError, match=r"config\.json is not the configuration of a jax-te run") as error:
+        read_config(tmp_path)
+    assert len(str(error.value)) < 500
 
 
 def test_all_that_differs_is_named(tmp_path):

@@ -31,6 +31,7 @@ from tests.support.numerics import without_type_checker
 
 KIND = "transformer_engine_config_type"
 FACTORY = "operator.itemgetter"  # any function will do: nothing is quantized here
+MODULES = ("operator",)
 FIELDS = {
     "fp8_quantization_recipe": None,
     "fp4_quantization_recipe": None,
@@ -45,11 +46,13 @@ FIELDS = {
 
 
 def parse(recipe: Any) -> TEQuantizationRecipe:
-    return TEQuantizationRecipe.parse_from_config(recipe)
+    return TEQuantizationRecipe.parse_from_config(recipe, MODULES)
 
 
 def parse_params(payload: Any) -> TEQuantizationParams:
-    return TEQuantizationParams.parse_from_config(QuantizationConfig(payload, MatchContext("layers.0.proj", 0), "mine"))
+    return TEQuantizationParams.parse_from_config(
+        QuantizationConfig(payload, MatchContext("layers.0.proj", 0), "mine", MODULES)
+    )
 
 
 def params(training: Any, **more: Any) -> TEQuantizationParams:

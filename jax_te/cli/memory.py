@@ -1,0 +1,67 @@
+"""An estimate of a run's memory, from its sizes alone: what cannot fit is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+
+from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.config import ACTIVATIONS, ParallelConfig
+
+
+def check_memory(config: RunConfig, *, training: bool = True) -> None:
+    """Raise ValueError if a device has less memory than `least_memory`, unless the configuration says not to check.
+
+    Args:
+        config: of the run.
+        training: False: the parameters are loaded alone.
+
+    Raises:
+        ValueError: also for a mesh of more devices than there are.
+    """
+    sizes = config.parallel_config() or ParallelConfig()
+    if sizes.num_devices > jax.device_count():
+        there = jax.device_count()
+        raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {there}; lower a size")
+    stats = jax.local_devices()[0].memory_stats() or {}
+    # CPU devices share the memory of the host.
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sizes.num_devices
+    there, needed = stats.get("bytes_limit", host), least_memory(config, training=training)
+    if config.check_memory and needed > there:
+        raise ValueError(
+            f"the sizes take at least {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f} GiB; "
+            "lower --batch-size, --seq-len or the model's sizes, give more --microbatches or a larger --mesh, or skip "
+            "this estimate with --no-check-memory"
+        )
+
+
+def least_memory(config: RunConfig, *, training: bool = True) -> int:
+    """Return bytes that each device holds at the very least: what is left out here only adds to it.
+
+    Args:
+        config: of the run.
+        training: False: the parameters alone.
+    """
+    sizes = config.parallel_config() or ParallelConfig()
+    hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize
+    keys = hidden // config.num_heads * config.num_query_groups
+    layer = hidden * (2 * hidden + 2 * keys + (len(ACTIVATIONS[config.activation]) + 1) * config.ffn_hidden_size)
+    positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
+    parameters = config.num_layers * layer + hidden * (VOCAB_SIZE + positions)
+    if config.fp8_param:
+        item = 1
+    if not training:
+        return parameters * item
+    # Gradients, two fp32 moments, and fp32 masters of what is held in fewer bits.
+    state = parameters * (2 * item + 8 + (4 if item < 4 else 0)) // (sizes.fsdp * sizes.tensor)
+    rows = config.batch_size // config.microbatches
+    kept = 1 if config.recompute_granularity == "full" else config.num_layers
+    # Of a token: its input to each layer that backward reads, and its logits in fp32.
+    token = kept * hidden * np.dtype(config.compute_dtype).itemsize + 4 * VOCAB_SIZE
+    # Fused kernels of GPUs keep no attention scores.
+    scores = 2 * rows * config.num_heads * config.seq_len**2 if jax.default_backend() == "cpu" else 0
+    # Tokens and labels, int32; positions of held-out windows, int64.
+    data = 8 * config.batch_size * (config.seq_len + config.eval_batches)
+    return state + (rows * config.seq_len * token + scores + data) // sizes.num_devices
