@@ -1,6 +1,7 @@
 """Megatron-Core's vocabulary over the layers: linear layers and norms, quantization files, module base classes."""
 
 from jax_te.megatron.attention import TEDotProductAttention, is_layer_window_attention
+from jax_te.megatron.cross_entropy import vocab_parallel_cross_entropy
 from jax_te.megatron.enums import (
     TE_CONFIG_TYPE_KEY,
     AttnMaskType,
@@ -118,6 +119,7 @@ __all__ = [
     "split_te_layernorm_column_parallel_linear",
     "state_dict",
     "te_checkpoint",
+    "vocab_parallel_cross_entropy",
     "will_execute_quantized",
 ]
 

@@ -13,13 +13,14 @@ from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RotaryPositions
 from jax_te.models.stack import layer_keys, run_layers
-from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, masked_mean, model_order
+from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
+from jax_te.ops import LossOptions
 from jax_te.typing import Array
 
 Cache = tuple[KVCache, ...]
 """One `KVCache` for each layer."""
 
-_EXECUTION = Execution()
+_EXECUTION, _OPTIONS = Execution(), LossOptions()
 
 
 class GPTModel(LanguageModel):
@@ -135,15 +136,19 @@ class GPTModel(LanguageModel):
         labels: Array,
         loss_mask: Array | None = None,
         dropout_key: Array | None = None,
+        *,
+        options: LossOptions = _OPTIONS,
+        reduction: str = "mean",
     ) -> Array:
         """Return the mean negative log-likelihood of the labels, fp32 ``[]``.
 
         Args:
             tokens: integers ``[b, s]``.
-            labels: integers ``[b, s]``: the token after each.
-            loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1. If all weights are 0, so
-                is the loss.
+            labels: integers ``[b, s]``: the token after each, or ``options.ignore_index`` (-100) for a token that does
+                not count.
+            loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1.
             dropout_key: turns dropout on.
+            options, reduction: as in `jax_te.ops.softmax_cross_entropy`; a mean of no token is 0.
 
         Raises:
             ValueError: if the shapes differ.
@@ -151,10 +156,11 @@ class GPTModel(LanguageModel):
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
         with jax.named_scope("GPTModel"):
             x = self._hidden(tokens, None, dropout_key)
-        with jax.named_scope("loss"):
-            # Labels go to the layers' order, not hidden states to the callers': integers are cheap to move.
-            losses = self._losses(x, model_order(self.config, labels))
-            return masked_mean(losses, None if loss_mask is None else model_order(self.config, loss_mask))
+        # Labels go to the layers' order, not hidden states to the callers': integers are cheap to move.
+        labels = model_order(self.config, labels)
+        weights = None if loss_mask is None else model_order(self.config, loss_mask)
+        loss = self._loss(x, labels, weights, options, reduction)
+        return caller_order(self.config, loss, ("batch", "sequence")) if reduction == "none" else loss
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
         """Return empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.

@@ -14,7 +14,7 @@ from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
 from jax_te.layers.internal import check_context_size, parameter
 from jax_te.models.from_config import check_config
 from jax_te.models.options import Execution
-from jax_te.ops import LinearOptions, dense, linear_cross_entropy, softmax_cross_entropy
+from jax_te.ops import LinearOptions, LossOptions, dense, linear_cross_entropy, softmax_cross_entropy
 from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
 
@@ -110,11 +110,13 @@ class LanguageModel(nnx.Module):
                 ),
             )
 
-    def _losses(self, x: Array, labels: Array) -> Array:
-        """Return the loss of each token, fp32 ``[b, s]``, from hidden states ``[b, s, h]``."""
+    def _loss(self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: str) -> Array:
+        """Return the loss of hidden states ``[b, s, h]``; that of each token ``[b, s]`` for the reduction "none"."""
         axes, chunks = ("batch", "sequence"), self.execution.loss_chunks
-        if chunks == 1:
-            return softmax_cross_entropy(self._head(x), labels, out_axes=axes)
-        # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
-        x = constrain(x, (*axes, "hidden"))
-        return linear_cross_entropy(x, self._head_kernel(), labels, chunks=chunks, out_axes=axes)
+        common = {"weights": weights, "options": options, "reduction": reduction, "out_axes": axes}
+        with jax.named_scope("loss"):
+            if chunks == 1:
+                return softmax_cross_entropy(self._head(x), labels, **common)
+            # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
+            x = constrain(x, (*axes, "hidden"))
+            return linear_cross_entropy(x, self._head_kernel(), labels, chunks=chunks, **common)

@@ -16,7 +16,8 @@ from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
 from jax_te.models.stack import layer_keys, run_layers
-from jax_te.models.tokens import check_like_tokens, check_tokens, masked_mean
+from jax_te.models.tokens import check_like_tokens, check_tokens
+from jax_te.ops import LossOptions
 from jax_te.typing import Array
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
@@ -26,7 +27,7 @@ _NOT_FOLLOWED = {
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and the encoder has none (T5's relative "
     "positions are of natural order, too)"
 }
-_EXECUTION = Execution()
+_EXECUTION, _OPTIONS = Execution(), LossOptions()
 
 
 class T5Model(LanguageModel):
@@ -192,14 +193,18 @@ class T5Model(LanguageModel):
         *,
         encoder_lengths: Array | None = None,
         dropout_key: Array | None = None,
+        options: LossOptions = _OPTIONS,
+        reduction: str = "mean",
     ) -> Array:
-        """Return the mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``, fp32."""
+        """Return the mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``, fp32.
+
+        ``options`` and ``reduction`` are those of `jax_te.ops.softmax_cross_entropy`; a label of -100 does not count.
+        """
         check_like_tokens(decoder_tokens, labels=labels, loss_mask=loss_mask)
         keys = layer_keys(dropout_key, 2)
         encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
         x = self._hidden(decoder_tokens, encoded, encoder_lengths, keys[1])
-        with jax.named_scope("loss"):
-            return masked_mean(self._losses(x, labels), loss_mask)
+        return self._loss(x, labels, loss_mask, options, reduction)
 
     def _enter(self, tokens: Array, key: Array | None) -> Array:
         check_tokens(tokens, self.max_sequence_length)

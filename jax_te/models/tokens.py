@@ -1,4 +1,4 @@
-"""Tokens and what belongs to them: checks, their order while a model runs, the mean of their losses."""
+"""Tokens and what belongs to them: checks, and their order while a model runs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,6 @@ def check_like_tokens(tokens: Array, **arrays: Array | None) -> None:
     for name, array in arrays.items():
         if array is not None and array.shape != tokens.shape:
             raise ValueError(f"{name} must have the shape of tokens {tokens.shape}, got {array.shape}")
-
-
-def masked_mean(losses: Array, loss_mask: Array | None) -> Array:
-    """Return the mean of the losses of tokens ``[b, s]``, weighted by ``loss_mask``; 0 if all weights are 0.
-
-    >>> float(masked_mean(jnp.array([[1.0, 3.0]]), jnp.array([[0, 1]])))
-    3.0
-    """
-    if loss_mask is None:
-        return jnp.mean(losses)
-    weights = constrain(loss_mask.astype(jnp.float32), ("batch", "sequence"))
-    total = jnp.sum(weights)
-    # The divisor is replaced before the division, not the quotient after it: 0 / 0 would make the gradient nan.
-    return jnp.sum(losses * weights) / jnp.where(total > 0.0, total, 1.0)
 
 
 def zigzag_shards(config: TransformerConfig) -> int:

@@ -18,6 +18,7 @@ from jax_te.ops.linear.quantize_kernel import quantize_kernel
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
+from jax_te.ops.loss.reduction import LossOptions
 
 __all__ = [
     "BACKENDS",
@@ -31,6 +32,7 @@ __all__ = [
     "ContextParallel",
     "LinearOptions",
     "LinearWeights",
+    "LossOptions",
     "MaskType",
     "MlpOptions",
     "NormSpec",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from jax_te._names import late_names
 from jax_te.training.deferred import FirstHalf, deferred_vjp
-from jax_te.training.gradients import LossFn
+from jax_te.training.gradients import LossFn, WeightedMean
 from jax_te.training.inspection import (
     TensorStatistics,
     calibrate_delayed_scaling,
@@ -27,6 +27,7 @@ __all__ = [
     "ModuleSensitivity",
     "TensorStatistics",
     "TrainState",
+    "WeightedMean",
     "abstract_train_state",
     "adamw_with_schedule",
     "calibrate_delayed_scaling",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.layers import name_modules, prepare_quantization, quantizable_modules
@@ -18,7 +17,7 @@ from jax_te.quantize import STATISTICS, Observer, QuantizedKernel, observe_quant
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
-from jax_te.training.gradients import LossFn, check_loss
+from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
@@ -209,7 +208,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
         def scaled_loss(params: PyTree, quantizers: PyTree) -> Array:
             model = nnx.merge(graphdef, params, quantizers, rest, copy=True)
             name_modules(model)
-            return check_loss(loss_fn(model, batch, key)).astype(jnp.float32) * loss_scale
+            return mean_loss(loss_fn(model, batch, key)) * loss_scale
 
         # allow_int: the dtype of with_max_gradients is no ordinary float. XLA drops the
         # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.

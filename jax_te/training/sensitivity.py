@@ -18,7 +18,7 @@ from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import constrain
-from jax_te.training.gradients import LossFn, check_loss
+from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.inspection import calibrate_delayed_scaling
 from jax_te.training.state import split_model
 from jax_te.typing import Array, PyTree
@@ -192,7 +192,7 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
         def loss(params: PyTree, sinks: list[Array | None]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
             use_cached_kernels(model, [None] * len(sinks), sinks)
-            return check_loss(loss_fn(model, batch, None)).astype(jnp.float32)
+            return mean_loss(loss_fn(model, batch, None))
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, sinks)
 

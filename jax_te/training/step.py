@@ -16,7 +16,7 @@ from jax_te.config.internal import check_positive
 from jax_te.quantize import write_back
 from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import ranks_of
-from jax_te.training.gradients import LossFn, accumulated_gradients, as_created, check_loss, gradients
+from jax_te.training.gradients import LossFn, accumulated_gradients, as_created, gradients, mean_loss
 from jax_te.training.masters import full_precision, parameters_of
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
@@ -38,8 +38,10 @@ def make_train_step(
     - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
     Args:
-        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch. Its changes of other state of the model
-            persist.
+        loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch, or a `WeightedMean`. The loss
+            of several microbatches is the mean of their means: where they differ in the number of tokens that count,
+            a token counts for more in one that has fewer. With a `WeightedMean` it is the mean over all of their
+            tokens. Its changes of other state of the model persist.
         tx: the transformation that the state was created with.
         microbatches: number of microbatches, >= 1.
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
@@ -120,7 +122,7 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     def eval_step(state: TrainState, batch: PyTree) -> Array:
         model = state.model
         model.eval()
-        return check_loss(loss_fn(model, _shard_batch(batch), None)).astype(jnp.float32)
+        return mean_loss(loss_fn(model, _shard_batch(batch), None))
 
     return eval_step
 

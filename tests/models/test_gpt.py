@@ -16,6 +16,7 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.layers import Llama3Scaling, rotary_embedding
 from jax_te.models import Execution, GPTModel, RotaryPositions
+from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
@@ -280,6 +281,20 @@ def test_a_mask_of_zeros_gives_zero_and_no_mask_the_mean() -> None:
     mean = loss(model, None)
     assert_close(mean, loss(model, jnp.ones((B, S))), TOLERANCE)
     assert abs(float(mean) - np.log(V)) < 0.1  # at the start every token is about equally likely
+
+
+def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
+    tokens, labels, _ = batch()
+    counted = jnp.asarray(np.random.default_rng(0).random((B, S)) < 0.5)
+    ignored = jnp.where(counted, labels, -100)
+    smoothed = LossOptions(label_smoothing=0.2)
+    for model in (build(), build(execution=Execution(loss_chunks=2))):
+        assert_close(model.loss(tokens, ignored), model.loss(tokens, labels, counted), TOLERANCE)
+        total = model.loss(tokens, ignored, reduction="sum")
+        assert_close(total, float(counted.sum()) * model.loss(tokens, ignored), TOLERANCE)
+        assert_close(model.loss(tokens, ignored, reduction="none").sum(), total, TOLERANCE)
+        other = softmax_cross_entropy(call(model, tokens), ignored, options=smoothed, reduction="mean")
+        assert_close(model.loss(tokens, ignored, options=smoothed), other, TOLERANCE)
 
 
 def test_compute_dtype_is_that_of_the_logits_and_gradients_keep_their_parameters() -> None:

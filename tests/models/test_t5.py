@@ -17,6 +17,7 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import quantizable_modules
 from jax_te.layers.relative_bias import relative_buckets
 from jax_te.models import Execution, RelativePositions, T5Model
+from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
 from tests.support import reference
@@ -76,6 +77,22 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) ->
     trees = parameters(gradient), expected
     for (path, a), (_, e) in zip(*map(jax.tree_util.tree_leaves_with_path, trees), strict=True):
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
+
+
+def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
+    source, target, labels, mask = batch()
+    ignored, smoothed = jnp.where(mask, labels, -100), LossOptions(label_smoothing=0.2)
+
+    @quick_jit
+    def losses(model: T5Model) -> Any:
+        other = softmax_cross_entropy(model(source, target), ignored, options=smoothed, reduction="sum")
+        return (
+            (model.loss(source, target, ignored), model.loss(source, target, labels, mask)),
+            (model.loss(source, target, ignored, options=smoothed, reduction="sum"), other),
+        )
+
+    for one, other in losses(build()):
+        assert_close(one, other, TOLERANCE)
 
 
 @pytest.mark.parametrize("position", ["learned_absolute", "none"])

@@ -83,13 +83,18 @@ def test_dropout_is_there() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_logits_are_in_natural_order(mode: Any) -> None:
-    """At the natural positions and at others, given in natural order."""
-    tokens, _, _ = batch()
+    """At the natural positions and at others, given in natural order; and the losses of tokens."""
+    tokens, labels, _ = batch()
     others = jnp.stack([jnp.arange(S) // 2, jnp.arange(S)[::-1]])
 
     def logits(fields: dict[str, Any]) -> Any:
         call = quick_jit(
-            lambda model: [model(tokens), model(tokens, positions=others[1]), model(tokens, positions=others)]
+            lambda model: [
+                model(tokens),
+                model(tokens, positions=others[1]),
+                model(tokens, positions=others),
+                model.loss(tokens, labels, reduction="none"),
+            ]
         )
         return jax.device_get(call(build(fields, position_embedding_type="rope")))
 

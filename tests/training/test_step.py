@@ -14,6 +14,7 @@ from jax_te.sharding import current_mesh
 from jax_te.training import (
     DynamicLossScale,
     TrainState,
+    WeightedMean,
     abstract_train_state,
     create_train_state,
     make_eval_step,
@@ -47,6 +48,40 @@ def test_microbatches_equal_one_batch(build):
     tolerance = 1e-6 if build is Toy else 2e-3
     for one, other in zip(*(values(result) for result in results), strict=True):
         np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=tolerance, atol=tolerance)
+
+
+def weighted_loss(model, batch, key):
+    losses = jnp.mean(jnp.square(model(batch["x"]) - batch["y"]), axis=-1)
+    return WeightedMean(jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"]))
+
+
+def test_weighted_microbatches_give_the_mean_over_the_whole_batch(mesh_mode):
+    """Weights differ between microbatches; in one of them no example counts."""
+    batch = make_batch(0) | {
+        "weight": np.repeat(np.arange(4, dtype=np.float32), 4) * np.tile(np.float32([0.5, 1, 0, 2]), 4)
+    }
+    results = []
+    for microbatches in (1, 2):
+        step = make_train_step(weighted_loss, optax.sgd(0.1), microbatches=microbatches)
+        state, metrics = step(new_state(optax.sgd(0.1)), batch)
+        results.append((state.params, metrics))
+    for one, other in zip(*(values(result) for result in results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    state = new_state(optax.sgd(0.1))
+    losses = np.square(np.asarray(state.model(batch["x"])) - batch["y"]).mean(-1)
+    expected = np.average(losses, weights=batch["weight"])
+    np.testing.assert_allclose(results[0][1]["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(make_eval_step(weighted_loss)(state, batch), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_of_no_weight_changes_no_parameter(microbatches):
+    batch = make_batch(0) | {"weight": np.zeros(16, np.float32)}
+    before = copy(new_state(optax.sgd(0.1)))
+    step = make_train_step(weighted_loss, optax.sgd(0.1), microbatches=microbatches)
+    state, metrics = step(new_state(optax.sgd(0.1)), batch)
+    assert_same(state.params, before.params)
+    assert float(metrics["loss"]) == float(metrics["skipped"]) == 0.0
 
 
 def test_gradients_are_summed_in_fp32():

@@ -9,15 +9,25 @@ import jax.numpy as jnp
 
 from jax_te.config.internal import check_positive
 from jax_te.ops.loss.cross_entropy import check_labels, cross_entropy_gradient, cross_entropy_value
-from jax_te.sharding import auto_region, constrain
+from jax_te.ops.loss.reduction import LossOptions, reduced_loss
+from jax_te.sharding import constrain
 from jax_te.sharding.internal import axis_ranks
 from jax_te.typing import Array, LogicalAxes
 
 _LOGITS: LogicalAxes = ("batch", "sequence", "vocab")
+_OPTIONS = LossOptions()
 
 
 def linear_cross_entropy(
-    x: Array, kernel: Array, labels: Array, *, chunks: int = 8, out_axes: LogicalAxes | None = None
+    x: Array,
+    kernel: Array,
+    labels: Array,
+    *,
+    chunks: int = 8,
+    weights: Array | None = None,
+    options: LossOptions = _OPTIONS,
+    reduction: str = "none",
+    out_axes: LogicalAxes | None = None,
 ) -> Array:
     """Return `softmax_cross_entropy` of ``x @ kernel``, without storing all logits.
 
@@ -29,15 +39,17 @@ def linear_cross_entropy(
     Args:
         x: ``[b, s, h]`` fp32, bf16 or fp16.
         kernel: ``[h, v]``; multiplied in the dtype of ``x``.
-        labels: integers ``[b, s]`` in ``[0, v)``. A label outside of it gives a loss and gradients of nan.
+        labels: integers ``[b, s]`` in ``[0, v)``, or ``options.ignore_index``. Another label gives a loss and gradients
+            of nan.
         chunks: how many; must divide ``s``, and a device's shard of it.
-        out_axes: logical axes of the result; required on a mesh with Explicit axes.
+        weights: ``[b, s]``, multiplies the losses. None: all 1.
+        options, reduction, out_axes: as in `softmax_cross_entropy`.
 
     Returns:
-        fp32 ``[b, s]``. Gradients have the dtypes of ``x`` and ``kernel``; the kernel's is summed in fp32.
+        fp32 ``[b, s]``, or ``[]``. Gradients have the dtypes of ``x`` and ``kernel``; the kernel's is summed in fp32.
 
     Raises:
-        ValueError, TypeError: for shapes that do not agree, or labels that are not integers.
+        ValueError, TypeError: for shapes that do not agree, labels that are not integers, or an unknown reduction.
 
     Source: ``megatron.core``'s fused linear cross-entropy; Wijmans et al. 2024, "Cut your losses".
 
@@ -55,7 +67,8 @@ def linear_cross_entropy(
             f"the sequence length {x.shape[1]} is not divisible by chunks {chunks}{over}; change one of them"
         )
     labels = check_labels(labels, (*x.shape[:2], kernel.shape[1]))
-    return auto_region(functools.partial(_loss, chunks), out_axes)(x, kernel, labels)
+    losses = functools.partial(_losses, chunks)
+    return reduced_loss(losses, (x, kernel), labels, weights, options, reduction, out_axes)
 
 
 def _chunked(x: Array, chunks: int) -> Array:
@@ -83,30 +96,32 @@ def _logits(x: Array, kernel: Array) -> Array:
     return constrain(jnp.einsum("bsh,hv->bsv", x, kernel, preferred_element_type=jnp.float32), _LOGITS)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(chunks: int, x: Array, kernel: Array, labels: Array) -> Array:
-    return _forward(chunks, x, kernel, labels)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _losses(chunks: int, options: LossOptions, x: Array, kernel: Array, labels: Array) -> Array:
+    return _forward(chunks, options, x, kernel, labels)[0]
 
 
-def _forward(chunks: int, x: Array, kernel: Array, labels: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(
+    chunks: int, options: LossOptions, x: Array, kernel: Array, labels: Array
+) -> tuple[Array, tuple[Array, ...]]:
     # All-gathered over fsdp here, once for all chunks: inside of the loop it would be once for each.
     wide = constrain(kernel.astype(x.dtype), ("hidden", "vocab"))
     with jax.named_scope("linear_cross_entropy"):
         losses, lse = jax.lax.map(
-            lambda chunk: cross_entropy_value(_logits(chunk[0], wide), chunk[1]),
+            lambda chunk: cross_entropy_value(options, _logits(chunk[0], wide), chunk[1]),
             (_chunked(x, chunks), _chunked(labels, chunks)),
         )
     return _concatenated(losses), (x, kernel, labels, _concatenated(lse))
 
 
-def _backward(chunks: int, saved: tuple[Array, ...], g: Array) -> tuple[Array, Array, None]:
+def _backward(chunks: int, options: LossOptions, saved: tuple[Array, ...], g: Array) -> tuple[Array, Array, None]:
     x, kernel, labels, lse = saved
     wide = constrain(kernel.astype(x.dtype), ("hidden", "vocab"))
 
     def step(dkernel: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         x, labels, lse, g = chunk
         # In the compute dtype: the two GEMMs that read it run on tensor cores, as a linear layer's backward does.
-        dlogits = cross_entropy_gradient(_logits(x, wide), labels, lse, g).astype(x.dtype)
+        dlogits = cross_entropy_gradient(options, _logits(x, wide), labels, lse, g).astype(x.dtype)
         dx = jnp.einsum("bsv,hv->bsh", dlogits, wide)
         return dkernel + jnp.einsum("bsh,bsv->hv", x, dlogits, preferred_element_type=jnp.float32), dx
 
@@ -117,4 +132,4 @@ def _backward(chunks: int, saved: tuple[Array, ...], g: Array) -> tuple[Array, A
     return _concatenated(dx), dkernel.astype(kernel.dtype), None
 
 
-_loss.defvjp(_forward, _backward)
+_losses.defvjp(_forward, _backward)
