@@ -13,7 +13,7 @@ import pytest
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
 from jax_te.ops.pallas.block_quantize import _power_of_two
-from tests.support.numerics import assert_bitwise, assert_close, draw, without_type_checker
+from tests.support.numerics import assert_bitwise, assert_close, draw, equations, without_type_checker
 
 F32 = np.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -184,6 +184,30 @@ def test_quantized_operands_fit_the_gemm():
     assert_close(product, np.asarray(x) @ np.asarray(w), 0.05)
     gram = block_gemm(columns, columns_inv, columns, columns_inv, out_dtype=jnp.float32, interpret=True)
     assert_close(gram, np.asarray(x).T @ np.asarray(x), 0.05)
+
+
+@pytest.mark.skipif(OLD, reason="JAX before 0.11 cannot trace these kernels")
+@pytest.mark.parametrize("square", [True, False])
+def test_each_block_leaves_the_tensor_cores_before_it_is_added(square):
+    """Their sums keep about 14 bits: an accumulator lives for one wgmma over 128 of k, never over the loop."""
+    blocks = jax.ShapeDtypeStruct((256 if not square else 2, 3), F32)
+    operands = jax.ShapeDtypeStruct((128, 384), E4M3), jax.ShapeDtypeStruct((128, 3), F32)
+    operands += (jax.ShapeDtypeStruct((256, 384), E4M3), blocks)
+    jaxpr = jax.make_jaxpr(functools.partial(block_gemm, out_dtype=jnp.float32))(*operands)
+    (steps,) = (
+        eqn
+        for eqn in equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "scan"
+        and any("wgmma" in inner.primitive.name for inner in equations(eqn.params["jaxpr"]))
+    )
+    assert steps.params["length"] == 3
+    body = steps.params["jaxpr"].jaxpr
+    assert not [eqn for eqn in body.eqns if "wgmma" in eqn.primitive.name]
+    scopes = [[e.primitive.name for e in equations(eqn.params["jaxpr"])] for eqn in body.eqns if "jaxpr" in eqn.params]
+    products = [names for names in scopes if "wgmma_ref" in names]
+    assert products
+    for names in products:
+        assert (names.count("wgmma_ref"), names.count("wgmma_accumulator_deref")) == (1, 1)
 
 
 @interpreted

@@ -1,33 +1,23 @@
 """Policies by name reach every array that a quantizing kernel writes, so that none of them runs again."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.remat import remat
+from tests.support.numerics import equations
 
 LAYERS = {
     "linear": lambda: Linear(32, 64, rngs=nnx.Rngs(0)),
     "layernorm_linear": lambda: LayerNormLinear(32, 64, rngs=nnx.Rngs(0)),
     "layernorm_mlp": lambda: LayerNormMLP(32, 64, rngs=nnx.Rngs(0)),
 }
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Of a jaxpr and of all that it calls, once for each call."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(dict(equation.params), is_leaf=lambda v: isinstance(v, Jaxpr | ClosedJaxpr)):
-            if isinstance(value, Jaxpr | ClosedJaxpr):
-                yield from equations(getattr(value, "jaxpr", value))
 
 
 def work(layer: nnx.Module, policy: str) -> Counter[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import config as jaxtyping_config
 
 TOLERANCE = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -133,6 +134,15 @@ def value_and_vjp(
 def compiled_text(fn: Callable[..., Any], *args: Any) -> str:
     """Optimized HLO of ``fn``."""
     return jax.jit(fn).lower(*args).compile().as_text()
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Of a jaxpr and of all that it calls, once for each call."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(dict(equation.params), is_leaf=lambda v: isinstance(v, Jaxpr | ClosedJaxpr)):
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                yield from equations(getattr(value, "jaxpr", value))
 
 
 @contextlib.contextmanager

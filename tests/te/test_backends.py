@@ -10,6 +10,7 @@ checked.
 """
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ import pytest
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import NormSpec, activation, dot_product_attention, explain_backend, use_backend
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from jax_te.ops.te import gemm as te_gemm
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams
 from tests.support.calls import layernorm_dense, layernorm_mlp
 from tests.support.cases import GEMM_CASES, OTHER_CASES, make_case
 from tests.support.numerics import (
@@ -189,3 +191,27 @@ def test_fused_attention_asked_for_on_cpu_raises_with_the_reason():
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(BackendUnavailableError, match="TE's fused attention needs a GPU"):
         dot_product_attention((q, q, q), backend="te")
+
+
+@pytest.mark.parametrize("gemm", ["none", "fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, DelayedScaling])
+def test_split_accumulation_reaches_the_call_that_asks_for_it(kind, gemm, monkeypatch):
+    """TE's custom call, which takes it as an argument, is not there on a CPU: its callers are."""
+    found, plain = {}, te_gemm.tex.gemm
+    names = {"e4m3 e4m3": "fprop", "e5m2 e4m3": "dgrad", "e4m3 e5m2": "wgrad"}
+
+    def record(lhs, rhs, bias=None, *, contracting_dims, use_split_accumulator=False):
+        found[names[f"{lhs.data.dtype.name[7:11]} {rhs.data.dtype.name[7:11]}"]] = use_split_accumulator
+        return plain(lhs, rhs, bias=bias, contracting_dims=contracting_dims)
+
+    monkeypatch.setattr(te_gemm, "GemmPrimitive", SimpleNamespace(enabled=lambda: True))
+    monkeypatch.setattr(te_gemm, "_te_gemm", record)
+    monkeypatch.setattr(te_gemm.tex, "gemm", record)
+    recipe = kind(**({} if gemm == "none" else {f"fp8_gemm_{gemm}": MMParams(use_split_accumulator=True)}))
+    case = make_case("dense")
+    jax.eval_shape(
+        lambda *a: with_vjp(functools.partial(case.run, recipe=recipe, backend="te"), *a),
+        (case.args, case.states(recipe)),
+        case.g,
+    )
+    assert found == {name: name == gemm for name in ("fprop", "dgrad", "wgrad")}

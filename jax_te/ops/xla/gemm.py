@@ -103,11 +103,12 @@ def _dot(
 ) -> Array:
     dims = (contract, ((), ()))
     if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+        # Anything but DEFAULT leaves out the tensor cores' fast accumulation.
+        precision = jax.lax.Precision.HIGHEST if split_accumulator else jax.lax.Precision.DEFAULT
         if lhs.parts:
-            return _dot_parts(lhs, rhs, contract).astype(dtype)
+            return _dot_parts(lhs, rhs, contract, precision).astype(dtype)
         if lhs.block is None and rhs.block is None:
             # The FP8 product is accumulated and scaled in fp32 and rounded once, as FP8 GEMM units do.
-            precision = jax.lax.Precision.HIGHEST if split_accumulator else jax.lax.Precision.DEFAULT
             product = jax.lax.dot_general(
                 lhs.data, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32
             )
@@ -125,19 +126,19 @@ def _dot(
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.dtype(dtype))
 
 
-def _dot_parts(lhs: QuantizedTensor, rhs: QuantizedTensor, contract: Contract) -> Array:
+def _dot_parts(lhs: QuantizedTensor, rhs: QuantizedTensor, contract: Contract, precision: jax.lax.Precision) -> Array:
     """Return a product in FP8 where each part of the batch has its own scales, fp32."""
     split = lhs.data.reshape(lhs.parts, -1, *lhs.shape[1:])
     scales = lhs.scale_inv * rhs.scale_inv
     if not rhs.parts:  # the batch is no axis of the kernel: scale the rows of the result
         dims = ((tuple(axis + 1 for axis in contract[0]), contract[1]), ((), ()))
-        product = jax.lax.dot_general(split, rhs.data, dims, preferred_element_type=jnp.float32)
+        product = jax.lax.dot_general(split, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32)
         product = product * scales.reshape(-1, *(1,) * (product.ndim - 1))
         return product.reshape(-1, *product.shape[2:])
     other = rhs.data.reshape(rhs.parts, -1, *rhs.shape[1:])
     rows, other_rows = (tuple(axis + 1 for axis in side) for side in contract)
     dims = ((rows, other_rows), ((0,), (0,)))
-    product = jax.lax.dot_general(split, other, dims, preferred_element_type=jnp.float32)
+    product = jax.lax.dot_general(split, other, dims, precision=precision, preferred_element_type=jnp.float32)
     return jnp.sum(product * scales.reshape(-1, *(1,) * (product.ndim - 1)), axis=0)
 
 

@@ -1,5 +1,6 @@
 """Which GEMM runs in which precision, what backward keeps, and where a kernel's gradient goes."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,8 +10,16 @@ import numpy as np
 import pytest
 
 from jax_te.ops import layernorm
+from jax_te.quantize import init_gemm_state
 from jax_te.quantize.internal import ROLES
-from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from jax_te.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.cases import make_case
 from tests.support.numerics import (
@@ -20,6 +29,7 @@ from tests.support.numerics import (
     assert_same_rounding,
     compiled_text,
     draw,
+    equations,
     quick_jit,
     relative_l2,
     with_vjp,
@@ -210,3 +220,32 @@ def test_low_precision_arrays_are_in_the_compiled_program(name, kind):
         assert f"{kind_of_array}[" in text
     for other in {"f8e5m2", "f4e2m1fn"} - set(FORMATS[kind]):
         assert f"{other}[" not in text
+
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+PRODUCTS = {(E4M3, E4M3): "fprop", (E5M2, E4M3): "dgrad", (E4M3, E5M2): "wgrad"}
+"""Gradients are E5M2."""
+
+
+@pytest.mark.parametrize("gemm", ["none", "fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("kind", ["current", "delayed", "a scale for each part of the batch"])
+def test_split_accumulation_reaches_the_gemm_that_asks_for_it(kind, gemm):
+    """XLA takes it as the product's precision: HIGHEST leaves out Hopper's fast accumulation."""
+    split = {} if gemm == "none" else {f"fp8_gemm_{gemm}": MMParams(use_split_accumulator=True)}
+    recipe = KINDS.get(kind, KINDS["delayed"])(**split)
+    state = init_gemm_state(recipe)
+    if kind not in KINDS:
+        parts = {role: jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state[role]) for role in ("x", "grad")}
+        recipe, state = dataclasses.replace(recipe, tp_only_amax_red=True), {**state, **parts}
+    x, kernel, g = draw("x", (4, 16, 32)), draw("kernel", (32, 48)), draw("g", (4, 16, 48))
+
+    def call(x, kernel, state):
+        return dense(x, kernel, recipe=recipe, state=state, backend="xla")
+
+    jaxpr = jax.make_jaxpr(lambda *a: with_vjp(call, *a))((x, kernel, state), g)
+    found = {}
+    for eqn in equations(jaxpr.jaxpr):
+        dtypes = tuple(var.aval.dtype for var in eqn.invars)
+        if eqn.primitive.name == "dot_general" and dtypes in PRODUCTS:
+            found[PRODUCTS[dtypes]] = eqn.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+    assert found == {name: name == gemm for name in ("fprop", "dgrad", "wgrad")}
