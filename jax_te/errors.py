@@ -6,7 +6,9 @@ class BackendUnavailableError(ValueError):
 
 
 class QuantizerStateError(ValueError):
-    """Delayed scaling was asked for where no quantizer state is attached, or the state has another shape."""
+    """Delayed scaling was asked for where no quantizer state is attached, it has another shape, or a derivative leaves
+    it out.
+    """
 
 
 class CheckpointMismatchError(ValueError):

@@ -15,7 +15,7 @@ from jax_te import __version__
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, dense, explain_backend
 from jax_te.ops.internal import available
-from jax_te.quantize import init_gemm_state
+from jax_te.quantize import GemmState, init_gemm_state
 from jax_te.recipe import RECIPES, Recipe
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -100,15 +100,18 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     x, kernel = jnp.ones((32, 64), dtype), jnp.full((64, 32), 0.5, dtype)
 
-    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        y = dense(x, kernel, recipe=recipe, state=init_gemm_state(recipe), backend=backend)  # type: ignore[arg-type]
+    def loss(x: jax.Array, kernel: jax.Array, state: GemmState | None) -> jax.Array:
+        y = dense(x, kernel, recipe=recipe, state=state, backend=backend)  # type: ignore[arg-type]
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
     begin = time.perf_counter()
     try:
-        value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
+        differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        value, gradients = differentiate(x, kernel, init_gemm_state(recipe))
         # 64 products of 1 and 0.5 are 32, squared 1024; the tolerance is for FP8's and FP4's rounding.
-        right = abs(float(value) - 1024.0) < 64.0 and all(bool(jnp.isfinite(g).all()) for g in gradients)
+        right = abs(float(value) - 1024.0) < 64.0 and all(
+            bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients)
+        )
     except Exception as error:  # whatever a broken installation raises is what the user came to read
         return False, f"fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if not right:

@@ -167,8 +167,8 @@ class LayerNormMLP(TensorParallelModule):
         return MlpOptions(
             norm=self.norm,
             activation=Activation(self.activation, self.activation_params),
-            wi=LinearOptions(axes, self.wi_axes, (*lead, *self.wi_axes[1:]), name=names[0]),
-            wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, name=names[1]),
+            wi=LinearOptions(axes, self.wi_axes, (*lead, *self.wi_axes[1:]), False, names[0], self.deterministic),
+            wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, False, names[1], self.deterministic),
         )
 
     def _fused(self, x: Array, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:

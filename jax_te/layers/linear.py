@@ -202,6 +202,7 @@ class Linear(TensorParallelModule):
             out_axes=(*(split if self.parallel_mode == "row" else lead), *self.feature_axes),
             save_original_input=self.can_save_original_input and self.save_original_input,
             name=self.module_name,
+            evaluation=self.deterministic,
         )
 
     def _weights(self, weight: Array | None, bias: Array | None, is_first_microbatch: bool | None) -> LinearWeights:

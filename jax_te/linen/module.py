@@ -97,9 +97,9 @@ class LinenModule(nn.Module):
             result = module(*args, **kwargs)  # type: ignore[operator]
         except QuantizerStateError as error:
             raise QuantizerStateError(
-                f"{_recipe_name()} needs quantizer state, and for {self._where()} the variables have none, or not all. "
-                "Call init inside `with autocast(recipe):`, or add state with jax_te.linen.prepare_quantization(model, "
-                f'variables, recipe, *inputs), and list "{STATE}" in variable_axes of nn.scan and nn.vmap'
+                f'{self._where()}: {error}\nIn Linen the state is the collection "{STATE}". To have it, call init '
+                "inside `with autocast(recipe):`, or jax_te.linen.prepare_quantization(model, variables, recipe, "
+                f'*inputs); and list "{STATE}" in variable_axes of nn.scan and nn.vmap'
             ) from error
         self._keep(before, collections_of(module, boxed=False))
         return result

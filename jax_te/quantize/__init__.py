@@ -12,6 +12,7 @@ from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize
 from jax_te.quantize.state import (
     QuantizerState,
     as_float32,
+    frozen_scales,
     init_gemm_state,
     merge_quantizers,
     with_max_gradients,
@@ -33,6 +34,7 @@ __all__ = [
     "QuantizerState",
     "TensorQuantizer",
     "as_float32",
+    "frozen_scales",
     "init_gemm_state",
     "merge_quantizers",
     "observe_quantization",

@@ -6,6 +6,8 @@ The gradient of a state is its next value. It therefore must not reach anything 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +20,27 @@ from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks
 from jax_te.typing import PyTree
+
+# A user context takes part in the jit cache key: what was traced with frozen scales is traced again without.
+scales_are_frozen = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def frozen_scales() -> Iterator[None]:
+    """Yield with the state of delayed scaling held fast in every call that is traced or made inside.
+
+    The scales stay those of the histories that the state has: backward takes no amax, the state's gradient is the state
+    itself, and the state may be left out of what is differentiated. A call outside that leaves it out raises
+    `jax_te.errors.QuantizerStateError`, since its scales would never fit what it quantizes.
+
+    >>> from jax_te.ops import dense
+    >>> recipe = DelayedScaling(amax_history_len=1)
+    >>> state, x = init_gemm_state(recipe), jnp.ones((16, 16))
+    >>> with frozen_scales():
+    ...     dx = jax.grad(lambda x: jnp.sum(dense(x, x, recipe=recipe, state=state)))(x)
+    """
+    with scales_are_frozen(True):
+        yield
 
 
 @nnx.register_variable_name("_overwrite_with_gradient")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jax_te.sharding import constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import ranks_of
@@ -72,18 +74,31 @@ def _run(function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalA
     return function(*args)
 
 
-def _forward(
-    function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalAxes, x: Array, *rest: Array
-) -> tuple[Any, Any]:
-    return function(x, *rest), (constrain(x, sharded), rest)
+def _forward(function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalAxes, *args: Any) -> tuple[Any, Any]:
+    x, *rest = (arg.value for arg in args)
+    # Backward must differentiate what the caller does and no more: an op's derivative asks what takes part in it.
+    taken = {i: None for i, arg in enumerate(args) if arg.perturbed}
+    return function(x, *rest), (constrain(x, sharded), rest, taken)
 
 
 def _backward(
     function: Callable[..., Any], unsharded: LogicalAxes, sharded: LogicalAxes, saved: Any, g: Any
 ) -> tuple[Any, ...]:
-    x, rest = saved
+    x, rest, taken = saved
+    args = [constrain(x, unsharded), *rest]
+
+    def run(*given: Array) -> Any:
+        return function(*(dict(enumerate(args)) | dict(zip(taken, given, strict=True))).values())
+
     # Without jax.checkpoint the compiler may merge the second pass with forward's, and keep forward's values instead.
-    return jax.vjp(jax.checkpoint(function), constrain(x, unsharded), *rest)[1](g)
+    _, vjp = jax.vjp(jax.checkpoint(run), *(args[i] for i in taken))
+    cotangents = vjp(jax.tree.map(_instantiated, g))
+    found = dict(zip(taken, cotangents, strict=True))
+    return tuple(found.get(i) for i in range(len(args)))
 
 
-_run.defvjp(_forward, _backward)
+def _instantiated(g: Any) -> Any:
+    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g  # type: ignore[arg-type]
+
+
+_run.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_te.layers import quantizable_modules
 from jax_te.layers.internal import quantizable_kernels, use_cached_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
-from jax_te.quantize import QuantizedKernel
+from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import constrain
 from jax_te.training.gradients import LossFn, mean_loss
@@ -84,7 +84,8 @@ def sensitivity(
     measure, off = _switched_measure(model, loss_fn)
     totals = {path: [0.0, 0.0] for path in kinds}
     norm = 0.0
-    with autocast(recipe):
+    # Every measurement under the calibrated scales: only then do they differ in the layer alone.
+    with autocast(recipe), frozen_scales():
         for batch in batches:
             loss0, gradient0 = measure(off, batch)
             norm += float(_squared_norm(gradient0))

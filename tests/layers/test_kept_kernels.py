@@ -20,7 +20,7 @@ from jax_te.layers import (
     quantizable_modules,
 )
 from jax_te.models import GPTModel
-from jax_te.quantize import QuantizedKernel, observe_quantization
+from jax_te.quantize import QuantizedKernel, QuantizerState, observe_quantization
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -179,7 +179,7 @@ def test_first_and_last_layers_stay_in_high_precision():
 
 
 def _split(model):
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = nnx.split(model, nnx.Any(nnx.Param, QuantizerState), ...)
     return params, graphdef, rest
 
 

@@ -246,8 +246,8 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
 
 def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> GemmState | None:
     """Return the state after a call, with the amaxes of the whole tensors."""
-    if residuals.state is None:
-        return None
+    if residuals.state is None or spec.frozen_scales:
+        return residuals.state
     scales, amaxes = zip(*residuals.used, grad.used, strict=True)
     # Reduced here, not where each was taken: nothing in this step reads them, and one collective does for all three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:

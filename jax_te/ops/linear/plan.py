@@ -40,6 +40,7 @@ class LinearOptions(NamedTuple):
             quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
         name: the layer's path, under which its quantized tensors are observed, see
             `jax_te.quantize.observe_quantization`.
+        evaluation: the layer is evaluated, not trained: its state may be left out of what is differentiated.
 
     >>> LinearOptions(kernel_axes=("fsdp", "ffn"), out_axes=("batch", "sequence", "ffn")).name is None
     True
@@ -50,6 +51,7 @@ class LinearOptions(NamedTuple):
     out_axes: LogicalAxes | None = None
     save_original_input: bool = False
     name: str | None = None
+    evaluation: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from jax_te.ops.linear.plan import Plan, linear_plan
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec, WgradProbe
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of
+from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of, scales_are_frozen
 from jax_te.recipe import Recipe
 from jax_te.sharding.internal import REPLICATED
 from jax_te.typing import Array, BackendName, DTypeLike
@@ -95,13 +95,32 @@ def run_op(
 
 
 def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
-    """Raise TypeError if a kernel that was quantized before the call is differentiated and has no ``grad_sink``."""
+    """Raise for a derivative that would be wrong.
+
+    Raises:
+        TypeError: if a kernel that was quantized before the call is differentiated and has no ``grad_sink``.
+        QuantizerStateError: if state is left out, which then never changes: gradients underflow under its scales.
+    """
     for layer, differentiated in zip(spec.layers, perturbed.layers, strict=True):
         if layer.stored_quantized and not layer.grad_sink and any(jax.tree.leaves(differentiated.kernel)):
             raise TypeError(
                 "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, "
                 "which takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"
             )
+        fixed = layer.precision.amax_rule is None or layer.frozen_scales or layer.options.evaluation
+        if not fixed and not all(jax.tree.leaves(differentiated.state)):
+            raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
+
+
+_LEFT_OUT = (
+    "a derivative under recipe {!r} leaves the quantizer state out, whose gradient is its next value: the scales would "
+    "never change. Differentiate the state with the rest, and write its gradient back. For an NNX model:\n"
+    "    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, QuantizerState)))"
+    "(model)\n"
+    "    nnx.update(model, nnx.state(grads, QuantizerState))  # and the optimizer gets nnx.state(grads, nnx.Param)\n"
+    "For Linen take jax_te.linen.value_and_grad, with the state in its first argument. make_train_step does it all. "
+    "For inference call model.eval(); if the scales are to stay, say so: `with jax_te.quantize.frozen_scales():`"
+)
 
 
 def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | None) -> LinearWeights:
@@ -190,6 +209,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
         grad_sink=sink is not None,
         deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
         observer=ambient_observer.value,
+        frozen_scales=scales_are_frozen.value,
     )
 
 

@@ -82,6 +82,7 @@ class LinearSpec:
         deferred: the sink gets the operands of the kernel gradient's GEMM. In an abstract pass
             this is the probe, to which the op reports them.
         observer: collects statistics of the quantized tensors, or None.
+        frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 
     backend: Any
@@ -98,6 +99,7 @@ class LinearSpec:
     grad_sink: bool = False
     deferred: Any = False
     observer: Observer | None = None
+    frozen_scales: bool = False
 
 
 class WgradProbe:
