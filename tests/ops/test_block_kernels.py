@@ -229,6 +229,29 @@ def test_the_kernels_lower_for_cuda(shape):
             assert "mosaic_gpu" in quantized.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@interpreted
+def test_layers_of_one_shape_share_one_lowering_of_each_kernel():
+    """Lowering a kernel takes a second or two, and a model calls the same few hundreds of times."""
+
+    def layer(x, w):
+        rows, rows_inv, columns, columns_inv = block_quantize(x, E4M3)
+        _, turned, w_inv = block_quantize_2d(w, E4M3)
+        y = block_gemm(rows, rows_inv, turned, w_inv.T, out_dtype=jnp.bfloat16)
+        return y, block_gemm(columns, columns_inv, columns, columns_inv, out_dtype=jnp.float32)
+
+    def layers(x, w):
+        grams = []
+        for number in range(3):
+            with jax.named_scope(f"layer_{number}"):
+                x, gram = layer(x, w)
+                grams.append(gram)
+        return x, grams
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 128)))
+    text = jax.jit(layers).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 4
+
+
 def test_not_supported_without_a_gpu():
     ok, reason = supported()
     assert not ok

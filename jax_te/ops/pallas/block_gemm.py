@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,7 @@ def block_gemm(
     a, b = pad(a, 1, BLOCK), pad(b, BLOCK, BLOCK)
     if bias is not None:
         bias = jnp.pad(bias.astype(jnp.float32), (0, -n % BLOCK))
-    return _gemm(a, a_scales, b, b_scales, bias, out_dtype, square, interpret)[:, :n]
+    return _gemm(a, a_scales, b, b_scales, bias, jnp.dtype(out_dtype), square, interpret)[:, :n]
 
 
 def _is_square(name: str, scale_inv: Array, x: Array) -> bool:
@@ -122,6 +123,8 @@ def _along_k(name: str, scale_inv: Array, x: Array) -> Array:
     return scale_inv.T
 
 
+# Under a jit of its own: all layers whose shapes agree share one lowering, which takes a second or two.
+@functools.partial(jax.jit, static_argnames=("out_dtype", "square", "interpret"))
 def _gemm(
     a: Array,
     a_scales: Array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ def block_quantize(
     check_float("x", x)
     m, k = x.shape
     # Zeros change no block's amax, so whole tiles can be quantized and cut afterwards.
-    rows, columns, rows_inv, columns_inv = _quantize(pad(x, BLOCK, BLOCK), dtype, power_of_two, False, interpret)
+    rows, columns, rows_inv, columns_inv = _quantize(
+        pad(x, BLOCK, BLOCK), jnp.dtype(dtype), power_of_two, False, interpret
+    )
     return rows[:m, :k], rows_inv.T[:m], columns[:k, :m], columns_inv.T[:k]
 
 
@@ -78,7 +81,7 @@ def block_quantize_2d(
     """
     check_float("w", w)
     k, n = w.shape
-    data, transposed, scale_inv, _ = _quantize(pad(w, BLOCK, BLOCK), dtype, power_of_two, True, interpret)
+    data, transposed, scale_inv, _ = _quantize(pad(w, BLOCK, BLOCK), jnp.dtype(dtype), power_of_two, True, interpret)
     return data[:k, :n], transposed[:n, :k], scale_inv
 
 
@@ -102,6 +105,8 @@ def _power_of_two(amax: Array, dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
 
 
+# Under a jit of its own: all layers whose shapes agree share one lowering, which takes a second or two.
+@functools.partial(jax.jit, static_argnames=("dtype", "power_of_two", "square", "interpret"))
 def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, interpret: bool) -> tuple[Array, ...]:
     """Data as it is and transposed, and their scale_inv, the blocked axis first. Sizes are multiples of 128.
 
