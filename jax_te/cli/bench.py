@@ -23,6 +23,7 @@ from jax_te.bench.internal import (
     bench_train_steps,
 )
 from jax_te.cli.build import build_model
+from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.options import CP_COMM_TYPES, METHODS, POLICIES, SIZE, flag, some_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     given = [name for name in MODEL_DEFAULTS if hasattr(args, name)]
     args = argparse.Namespace(**(MODEL_DEFAULTS | vars(args)))
     _check(args, given)
+    keep_compiled_programs()
     device, rows = jax.devices()[0], []
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
     for row in _rows(args):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import Trainer, contexts, warnings_as_lines
+from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
 from jax_te.cli.resolve import output_folder, resolve
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for options that do not go together, and a folder that holds another run or is in use.
     """
+    keep_compiled_programs()
     # Said before anything is made: a run that could not write its charts would fail at its end.
     for package in ("grain", "tensorboardX", "matplotlib", "rich"):
         require_extra(package)
