@@ -66,16 +66,17 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--modules", nargs="+", choices=MODULES, default=MODULES[:1], help="layers to measure")
     add("--recipes", nargs="+", default=RECIPES, help="recipes to measure")
     shape = "batch, sequence, hidden size, heads, feed-forward size"
-    add("--shape", nargs=5, type=int, default=[*DEFAULT_SHAPE], metavar=("B", "S", "H", "HEADS", "F"), help=shape)
+    names = ("B", "S", "H", "HEADS", "F")
+    add("--shape", nargs=5, type=SIZE.parse, default=[*DEFAULT_SHAPE], metavar=names, help=shape)
     add("--backend", choices=BACKENDS, default="auto", help="backend of jax_te's layer")
     add("--mesh", metavar="SIZES", help="run on a mesh, like tensor=4 or data=2,tensor=2; default: one device")
     add("--sequence-parallel", action="store_true", help="with --mesh: sequence parallelism")
     steps = "measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
-    add("--microbatches", type=int, metavar="M", help=steps + "quantized once a step beside in every microbatch")
+    add("--microbatches", type=SIZE.parse, metavar="M", help=steps + "quantized once a step beside in every microbatch")
     attention = "measure instead causal attention alone, its sequences sharded over the context axis of --mesh in "
     attention += f"these ways: {', '.join(CP_COMM_TYPES)}; te.jax has the first two"
     add("--context-parallel", nargs="+", choices=CP_COMM_TYPES, metavar="WAY", help=attention)
-    add("--groups", type=int, metavar="G", help="with --context-parallel: key/value heads; HEADS")
+    add("--groups", type=SIZE.parse, metavar="G", help="with --context-parallel: key/value heads; HEADS")
     model = (
         "measure instead train steps of this preset of jax-te train (AdamW on fp32 masters, bf16 parameters, its own "
     )
@@ -84,8 +85,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     model += "row that ran, peak_gib is arguments and temporary arrays"
     add("--model", choices=tuple(PRESETS), help=model)
-    add("--rounds", type=int, default=7, help="rounds of measurement; the median counts")
-    add("--calls", type=int, default=10, help="calls in a round")
+    add("--rounds", type=SIZE.parse, default=7, help="rounds of measurement; the median counts")
+    add("--calls", type=SIZE.parse, default=10, help="calls in a round")
     add("--output", metavar="FILE", help="write the rows to this JSON file")
     add("--hlo", metavar="DIR", help="write the compiled programs to this folder")
     # Only what is given is set, so that it can be refused where there is no --model.

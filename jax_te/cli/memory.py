@@ -21,19 +21,17 @@ def check_memory(config: RunConfig, *, training: bool = True) -> None:
     Raises:
         ValueError: also for a mesh of more devices than there are.
     """
-    sizes = config.parallel_config() or ParallelConfig()
-    if sizes.num_devices > jax.device_count():
-        there = jax.device_count()
-        raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {there}; lower a size")
-    stats = jax.local_devices()[0].memory_stats() or {}
+    sizes, found = config.parallel_config() or ParallelConfig(), jax.device_count()
+    if sizes.num_devices > found:
+        raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {found}; lower a size")
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sizes.num_devices
-    there, needed = stats.get("bytes_limit", host), least_memory(config, training=training)
+    there = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", host)
+    needed = least_memory(config, training=training)
     if config.check_memory and needed > there:
         raise ValueError(
             f"the sizes take at least {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f} GiB; "
-            "lower --batch-size, --seq-len or the model's sizes, give more --microbatches or a larger --mesh, or skip "
-            "this estimate with --no-check-memory"
+            "lower them, give more --microbatches or a larger --mesh, or skip this estimate: --no-check-memory"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, flag
 from jax_te.cli.run_config import RunConfig
-from jax_te.config.internal import brief, parse_json, read_text
+from jax_te.config.internal import brief, read_text
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -47,7 +47,7 @@ def read_config(directory: Path) -> RunConfig | None:
     """
     path = directory / CONFIG_FILE
     try:
-        values = parse_json(read_text(path), CONFIG_FILE)
+        values = json.loads(read_text(path))
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
         version, crc32 = values.pop("version", 0), values.pop("crc32", None)  # version 0 had neither
@@ -62,7 +62,7 @@ def read_config(directory: Path) -> RunConfig | None:
         return config
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the configuration of a jax-te run ({error}); give another --output") from None
 
 

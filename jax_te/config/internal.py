@@ -10,7 +10,7 @@ from jax_te.config.checks import (
     literal_names,
     log_hints,
 )
-from jax_te.config.files import brief, check_nesting, parse_json, read_text
+from jax_te.config.files import brief, read_text
 from jax_te.config.initializers import normal_init, scaled_normal_init
 from jax_te.config.mesh import check_mesh_axis
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES
@@ -26,14 +26,12 @@ __all__ = [
     "check_bool",
     "check_choice",
     "check_mesh_axis",
-    "check_nesting",
     "check_positive",
     "check_rate",
     "float_dtype",
     "literal_names",
     "log_hints",
     "normal_init",
-    "parse_json",
     "read_text",
     "scaled_normal_init",
 ]

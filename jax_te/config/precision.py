@@ -30,9 +30,8 @@ class PrecisionConfig:
     Args:
         fp8: ``"e4m3"``, ``"hybrid"`` (E5M2 for gradients) or None: no FP8; the other ``fp8_`` fields then say nothing.
         fp8_recipe: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or ``"custom"``.
-        fp8_param, fp4_param: hold kernels in quantized form. For whoever makes the train state:
-            ``create_train_state(…, fp8_param=config.fp8_param)``. Layers are always built with exact kernels, because
-            masters are taken from those.
+        fp8_param, fp4_param: hold kernels in quantized form: `create_train_state` does, for a model with this
+            configuration. Layers are always built with exact kernels, because masters are taken from those.
         fp8_quantizer_factory, fp4_quantizer_factory: dotted path of a ``"custom"`` recipe's ``qfactory``.
         fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: of delayed scaling, see
             `jax_te.recipe.DelayedScaling`; the defaults are Megatron's.

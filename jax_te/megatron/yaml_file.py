@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jax_te.config.internal import brief, check_nesting, read_text
+from jax_te.config.internal import brief, read_text
 
 MAX_CHARACTERS = 2**18
 """Of a YAML text, which PyYAML reads in some seconds. A rule for each of 1,000 layers takes half of it."""
+
+MAX_DEPTH, MAX_VALUES = 50, 100_000
+"""Nesting of the content, and its values, where an alias counts as all that it stands for."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,14 +34,21 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None:
-            check_nesting(node, _children)
+            _check_nesting(node)
         return node
 
 
-def _children(node: yaml.Node) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [child for pair in node.value for child in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
+def _check_nesting(root: yaml.Node) -> None:
+    waiting, seen = [(root, 1)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        seen += 1
+        if depth > MAX_DEPTH or seen > MAX_VALUES:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep, or stands for over {MAX_VALUES} values")
+        if isinstance(node, yaml.MappingNode):
+            waiting += [(child, depth + 1) for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(child, depth + 1) for child in node.value]
 
 
 def read_yaml(path: str | Path) -> Any:

@@ -113,28 +113,36 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSON Lines file, without an unfinished last line; none for a missing file."""
+    """Return the records of a JSON Lines file, without lines that hold none; none for a missing file."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with path.open("rb") as file:
+            return [record for record in map(_record, file) if record is not None]
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncate a file of records after the last one of a step <= ``step``, or before the first unreadable line."""
+    """Truncate a file of records before the first one of a later step, or before an unfinished last line."""
     if not path.exists():
         return
     end = 0
     with path.open("r+b") as file:  # in bytes: text mode would translate line ends, and offsets would be wrong
         for line in file:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):
+            record = _record(line)
+            if not line.endswith(b"\n") or (record is not None and record["step"] > step):
                 break
             end += len(line)
         file.truncate(end)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None for one that is damaged or unfinished, which must not cost the others."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if whole else None
 
 
 def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | None = None) -> Path | None:

@@ -98,8 +98,9 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
-        fp8_param: store all kernels quantized, see `quantize_parameters`, beside fp32 masters; False: only kernels of
-            layers whose own `ModuleRecipe` says so. Create the state, and call the step, under the recipe. Kernels are
+        fp8_param: store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do ``fp8_param``
+            and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own `ModuleRecipe`
+            says so. Create the state, and call the step, under the recipe. Kernels are
             quantized from their fp32 values: with fp32 parameters a step gives the same bits as without ``fp8_param``,
             with bf16 ones it leaves out a rounding to bf16.
 
@@ -229,8 +230,10 @@ def _builder(
         exact = params
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
         own = [module.module_recipe for _, module in quantizable_modules(model)]
-        if fp8_param or any(recipe is not None and recipe.holds_kernels for recipe in own):
-            quantize_parameters(model, only_marked=not fp8_param)
+        config = getattr(model, "config", None)  # of the models of this package
+        hold = fp8_param or getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False)
+        if hold or any(recipe is not None and recipe.holds_kernels for recipe in own):
+            quantize_parameters(model, only_marked=not hold)
             definition, params, quantizers, rest = split_model(model)
         # Masters of the values before quantization, which loses them.
         masters = masters_of(exact, params)

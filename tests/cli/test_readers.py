@@ -1,12 +1,33 @@
 """What files and command lines may hold: a value, or one clear error; never code that runs, a traceback or a hang."""
 
+import argparse
+import contextlib
 import json
+import shutil
 import sys
+from dataclasses import fields
 
+import jax
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_state, contexts
 from jax_te.cli.main import main
-from jax_te.cli.run_files import CONFIG_FILE, _crc32
+from jax_te.cli.memory import least_memory
+from jax_te.cli.parser import build_parser
+from jax_te.cli.precision_rules import quantization_rules
+from jax_te.cli.presets import PRESETS
+from jax_te.cli.resolve import new_config
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CONFIG_FILE, _crc32, read_config
+from jax_te.data import load_text
+from jax_te.errors import CheckpointMismatchError
+from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
+from jax_te.megatron.yaml_file import read_yaml
+from jax_te.metrics.log import METRICS_FILE, cut_after, read_metrics
+from tests.support.numerics import without_type_checker
 from tests.support.runs import MICRO, assert_refused
 
 RULES = """
@@ -58,3 +79,206 @@ def test_a_precision_file_may_name_a_factory_of_an_allowed_module(planted, tmp_p
     argv = ["train", *MICRO, "--output", str(tmp_path / "run"), "--precision-config", str(tmp_path / "rules.yaml")]
     assert_refused(main(argv), capsys.readouterr().err, "planted.factory")
     assert not planted.exists()
+
+
+WORDS = ["", "x", "nan", "-inf", "-1", "-0.5", "1e400", "0x10", "1,5", "1;5", "None", "true", "[1]", "{}", "1 2", "½"]
+WORDS += ["١x", "9" * 5000, "a" * 5000, "%s%n", "/no/such", "\u202e7", "\x1b[31m", "--", "+-1", ",", "a,"]
+
+
+def message_of(call, *errors):
+    """What ``call()`` is refused with; nothing if it is not."""
+    try:
+        call()
+    except errors as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "inspect", "doctor", "bench"])
+def test_bad_values_of_every_option_are_one_line(command, capsys):
+    parser = build_parser(command)
+    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for action in subparsers.choices[command]._actions:
+        refused = 0
+        for value in WORDS:
+            argv = [command, f"{action.option_strings[0]}={value}"]
+            if message_of(lambda argv=argv: parser.parse_args(argv), SystemExit) == "2":
+                refused += 1
+                error = capsys.readouterr().err
+                assert error.startswith("jax-te: error: "), argv
+                assert error.count("\n") == 1, argv
+        # Names of files and the like are looked at later.
+        names = action.choices is None and action.metavar in (None, "FILE", "DIR", "PATH", "AXES", "SIZES", "TEXT")
+        assert refused >= 20 or (names and action.nargs != 0), action
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--data"],
+        ["train", "--mesh"],
+        ["train", "--precision-config"],
+        ["train", "--output"],
+        ["sample", "--output"],
+        ["inspect", "--output"],
+        ["inspect", "--sharding", "--preset=tiny", "--mesh"],
+        ["bench", "--mesh"],
+        ["bench", "--recipes"],
+    ],
+    ids=" ".join,
+)
+def test_bad_names_are_one_line(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in filter(None, WORDS):
+        name = name.replace("/", "_")
+        if argv == ["train", "--output"] and len(name) < 200:
+            (tmp_path / name).touch()
+        capsys.readouterr()
+        assert_refused(main([*argv[:-1], f"{argv[-1]}={name}"]), capsys.readouterr().err)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--seed", "4294967296"],
+        ["--seed", "18446744073709551616"],
+        ["--steps", "99999999999999999999"],
+        ["--recipe", "delayed", "--margin", "18"],
+        ["--seq-len", "1"],
+        ["--output", ""],
+        ["--data", ""],
+        ["--batch-size", "1000000000"],
+        ["--batch-size", "1000000000", "--microbatches", "1000000000"],
+        ["--eval-batches", "2000000000"],
+        ["--num-layers", "9999", "--hidden-size", "100000"],
+        ["--num-layers", "10000"],
+        ["--hidden-size", "1000000000"],
+        ["--ffn-hidden-size", "2000000000"],
+        ["--mesh", "data=100000000", "--batch-size", "100000000"],
+    ],
+    ids=" ".join,
+)
+def test_absurd_sizes_are_refused_before_anything_is_made(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(SystemExit):
+        assert main(["train", *MICRO, *argv]) == 2
+    assert_refused(2, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"preset": "gpt-125m"}, {"fp8_param": True, "recipe": "current"}, {"params_dtype": "bfloat16"}]
+)
+def test_the_estimate_is_below_what_a_state_takes_and_not_far_below(changes):
+    config = new_config({"preset": "tiny", "batch_size": 1, "seq_len": 32, "eval_batches": 1} | changes)
+    with contexts(config):
+        state = abstract_state(config)
+    params, all_of_it = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (state.params, state)
+    )
+    assert 0.9 * all_of_it < least_memory(config) < 1.2 * (all_of_it + params)
+    assert 0.5 * params < least_memory(config, training=False) <= params
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+FUZZ = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+)
+
+
+@settings(FUZZ, max_examples=40)
+@given(data=st.data())
+def test_any_rules_are_read_or_refused(data):
+    """Text of any kind, the rules of a file with a piece of text put in anywhere, and any value in any place."""
+    pieces = ["&a ", "*a", "<<: ", "!!timestamp ", "!!bool ", "? ", "- ", "{", "[", "}", "\n", "|\n", "%", "custom"]
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(RULES))] * 2)))
+    text = data.draw(st.text() | st.sampled_from(pieces).map(lambda piece: RULES[:start] + piece + RULES[end:]))
+    recipe = data.draw(st.dictionaries(st.sampled_from(sorted(TEQuantizationRecipe.get_config_keys())), JSON))
+    payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
+    given = data.draw(st.just(payload) | JSON)
+    for content in (text, json.dumps({"configs": {"own": given}, "matchers": data.draw(JSON)})):
+        assert len(message_of(lambda content=content: use(content), ValueError, TypeError, AssertionError)) < 2000
+
+
+def use(content):
+    for key, found in quantization_rules(content).configs.items():
+        with without_type_checker():
+            config = QuantizationConfig(found, MatchContext("a"), key)
+            TEQuantizationParams.parse_from_config(config).to_module_recipe()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)),
+        "a0: &a0 {b: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)),
+        "{" * 2000,
+        "&a [*a]",
+        "!!timestamp foo",
+        "!!bool foo",
+        "!!int ''",
+        "2020-13-45",
+        "!!python/object/apply:os.system [ls]",
+        "!" + "t" * 100_000 + " x",
+        "a" * 300_000,
+        b"\xff\xfe\x00",
+    ],
+    ids=range(12),
+)
+def test_a_yaml_file_beyond_the_limits_is_named(text, tmp_path):
+    path = tmp_path / "rules.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"rules\.yaml") as error:
+        read_yaml(path)
+    assert len(str(error.value)) < 1000
+
+
+@FUZZ
+@given(changes=st.dictionaries(st.sampled_from([field.name for field in fields(RunConfig)]), JSON, min_size=1))
+def test_any_configuration_is_read_or_refused(changes, tmp_path):
+    values = {"data": None, "decay_steps": 9, "min_learning_rate": 0.0, "preset": "tiny"} | PRESETS["tiny"].values
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(values | changes))
+    with without_type_checker():
+        assert len(message_of(lambda: read_config(tmp_path), ValueError)) < 2000
+
+
+@FUZZ
+@given(lines=st.lists(st.binary() | JSON.map(lambda value: json.dumps(value).encode())))
+def test_any_metrics_are_read(lines, tmp_path):
+    first, last = b'{"step": 1, "loss": 2.0}', b'{"step": 9, "loss": 1.0}'
+    (tmp_path / METRICS_FILE).write_bytes(b"\n".join([first, *lines, last, b""]))
+    found = read_metrics(tmp_path)
+    assert (found[0]["loss"], found[-1]["loss"]) == (2.0, 1.0)
+    cut_after(tmp_path / METRICS_FILE, 8)
+    found = read_metrics(tmp_path)
+    assert found[0] == {"step": 1, "loss": 2.0}
+    assert all(record["step"] <= 8 for record in found)
+
+
+@FUZZ
+@given(content=st.binary(max_size=300), size=st.integers(2, 40))
+def test_any_data_is_read_or_refused(content, size, tmp_path):
+    (tmp_path / "text").write_bytes(content)
+    message = message_of(lambda: load_text(tmp_path / "text", seq_len=size), ValueError)
+    assert not message or "bytes of text" in message
+
+
+@settings(FUZZ, max_examples=15)
+@given(data=st.data())
+def test_any_metadata_of_a_checkpoint_is_refused(data, trained, tmp_path_factory):
+    run = tmp_path_factory.mktemp("damaged")
+    step = shutil.copytree(trained / "checkpoints" / "12", run / "12")
+    path = data.draw(st.sampled_from([path for path in sorted(step.rglob("*META*")) if path.is_file()]))
+    content = path.read_bytes()
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
+    path.write_bytes(content[:start] + data.draw(st.binary(min_size=1, max_size=30)) + content[end:])
+    config = read_config(trained)
+    assert config is not None
+    with contexts(config), TrainCheckpointer(run) as checkpointer:
+        target = abstract_state(config)
+        assert len(message_of(lambda: checkpointer.restore(target), ValueError, CheckpointMismatchError)) < 2000

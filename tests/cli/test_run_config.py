@@ -239,9 +239,7 @@ def test_a_file_that_cannot_be_a_runs_is_refused(tmp_path, edit, message):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", [b"\xff\xfe", b"[" * 100_000, b'{"seed": NaN}', b'{"seed": 1, "seed": 2}', b"7" * 5000]
-)
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 100_000, b'{"seed": NaN}', b"7" * 5000])
 def test_a_file_that_is_no_json_is_refused(tmp_path, text):
     (tmp_path / CONFIG_FILE).write_bytes(text)
     with pytest.raises(ValueError, match=r"config\.json is not the configuration of a jax-te run") as error:

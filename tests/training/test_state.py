@@ -9,7 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.config import ParallelConfig
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.megatron import recipe_from_config
+from jax_te.models import GPTModel
+from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import ConstantLossScale, abstract_train_state, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
@@ -115,3 +118,18 @@ def test_wrong_arguments():
         create_train_state(Toy, TX, key=jax.random.PRNGKey(0))
     with pytest.raises(ValueError, match=r"params/w_in of shape \(16, 32\): dimension 0 .* fsdp = 3"):
         create_train_state(Toy, TX, key=jax.random.key(0), mesh=make_mesh(ParallelConfig(fsdp=3)))
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_models_configuration_says_whether_kernels_are_held_quantized(hold):
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=hold
+    )
+
+    def build(rngs):
+        return GPTModel(config, vocab_size=32, max_sequence_length=16, rngs=rngs)
+
+    with autocast(recipe_from_config(config)):
+        state = abstract_train_state(build, optax.sgd(0.1))
+    assert (jnp.dtype(jnp.float8_e4m3fn) in {leaf.dtype for leaf in jax.tree.leaves(state.params)}) == hold
+    assert bool(jax.tree.leaves(state.masters)) == hold
