@@ -122,16 +122,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncate a file of records before the first one of a later step, or before an unfinished last line."""
+    """Truncate a file of records after the last one before those of later steps; damaged lines in between stay."""
     if not path.exists():
         return
-    end = 0
+    end = at = 0
     with path.open("r+b") as file:  # in bytes: text mode would translate line ends, and offsets would be wrong
         for line in file:
-            record = _record(line)
-            if not line.endswith(b"\n") or (record is not None and record["step"] > step):
+            record, at = _record(line), at + len(line)
+            if record is not None and record["step"] > step:
                 break
-            end += len(line)
+            end = end if record is None else at
         file.truncate(end)
 
 
