@@ -28,16 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     argv = sys.argv[1:] if argv is None else list(argv)
-    options, interrupted = argparse.Namespace(debug=False), threading.Event()
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        interrupted.set()
-        raise KeyboardInterrupt
-
+    options, interrupt = argparse.Namespace(debug=False), None
     if threading.current_thread() is threading.main_thread():  # Python gives signals to no other
-        signal.signal(signal.SIGINT, interrupt)
+        interrupt = signal.signal(signal.SIGINT, _end)
     try:
-        # Imported only now, so that Ctrl-C ends this as it ends all else.
+        # Imported only now, so that Ctrl-C ends this, too, without a traceback.
         from jax_te.cli.parser import build_parser
 
         parser = build_parser(argv[0] if argv else None)
@@ -53,16 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; no second error at exit
         return 141
-    except (Exception, KeyboardInterrupt) as error:
-        # A module that is interrupted while it is imported may raise an ImportError in place of the interrupt.
-        if interrupted.is_set() or isinstance(error, KeyboardInterrupt):
-            print("jax-te: interrupted", file=sys.stderr)
-            return 130
+    except Exception as error:
         message = None if options.debug else explain(error)
         if message is None:
             raise
         print(f"jax-te: error: {message}", file=sys.stderr)
         return INPUT_ERROR
+    finally:
+        if interrupt is not None:
+            signal.signal(signal.SIGINT, interrupt)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End the process on Ctrl-C outside of the training loop, where nothing is left half done."""
+    # At once: an exception in the middle of an import becomes an ImportError there, or aborts in C++.
+    os.write(2, b"jax-te: interrupted\n")
+    os._exit(130)
 
 
 def explain(error: Exception) -> str | None:

@@ -4,7 +4,10 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import fields
 
 import jax
@@ -28,7 +31,7 @@ from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationPara
 from jax_te.megatron.yaml_file import read_yaml
 from jax_te.metrics.log import METRICS_FILE, cut_after, read_metrics
 from tests.support.numerics import without_type_checker
-from tests.support.runs import MICRO, assert_refused
+from tests.support.runs import MICRO, assert_refused, command
 
 RULES = """
 configs:
@@ -282,3 +285,21 @@ def test_any_metadata_of_a_checkpoint_is_refused(data, trained, tmp_path_factory
     with contexts(config), TrainCheckpointer(run) as checkpointer:
         target = abstract_state(config)
         assert len(message_of(lambda: checkpointer.restore(target), ValueError, CheckpointMismatchError)) < 2000
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_an_interrupt_at_the_start_is_one_line(seconds, tmp_path):
+    argv, given = command("train", "--output", tmp_path / "run")
+    with subprocess.Popen(argv, **given) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading JAX\n"  # said before anything that takes time
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "jax-te: interrupted\n")
+
+
+def test_a_run_whose_steps_are_all_skipped_ends_with_the_reason(tmp_path, capsys):
+    sizes = [*MICRO, "--steps", "60", "--eval-every", "100", "--save-every", "100"]
+    argv = ["train", *sizes, "--output", str(tmp_path), "--learning-rate", "1e30", "--give-up-after", "5"]
+    assert_refused(main(argv), capsys.readouterr().err, "5 steps in a row", "--give-up-after", "--learning-rate")
