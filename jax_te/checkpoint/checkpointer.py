@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
+import glob
 import json
 import logging
 import os
+import re
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tensorstore
+from etils.epath.gpath import PosixGPath
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jax_te.checkpoint.tree import Name, check_records, checksums, crc32, named_leaves, records, stored_parts
+from jax_te.checkpoint.tree import FORMAT, Name, check_records, checksums, crc32, named_leaves, records, stored_parts
 from jax_te.config.internal import check_positive
 from jax_te.typing import PyTree
+
+INSIDE = 200
+"""Bytes that the path of a file inside of a checkpoint may add to the folder's."""
+
+CLOUDS = ("/gs/", "/s3/", "/az/", "/hf/")
+"""Folders of the root that etils takes for the services of these names."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -42,7 +56,7 @@ class TrainCheckpointer:
         keep: number of newest checkpoints to keep, >= 1.
 
     Raises:
-        ValueError: if ``directory`` is a file.
+        ValueError: if ``directory`` is a file, or has a name that Orbax would take for another.
 
     >>> import tempfile, jax.numpy as jnp
     >>> folder = tempfile.TemporaryDirectory()
@@ -58,9 +72,9 @@ class TrainCheckpointer:
         check_positive(keep=keep)
         # Absolute, because the process may change its working directory during a run.
         self._directory = Path(directory).absolute()
-        if self._directory.exists() and not self._directory.is_dir():
-            raise ValueError(f"checkpoints need a folder, and {directory} is a file; give another one")
+        _check_name(self._directory, directory)
         self._keep = keep
+        self._read_back = False
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any, contextlib.ExitStack] | None = None
         self._damaged: set[int] = set()
@@ -71,35 +85,39 @@ class TrainCheckpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def save(self, state: PyTree, data_state: Any, step: int) -> None:
+    def save(self, state: PyTree, data_state: Any, step: int | np.integer) -> None:
         """Start saving. The state may be donated or deleted as soon as this returns.
 
         Args:
             state: pytree of arrays.
             data_state: any value that JSON can hold, for example the state of a data iterator.
-            step: name of the checkpoint, >= 0.
+            step: name of the checkpoint, an integer >= 0.
 
         Raises:
             OSError: if this save, or the one before it, could not be written, e.g. to a full disk. Earlier checkpoints
                 are still there.
-            ValueError: if the step is saved already.
-            TypeError: if JSON cannot hold ``data_state``.
+            ValueError: if the step is saved already, or is no integer >= 0.
+            TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero.
         """
+        step = _check_step(step)
         self.wait()
         _check_json(data_state)
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
         leaves = named_leaves(state)
-        body = {"data": data_state, "arrays": records(leaves), "checksums": checksums(leaves)}
+        body = {"format": FORMAT, "data": data_state, "arrays": records(leaves)}
+        _check_storable(body["arrays"])
+        body["checksums"] = checksums(leaves)
         # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided
         # by the caller, not by a policy of Orbax.
         with contextlib.ExitStack() as quiet:
-            quiet.enter_context(_quiet_orbax())
+            log_filter = quiet.enter_context(_quiet_orbax())
             with self._explained(step):
-                response = self._open_writer().save_checkpointables_async(
+                response: Any = self._open_writer().save_checkpointables_async(
                     step, stored_parts(leaves), force=True, custom_metadata={**body, "crc32": crc32(body)}
                 )
-            # The log stays quiet until `wait`, because Orbax writes, and logs, in threads of its own.
+            # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
+            response.on_complete(log_filter.end)
             self._pending = (step, response, quiet.pop_all())
 
     def wait(self) -> None:
@@ -112,6 +130,12 @@ class TrainCheckpointer:
             (step, response, quiet), self._pending = self._pending, None
             with quiet, self._explained(step):
                 response.result()
+                if not self._read_back:
+                    # A folder in which Orbax writes something else than it reads is noticed before much is lost.
+                    self._damaged.add(step)
+                    _read_metadata(self._directory / str(step))
+                    self._damaged.remove(step)
+                    self._read_back = True
 
     def latest_step(self) -> int | None:
         """Return the newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
@@ -122,7 +146,8 @@ class TrainCheckpointer:
         """Restore the newest checkpoint that can be read.
 
         A damaged checkpoint is skipped with a `DamagedCheckpointWarning` if there is an older one to use instead; the
-        next save renames it to ``<step>.damaged``.
+        next save renames it to ``<step>.damaged``. Of several processes, all of which must call this, all take the
+        same checkpoint: one that none of them finds damaged.
 
         Args:
             abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` with the shardings to restore to
@@ -135,11 +160,14 @@ class TrainCheckpointer:
             FileNotFoundError: if there is no checkpoint.
             CheckpointMismatchError: if the newest readable one differs from ``abstract_state`` in names, shapes or
                 dtypes.
-            ValueError: if there are checkpoints and none can be read.
+            ValueError: if there are checkpoints and none can be read, or if the newest has a newer format than this
+                version of the package knows.
         """
         self.wait()
         damaged: dict[int, str] = {}
-        for step in sorted(self._steps(), reverse=True):
+        # The first process's folder counts: a shared file system may show the newest checkpoint to some processes only.
+        while newest := _say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
+            step = int(newest)
             try:
                 state, data = self._load(step, abstract_state)
             except _DamagedError as error:
@@ -173,17 +201,19 @@ class TrainCheckpointer:
 
     def _load(self, step: int, abstract_state: PyTree) -> tuple[PyTree, Any]:
         path = self._directory / str(step)
-        body = _read_metadata(path)
+        body = _in_all_processes(_read_metadata, path)
+        version = body.get("format", 1)
+        if version > FORMAT:
+            raise ValueError(
+                f"checkpoint step {step} in {self._directory} has format {version}, and this version of jax_te knows "
+                f"formats 1 to {FORMAT}; use the version that wrote it, or a newer one"
+            )
         wanted = named_leaves(abstract_state)
         check_records(body["arrays"], records(wanted), f"checkpoint step {step} in {self._directory}")
-        found: dict[Name, Any] = {}
-        for part, target in stored_parts({name: _describe(leaf) for name, leaf in wanted.items()}).items():
-            # One by one, because Orbax leaves the others hanging when one fails.
-            with _reading():
-                found |= named_leaves(ocp.load_checkpointables(str(path), {part: target})[part])
+        found = _in_all_processes(_read_arrays, path, {name: _describe(leaf) for name, leaf in wanted.items()})
         found = {name: found[name] for name in wanted}
         # Orbax restores a flipped bit without an error, so the values are checked.
-        wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
+        wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
         if wrong:
             raise _DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), found.values()), body["data"]
@@ -208,8 +238,8 @@ class TrainCheckpointer:
 
     def _new_writer(self) -> ocp.training.Checkpointer:
         newest: Any = ocp.training.preservation_policies.LatestN(self._keep)
-        directory = str(self._directory)
-        return ocp.training.Checkpointer(directory, preservation_policy=newest, cleanup_tmp_directories=True)
+        folder = _Folder(self._directory)
+        return ocp.training.Checkpointer(folder, preservation_policy=newest, cleanup_tmp_directories=True)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -219,8 +249,9 @@ class TrainCheckpointer:
 
     def _report_damaged(self, step: int, reason: str) -> None:
         self._damaged.add(step)
-        text = f"checkpoint step {step} in {self._directory} is damaged: {reason}"
-        warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
+        if jax.process_index() == 0:  # all of them found it damaged
+            text = f"checkpoint step {step} in {self._directory} is damaged: {reason}"
+            warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
 
     def _rename_damaged(self) -> None:
         for step in self._damaged:
@@ -230,6 +261,7 @@ class TrainCheckpointer:
             # Several processes of a run share the folder: one of them renames.
             if jax.process_index() == 0:
                 (self._directory / str(step)).rename(target)
+        _say("renamed")  # none goes on before
         self._damaged.clear()
 
     @contextlib.contextmanager
@@ -237,7 +269,7 @@ class TrainCheckpointer:
         """Turn the errors that Orbax and TensorStore raise for a failed write into one OSError."""
         try:
             yield
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, _DamagedError) as error:
             # A writer that failed may fail again when it is closed.
             with contextlib.suppress(Exception):
                 self._drop_writer()
@@ -261,34 +293,81 @@ _NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError
 """Errors of a read that say nothing about the checkpoint."""
 
 
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Turn a failed read into `_DamagedError`, unless the error says nothing about the checkpoint."""
+def _reading(read: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``read`` returns. A failed read is a `_DamagedError`, unless it says nothing about the checkpoint."""
+    hook = sys.unraisablehook
+    # A read that fails leaves others behind, whose ends TensorStore and Python tell when nobody waits any more.
+    left_behind = re.compile("Event loop is closed|while reading array index")
+    sys.unraisablehook = lambda found: left_behind.search(str(found.exc_value)) or hook(found)
     try:
         with _quiet_orbax():
-            yield
+            try:
+                return read(*args)
+            except Exception as error:
+                reason = _damage(error)
+            gc.collect()  # only now: while there is an `error`, it holds them
+    finally:
+        sys.unraisablehook = hook
+    raise _DamagedError(f"it cannot be read ({reason})")
+
+
+def _damage(error: Exception) -> str:
+    """Return what an error says about the checkpoint, or raise its cause if that is nothing."""
+    links = _chain(error)
+    for link in links:
+        if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
+            raise link from None
+    return str(links[-1])[:160]
+
+
+def _in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``read`` returns, or raise in all processes if it raises in one: they would wait for each other."""
+    result, failure, text = None, None, ""
+    try:
+        result = read(*args)
     except Exception as error:
-        for link in _chain(error):
-            if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
-                raise link from None
-        raise _DamagedError(f"it cannot be read ({str(_chain(error)[-1])[:160]})") from error
+        failure, text = error, f"{isinstance(error, _DamagedError):d}{error}"
+    failures = sorted(filter(None, _say(text)))  # those that are no damage come first
+    if failure is not None and not isinstance(failure, _DamagedError):
+        raise failure
+    if failures:
+        raise (_DamagedError if failures[0][0] == "1" else RuntimeError)(failures[0][1:])
+    return result
+
+
+def _say(text: str) -> list[str]:
+    """Return the texts of all processes, in their order; all must call this, and 400 bytes of a text arrive."""
+    if jax.process_count() == 1:
+        return [text]
+    sent = np.frombuffer(text.encode()[:400].ljust(400, b"\0"), np.uint8)
+    received = multihost_utils.process_allgather(sent)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def _quiet_orbax() -> Iterator[_NotFromOrbax]:
     """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings."""
     # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
-    logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
-    logger.addFilter(log_filter)
+    loggers, log_filter = (logging.getLogger("absl"), logging.getLogger("asyncio")), _NotFromOrbax()
+    for logger in loggers:
+        logger.addFilter(log_filter)
     try:
-        yield
+        yield log_filter
     finally:
-        logger.removeFilter(log_filter)
+        for logger in loggers:
+            logger.removeFilter(log_filter)
 
 
 class _NotFromOrbax(logging.Filter):
+    ended = False
+
+    def end(self, saved: bool) -> None:
+        self.ended = saved
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname or not logging.WARNING <= record.levelno < logging.CRITICAL
+        given_up = record.name == "asyncio" and "never retrieved" in record.msg
+        from_orbax = "orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL
+        return self.ended or not (given_up or from_orbax)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -301,12 +380,66 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _read_metadata(path: Path) -> dict[str, Any]:
     """``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum."""
-    with _reading():
-        found: Any = ocp.checkpointables_metadata(str(path)).custom_metadata
-        stored: dict[str, Any] = dict(found or {})
+    found: Any = _reading(ocp.checkpointables_metadata, _Folder(path))
+    stored: dict[str, Any] = dict(found.custom_metadata or {})
     if stored.pop("crc32", None) != crc32(stored):
         raise _DamagedError("its metadata cannot be read")
+    if None in found.metadata.values():
+        raise _DamagedError("its arrays are not there")
     return stored
+
+
+def _read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
+    found: dict[Name, Any] = {}
+    # Each process by itself: Orbax's processes wait for each other at the end of a read, also for one that failed.
+    context = ocp.Context()
+    if jax.process_count() > 1:
+        alone, here = context.multiprocessing, jax.process_index()
+        alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
+    with context:
+        for part, target in stored_parts(wanted).items():
+            # One by one, because Orbax leaves the others hanging when one fails.
+            found |= named_leaves(_reading(ocp.load_checkpointables, _Folder(path), {part: target})[part])
+    return found
+
+
+class _Folder(PosixGPath):
+    """A path whose own name is no pattern: with etils' ``glob``, Orbax finds nothing in a folder ``run[1]``."""
+
+    def glob(self, pattern: str) -> Iterator[_Folder]:
+        return map(type(self), glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)))
+
+
+def _check_name(path: Path, given: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a folder that is none, or whose name does not reach the disk as it is."""
+    refused = None
+    try:
+        os.lstat(path / ("x" * INSIDE))
+    except OSError as error:
+        refused = {errno.ENOTDIR: "is a file", errno.ENAMETOOLONG: "is too long a name"}.get(error.errno or 0)
+    if any(character == "\\" or "\ud800" <= character <= "\udfff" for character in str(path)):
+        refused = "has a backslash, or a character that is not Unicode, in its absolute path"
+    elif f"{path}/".startswith(CLOUDS) or any(part.endswith(":") for part in path.parts):
+        refused = "looks like the address of a service, not a folder"
+    if refused:
+        raise ValueError(f"checkpoints need a folder, and {given} {refused}; give another one")
+
+
+def _check_step(step: Any) -> int:
+    # bool is a subclass of int; NumPy's integers are none.
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"step must be an integer >= 0, got {step!r}")
+    return int(step)
+
+
+def _check_storable(arrays: dict[str, list[Any]]) -> None:
+    for name, (dtype, shape) in arrays.items():
+        try:
+            tensorstore.dtype(dtype)
+        except ValueError:
+            raise TypeError(f"{name} has dtype {dtype}, which Orbax cannot store; convert it to another one") from None
+        if 0 in shape:
+            raise TypeError(f"{name} has shape {tuple(shape)}, and Orbax stores no empty arrays; leave it out")
 
 
 def _check_json(data_state: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,12 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.typing import Array, PyTree
 
 Name = tuple[str, ...]
+
+FORMAT = 2
+"""Version of the checkpoints that are written. 1, the version of those that name none, had checksums without order."""
+
+SMALL = 2**20
+"""The largest number of elements whose checksum the host computes."""
 
 SHOWN = 8
 """The largest number of differences in a message."""
@@ -80,18 +87,23 @@ def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
     return result
 
 
-def checksums(leaves: dict[Name, Array]) -> dict[str, int]:
-    """Return a checksum of each leaf: its bits as unsigned integers, summed modulo 2**32 on its devices.
+def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, int]:
+    """Return a checksum of each leaf: 32 bits, that do not depend on the leaf's sharding.
 
-    Any change of one element changes it.
+    Any change of one element changes it, and so do (but for one case in 2**32) elements in another order.
 
-    >>> checksums({("a",): jnp.arange(4)})
+    Args:
+        leaves: arrays by name.
+        version: format of the checkpoint. In format 1 the checksum is the sum of the bits, in any order.
+
+    >>> checksums({("a",): jnp.arange(4)}, version=1)
     {'a': 6}
+    >>> checksums({("a",): jnp.arange(4)}) == checksums({("a",): jnp.arange(4)[::-1]})
+    False
     """
     # One program for each leaf, because leaves may be on different meshes. Each is waited for before the next starts:
     # XLA's CPU runtime aborts when programs with collectives wait too long for one of its threads.
-    # A sum of integers, unlike one of floats, does not depend on the sharding.
-    return {"/".join(name): int(_sum(leaf)) for name, leaf in leaves.items()}
+    return {"/".join(name): int(_checksum(leaf, ordered=version > 1)) for name, leaf in leaves.items()}
 
 
 def check_records(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], what: str) -> None:
@@ -126,15 +138,50 @@ def crc32(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-@jax.jit
-def _sum(leaf: Array) -> Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+def _checksum(leaf: Array, *, ordered: bool) -> Array | np.uint32:
+    leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.asarray(leaf)
+    if leaf.size > SMALL or not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return _sum_on_devices(leaf, ordered)
+    # To compile a program takes far longer than to read a small array.
+    values = np.asarray(leaf).reshape(-1)
+    words = values.view({1: np.uint8, 2: np.uint16}.get(values.itemsize, np.uint32)).astype(np.uint32)
+    return np.sum(_mix(words, np.arange(words.size, dtype=np.uint32)) if ordered else words, dtype=np.uint32)
+
+
+@partial(jax.jit, static_argnums=1)
+def _sum_on_devices(leaf: Array, ordered: bool) -> Array:
+    """The same of an array where it is. A sum of integers, unlike one of floats, does not depend on the sharding."""
+    words = _words(leaf)
+    if ordered:
+        # Of each element in the flat array; iotas are made in shards, where flattening would gather the whole.
+        strides = np.cumprod([1, *words.shape[:0:-1]], dtype=np.uint64)[::-1].astype(np.uint32)
+        steps = [lax.broadcasted_iota(jnp.uint32, words.shape, axis) * strides[axis] for axis in range(words.ndim)]
+        words = _mix(words, sum(steps, jnp.uint32(0)))
+    return jnp.sum(words, dtype=jnp.uint32)
+
+
+def _words(leaf: Array) -> Array:
+    """The array's bits, an element in one word or, if it has eight bytes, in two along a last axis."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if leaf.dtype == jnp.bool_:  # bitcast_convert_type takes no bool
         leaf = leaf.astype(jnp.uint8)
-    # Eight-byte elements become two words of four: a bitcast to a smaller type adds an axis.
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    return jnp.sum(lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32), dtype=jnp.uint32)
+    info = jnp.iinfo if jnp.issubdtype(leaf.dtype, jnp.integer) else jnp.finfo
+    # A bitcast to a smaller type adds an axis.
+    unsigned = jnp.dtype(f"uint{min(info(leaf.dtype).bits, 32)}")
+    return lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+
+
+def _mix(words: Any, position: Any) -> Any:
+    """Return words that depend on their position, for NumPy and JAX arrays: the last steps of MurmurHash3.
+
+    At any one position it is a bijection, so that another word there is another result. A mere product of word and
+    position would miss that 1.0 and -1.0 have changed places: their words differ by 2**31.
+    """
+    words = words + position * np.uint32(0x9E3779B9)
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return words ^ (words >> np.uint32(16))
 
 
 def _is_variable(node: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import TrainCheckpointer, tree
 from jax_te.checkpoint.tree import checksums, named_leaves, nest, records
 from jax_te.errors import CheckpointMismatchError
 
@@ -206,6 +206,17 @@ def test_wrong_use(tmp_path):
         TrainCheckpointer(tmp_path / "file")
     with pytest.raises(ValueError, match="keep"):
         TrainCheckpointer(tmp_path, keep=0)
+    with TrainCheckpointer(tmp_path / "runs") as checkpointer:
+        # Without the type checker of the tests, which users do not have.
+        save = TrainCheckpointer.save
+        while hasattr(save, "__wrapped__"):
+            save = save.__wrapped__
+        for bad in (-1, 1.0, True, None, "1", "../../escaped", np.float32(1), jnp.int32(1)):
+            with pytest.raises(ValueError, match=r"step must be an integer >= 0, got "):
+                save(checkpointer, {"a": jnp.zeros(1)}, None, bad)
+        checkpointer.save({"a": jnp.zeros(1)}, None, np.int64(0))
+        assert checkpointer.latest_step() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
     with TrainCheckpointer(tmp_path) as checkpointer:
         for bad in (object(), {1: 2}, (1, 2)):
             with pytest.raises(TypeError, match="data_state must be what JSON gives back"):
@@ -237,6 +248,90 @@ class _Twins:
         return cls()
 
 
+NAMES = [
+    "exp[1]",
+    "[!a]*",
+    "a**b",
+    "wh?t",
+    " sp ace ",
+    "ü-日本",
+    "new\nline",
+    "100%20#x",
+    "'\"",
+    "{a}",
+    "$HOME",
+    "x" * 255,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_may_have_any_name(tmp_path, name):
+    """Beside one that the name, read as a pattern, would mean."""
+    for folder in (tmp_path / "exp1", tmp_path / name):
+        with TrainCheckpointer(folder) as checkpointer:
+            checkpointer.save({"params": jnp.arange(3.0) + len(folder.name)}, None, 1)
+    with TrainCheckpointer(tmp_path / name) as checkpointer:
+        restored, _, _ = checkpointer.restore({"params": jax.ShapeDtypeStruct((3,), jnp.float32)})
+    assert restored["params"].tolist() == [len(name), len(name) + 1, len(name) + 2]
+
+
+def test_a_folder_behind_a_link_and_a_relative_one(tmp_path, monkeypatch):
+    (tmp_path / "target[1]").mkdir()
+    (tmp_path / "link").symlink_to("target[1]")
+    monkeypatch.chdir(tmp_path)
+    for step, folder in enumerate(("link", "target[1]/../link", "target[1]/.")):
+        with TrainCheckpointer(folder) as checkpointer:
+            checkpointer.save({"a": jnp.full(2, step)}, None, step)
+    with TrainCheckpointer(tmp_path / "target[1]") as checkpointer:
+        assert checkpointer.restore({"a": jnp.zeros(2, jnp.int32)})[0]["a"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("back\\slash", "has a backslash"),
+        ("latin-\udce9", "not Unicode"),
+        ("x" * 256, "is too long a name"),
+        ("/".join(["x" * 250] * 20), "is too long a name"),
+        ("gs://bucket/run", "address of a service"),
+        ("/gs/bucket/run", "address of a service"),
+    ],
+)
+def test_a_folder_in_which_orbax_would_lose_its_files_is_refused_at_once(tmp_path, monkeypatch, folder, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"checkpoints need a folder, and [^;]* {reason}[^;]*; give another one"):
+        TrainCheckpointer(folder)
+
+
+def test_the_first_save_is_read_back(tmp_path, monkeypatch):
+    """As if the file system had lost the arrays, or Orbax written them elsewhere."""
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save({"params": jnp.ones(3)}, None, 1)
+        response = checkpointer._pending[1]
+        result = response.result
+
+        def lose():
+            result()
+            (tmp_path / "1" / "params" / "manifest.ocdbt").unlink()
+
+        monkeypatch.setattr(response, "result", lose)
+        with pytest.raises(OSError, match=r"step 1 could not be saved: its arrays are not there; there is no earlier"):
+            checkpointer.wait()
+        checkpointer.save({"params": jnp.ones(3)}, None, 1)
+        assert checkpointer.latest_step() == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "1.damaged"]
+
+
+def test_arrays_of_every_dtype_that_orbax_stores(tmp_path):
+    values = jax.random.normal(jax.random.key(0), (4, 6)) * 3.0
+    dtypes = ["int4", "int2", "float4_e2m1fn", "float8_e8m0fnu", "complex64", "uint16", "int8"]
+    state = {dtype: jax.lax.convert_element_type(values, dtype) for dtype in dtypes}
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, None, 1)
+        restored, _, _ = checkpointer.restore(abstract(state))
+    assert bits(restored) == bits(state)
+
+
 def test_a_checksum_notices_any_one_element():
     rng = np.random.default_rng(0)
     for dtype in (np.float32, jnp.bfloat16, jnp.float8_e5m2, np.int32, np.bool_, np.uint8):
@@ -246,3 +341,47 @@ def test_a_checksum_notices_any_one_element():
         place = tuple(rng.integers(0, size) for size in raw.shape)
         raw[place] ^= np.uint8(1) if dtype == np.bool_ else np.uint8(1 << rng.integers(0, 8))
         assert checksums({("a",): jnp.asarray(array)})["a"] != before
+
+
+CHECKED = ["float32", "bfloat16", "float16", "float8_e5m2", "int4", "float4_e2m1fn", "int32", "uint8", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", CHECKED)
+def test_a_checksum_sees_order_and_no_mesh(dtype, monkeypatch):
+    """Host and devices compute the same; an array of the same bits in another order has another."""
+    array = jax.lax.convert_element_type(3.0 * jax.random.normal(jax.random.key(0), (4, 8)), dtype)
+
+    def checksum(leaf):
+        return checksums({("a",): leaf})["a"]
+
+    others = [array[::-1], array[:, ::-1], array.T, array.reshape(8, 4).T, array[jnp.array([1, 0, 2, 3])]]
+    assert len({checksum(array), *map(checksum, others)}) == 6
+    kinds = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
+    meshes = [jax.make_mesh(shape, ("x", "y"), axis_types=(kind,) * 2) for shape in ((2, 2), (1, 4)) for kind in kinds]
+    sharded = [jax.device_put(array, jax.NamedSharding(mesh, jax.P("x", "y"))) for mesh in meshes]
+    small = {checksum(leaf) for leaf in (array, *sharded)}
+    monkeypatch.setattr(tree, "SMALL", 0)
+    assert {checksum(leaf) for leaf in (array, *sharded)} == small
+    assert len(small) == 1
+
+
+def test_a_checksum_sees_numbers_of_opposite_sign_change_places():
+    """Their words differ by 2**31, which a product with an even number would lose."""
+    signs = jnp.tile(jnp.array([1.0, -1.0]), 512)
+    orders = [jnp.roll(signs, 1), signs.at[:2].set(signs[1::-1]), jnp.sort(signs), signs]
+    assert len({checksums({("a",): order})["a"] for order in orders}) == 4
+
+
+def test_the_older_checksum_is_that_of_the_older_format():
+    assert checksums({("a",): jnp.arange(4), ("b",): jnp.array([True, True, False])}, version=1) == {"a": 6, "b": 2}
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path, monkeypatch):
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": jnp.zeros(1)}, None, 1)
+        monkeypatch.setattr("jax_te.checkpoint.checkpointer.FORMAT", 3)
+        checkpointer.save({"a": jnp.zeros(1)}, None, 2)
+        checkpointer.wait()
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match=r"step 2 in .* has format 3, and .* knows formats 1 to 2; use"):
+            checkpointer.restore({"a": jnp.zeros(1)})

@@ -109,8 +109,9 @@ def damage_newest(folder):
 
 @ignore_given_up_reads
 def test_the_log_is_quiet_while_orbax_runs_and_is_left_as_it_was(folder):
-    """Orbax's threads log, too: the filter stays until the save has been waited for."""
+    """Orbax's threads log, too: the filter stays until all is written, whether or not somebody waits for the save."""
     logger = logging.getLogger("absl")
+    foreign = logger.makeRecord("absl", logging.WARNING, "/x/orbax/checkpoint/y.py", 1, "a user's own save", (), None)
     before = list(logger.filters)
     damage_newest(folder)
     with TrainCheckpointer(folder) as checkpointer:
@@ -119,6 +120,10 @@ def test_the_log_is_quiet_while_orbax_runs_and_is_left_as_it_was(folder):
         assert logger.filters == before
         checkpointer.save(make_state(30), None, 30)
         assert len(logger.filters) == len(before) + 1
+        deadline = time.monotonic() + 60.0
+        while not logger.filter(foreign):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         checkpointer.wait()
         assert logger.filters == before
         checkpointer.save(make_state(40), None, 40)
@@ -193,6 +198,44 @@ def test_nothing_that_can_be_read(folder):
 def test_a_mismatch_is_no_damage(folder):
     with TrainCheckpointer(folder) as checkpointer, pytest.raises(CheckpointMismatchError):
         checkpointer.restore({**described(), "step": jax.ShapeDtypeStruct((), jnp.float32)})
+
+
+RESTORE = """
+import gc, sys, jax, jax.numpy as jnp
+from jax_te.checkpoint import TrainCheckpointer
+state = {"params": {str(i): jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(6)}}
+with TrainCheckpointer(sys.argv[1]) as checkpointer:
+    print(checkpointer.restore(state)[2])
+gc.collect()
+"""
+
+
+def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
+    """And not what Orbax's other reads, which nobody waits for any more, have to say."""
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"params": {str(i): jnp.ones((64, 64)) for i in range(6)}}, None, step)
+    for file in (tmp_path / "2" / "params" / "d").iterdir():
+        zero(file)
+    with start(RESTORE, tmp_path, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate(timeout=120)
+    assert output == "1\n", errors
+    assert errors.count("DamagedCheckpointWarning: checkpoint step 2 in") == 1
+    assert errors.count("\n") == 2, errors  # the warning, and the line of the caller
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (jax.ShapeDtypeStruct((4,), jnp.uint4), "params/a has dtype uint4, which Orbax cannot store"),
+        (jax.ShapeDtypeStruct((0, 3), jnp.float32), r"params/a has shape \(0, 3\), and Orbax stores no empty arrays"),
+    ],
+)
+def test_arrays_that_orbax_cannot_store_are_named(tmp_path, array, reason):
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        with pytest.raises(TypeError, match=reason):
+            checkpointer.save({"params": {"a": jnp.zeros(array.shape, array.dtype)}}, None, 1)
+        checkpointer.save({"params": {"a": jnp.zeros(1)}}, None, 1)
 
 
 SAVER = """

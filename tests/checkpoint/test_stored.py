@@ -8,12 +8,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_te import ParallelConfig, autocast, make_mesh
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.training import abstract_train_state
-from tests.checkpoint.stored import make
+from tests.checkpoint.stored import make, make_format_2
 
 STORED = Path(__file__).parent / "stored"
 VERSIONS = ("84f1322",)
@@ -61,3 +62,14 @@ def test_training_goes_on(version, mesh_name):
     # 7e-4 of the gradient's norm from mesh to mesh. A wrong scale or a lost moment changes far more.
     assert jnp.allclose(metrics["loss"], stored["loss"], rtol=2e-4, atol=0.0)
     assert jnp.allclose(metrics["grad_norm"], stored["grad_norm"], rtol=5e-3, atol=0.0)
+
+
+def test_a_checkpoint_of_format_2():
+    """Of five small arrays; ``python -m tests.checkpoint.stored.make_format_2`` wrote it."""
+    wanted = make_format_2.state()
+    with TrainCheckpointer(STORED / "format_2") as checkpointer:
+        restored, data_state, step = checkpointer.restore(wanted)
+    assert (data_state, step) == ({"next": 4}, 4)
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

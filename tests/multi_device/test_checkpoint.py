@@ -1,0 +1,99 @@
+"""Checkpoints of a run of several processes: every process saves its shards, and all restore the same step."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
+from jax_te.checkpoint import checkpointer as checkpointer_module
+from tests.support.processes import run_processes
+
+
+def sharded_state(step, mesh):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+
+    def put(spec):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    return {"params": {"rows": put(("x",)), "both": put(("x", "y")), "whole": put(())}, "step": put((None, "y"))}
+
+
+def meshes():
+    """One whose first axis and one whose second axis goes over the processes."""
+    devices = np.array(jax.devices()).reshape(2, 2)
+    return [jax.sharding.Mesh(grid, ("x", "y")) for grid in (devices, devices.T)]
+
+
+def local(tree):
+    return [np.asarray(shard.data).tobytes() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+
+
+def save_and_restore(folder, small):
+    checkpointer_module.checksums.__globals__["SMALL"] = small
+    one, other = meshes()
+    with TrainCheckpointer(folder) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(sharded_state(step, one), {"at": step}, step)
+        assert checkpointer.latest_step() == 2
+        for mesh in (one, other):
+            wanted = sharded_state(0, mesh)
+            with jax.set_mesh(mesh):
+                restored, data_state, step = checkpointer.restore(wanted)
+            assert (data_state, step) == ({"at": 2}, 2)
+            assert local(restored) == local(sharded_state(2, mesh))
+            assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(wanted)]
+
+
+def restore_damaged(folder, damaged_for):
+    """One process alone may find the damage: its disk, its shards."""
+    read = checkpointer_module._read_arrays
+
+    def fail_here(path, wanted):
+        found = read(path, wanted)
+        if jax.process_index() in damaged_for and path.name == "2":
+            raise checkpointer_module._DamagedError("a shard of this process")
+        return found
+
+    checkpointer_module._read_arrays = fail_here
+    mesh = meshes()[0]
+    with warnings.catch_warnings(record=True) as caught, TrainCheckpointer(folder) as checkpointer:
+        warnings.simplefilter("always", DamagedCheckpointWarning)
+        restored, data_state, step = checkpointer.restore(sharded_state(0, mesh))
+        assert local(restored) == local(sharded_state(1, mesh))
+        assert (data_state, step) == ({"at": 1}, 1)
+        told = [str(warning.message) for warning in caught if warning.category is DamagedCheckpointWarning]
+        checkpointer.save(sharded_state(3, mesh), {"at": 3}, 3)
+        assert checkpointer.latest_step() == 3
+    return told
+
+
+def test_a_sharded_state_comes_back_on_another_mesh(tmp_path):
+    """With checksums of the host where an array allows it, and with those of the devices."""
+    for small in (2**20, 0):
+        run_processes(2, save_and_restore, (tmp_path / str(small), small), devices=2)
+    # One process, one device: the checksums are the same.
+    with TrainCheckpointer(tmp_path / "0") as checkpointer:
+        target = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in ("rows", "both", "whole")}
+        restored, _, _ = checkpointer.restore({"params": target, "step": target["rows"]})
+    assert np.array_equal(restored["params"]["both"], np.arange(64.0).reshape(8, 8) + 2)
+
+
+def test_damage_is_agreed_upon(tmp_path):
+    run_processes(2, save_and_restore, (tmp_path / "saved", 2**20), devices=2)
+    for case, damaged_for in {"of one": (1,), "of the files": ()}.items():
+        folder = tmp_path / case
+        shutil.copytree(tmp_path / "saved", folder)
+        if not damaged_for:
+            values = max((folder / "2" / "params").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+            values.write_bytes(bytes(values.stat().st_size))
+        told = [finished.result for finished in run_processes(2, restore_damaged, (folder, damaged_for), devices=2)]
+        assert [len(texts) for texts in told] == [1, 0]
+        assert "step 2 in" in told[0][0]
+        assert told[0][0].endswith("; step 1 is used instead")
+        assert sorted(path.name for path in folder.iterdir()) == ["1", "2.damaged", "3"]
