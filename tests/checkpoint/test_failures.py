@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
         output, errors = process.communicate(timeout=120)
     assert output == "1\n", errors
     assert errors.count("DamagedCheckpointWarning: checkpoint step 2 in") == 1
-    assert errors.count("\n") == 2, errors  # the warning, and the line of the caller
+    assert errors.count("\n") <= 2, errors  # the warning, and from Python 3.13 on the line of the caller
 
 
 @pytest.mark.parametrize(
@@ -257,13 +257,15 @@ def start(script, *arguments, **options):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
 
 
-def test_kill_9_during_saves_leaves_the_last_good_checkpoint(tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_kill_9_during_saves_leaves_the_last_good_checkpoint(tmp_path, kills):
     """At moments spread over a save. The newest checkpoint is whole, and no older than the last but one started."""
     description = {
         "a": [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 24,
         "step": jax.ShapeDtypeStruct((), jnp.int32),
     }
-    for attempt, delay in enumerate((0.0, 0.04, 0.09)):
+    delays = [0.0, 0.04, 0.09, *np.random.default_rng(0).uniform(0.0, 0.3, kills - 3)]
+    for attempt, delay in enumerate(delays):
         folder = tmp_path / str(attempt)
         with start(SAVER, folder) as process:
             started = [int(line) for line in itertools.islice(process.stdout, 4)][-1]
