@@ -14,6 +14,9 @@ from jax_te.typing import DTypeLike
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that parameters and activations may have."""
 
+COMPUTE_DTYPES = (*FLOAT_DTYPES, "float64")
+"""Names of the dtypes that inputs may have: kernels are cast to them, which is no computation in integers or FP8."""
+
 
 def float_dtype(name: str, value: DTypeLike) -> np.dtype:
     """Return ``value`` as a dtype.
@@ -32,6 +35,14 @@ def float_dtype(name: str, value: DTypeLike) -> np.dtype:
     if dtype.name not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {dtype.name}")
     return dtype
+
+
+def input_error(name: str, dtype: DTypeLike) -> TypeError:
+    """Return the error for an input of a dtype that is not in `COMPUTE_DTYPES`."""
+    return TypeError(
+        f"{name} takes an input of {', '.join(FLOAT_DTYPES)}, in which it computes, and not of {np.dtype(dtype).name}; "
+        "cast it first, for example x.astype(jnp.float32)"
+    )
 
 
 def check_positive(**sizes: int) -> None:

@@ -1,12 +1,14 @@
 """Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.config.checks import (
+    COMPUTE_DTYPES,
     FLOAT_DTYPES,
     check_bool,
     check_choice,
     check_positive,
     check_rate,
     float_dtype,
+    input_error,
     literal_names,
     log_hints,
 )
@@ -18,6 +20,7 @@ from jax_te.config.recompute import RECOMPUTE_POLICIES
 from jax_te.config.transformer import POSITION_EMBEDDINGS
 
 __all__ = [
+    "COMPUTE_DTYPES",
     "FLOAT_DTYPES",
     "POSITION_EMBEDDINGS",
     "RECOMPUTE_POLICIES",
@@ -29,6 +32,7 @@ __all__ = [
     "check_positive",
     "check_rate",
     "float_dtype",
+    "input_error",
     "literal_names",
     "log_hints",
     "normal_init",

@@ -14,6 +14,7 @@ from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.internal import check_tp_group, merge_heads
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
+from jax_te.ops.internal import normal_window
 from jax_te.typing import Array
 
 ATTENTION_TYPES = ("self", "cross")
@@ -72,6 +73,9 @@ class TEDotProductAttention(DotProductAttention):
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
         cp_load_balanced: sequences come in zig-zag order, as Megatron's batches do under context parallelism; see
             `jax_te.ops.zigzag_positions`. None: the configuration's.
+        padding_at_end: padding masks hide nothing but the end of each sequence, so that their lengths say the same.
+            Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them, and
+            runs in plain JAX.
         rngs: not needed, because nothing is drawn.
 
     Raises:
@@ -101,6 +105,7 @@ class TEDotProductAttention(DotProductAttention):
         pg_collection: None = None,
         *,
         cp_load_balanced: bool | None = None,
+        padding_at_end: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
         if attention_type not in ATTENTION_TYPES:
@@ -134,6 +139,7 @@ class TEDotProductAttention(DotProductAttention):
         self.has_window = config.window_size is not None
         self.layer_number = layer_number
         self.attention_type = attention_type
+        self.padding_at_end = padding_at_end
 
     def __call__(  # type: ignore[override]  # Megatron's arguments
         self,
@@ -154,10 +160,11 @@ class TEDotProductAttention(DotProductAttention):
             query: ``[b, sq, n, d]``, or ``[t, n, d]`` with ``packed_seq_params``.
             key: ``[b, skv, g, d]`` or ``[t, g, d]``.
             value: ``[b, skv, g, dv]`` or ``[t, g, dv]``.
-            attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]`` with the padding at the end
-                of each sequence: only the lengths are read; a pair ``(queries' mask, keys' mask)`` if the two differ.
-                For ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types it is ignored, as in
-                Transformer Engine.
+            attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]``, wherever the padding is;
+                a pair ``(queries' mask, keys' mask)`` in cross-attention. Masked queries give zeros. With
+                ``padding_at_end`` only the lengths are read, which ``padding_causal_bottom_right`` needs. For
+                ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types it is ignored, as in Transformer
+                Engine.
             attn_mask_type: replaces the layer's own. With ``packed_seq_params``, ``causal`` counts as
                 ``padding_causal`` and ``no_mask`` as ``padding``.
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
@@ -174,6 +181,7 @@ class TEDotProductAttention(DotProductAttention):
             log_hints(num_splits=num_splits)
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         masks: dict[str, Any] = {}
+        window = self.layer_window
         if packed_seq_params is not None:
             # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
@@ -182,8 +190,23 @@ class TEDotProductAttention(DotProductAttention):
             mask_type = "causal_bottom_right"
         if mask_type == "arbitrary":
             masks["attention_mask"] = attention_mask
-        elif mask_type.startswith("padding") and packed_seq_params is None:
-            masks |= _lengths(attention_mask)
+        elif mask_type.startswith("padding") and packed_seq_params is None and attention_mask is not None:
+            q_hidden, kv_hidden = self._padding(attention_mask, query.shape[1])
+            if self.padding_at_end:
+                masks["kv_lengths"] = kv_lengths = _lengths(kv_hidden)
+                if q_hidden is None:
+                    masks["q_lengths"] = jnp.full_like(kv_lengths, query.shape[1])
+                elif q_hidden is not kv_hidden:  # else the same array for both, by which the op knows that they agree
+                    masks["q_lengths"] = _lengths(q_hidden)
+            elif mask_type == "padding_causal_bottom_right":
+                raise ValueError(
+                    "the diagonal of 'padding_causal_bottom_right' ends where sequences end, and a mask may have its "
+                    "padding anywhere; build the layer with padding_at_end=True, or give a mask of type 'arbitrary'"
+                )
+            else:
+                # The core's padding types know lengths alone. Causality is a window that ends at the query.
+                masks["attention_mask"] = kv_hidden if q_hidden is None else q_hidden.swapaxes(2, 3) | kv_hidden
+                window, mask_type = normal_window(window, mask_type), "arbitrary"
         # Megatron packs into one row without a batch axis; the layer wants the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
@@ -198,13 +221,26 @@ class TEDotProductAttention(DotProductAttention):
             core_attention_bias=attention_bias,
             dropout_key=dropout_key,
             attn_mask_type=mask_type,
-            window_size=self.layer_window,
+            window_size=window,
         )
         # Returned, not stored: an attribute that jit writes would hold a tracer.
         context, *logits = result if self.return_max_logit else (result,)
         merged = merge_heads(context)
         merged = merged[0] if row else merged
         return (merged, *logits) if logits else merged
+
+    def _padding(self, mask: Array | tuple[Array, Array], sq: int) -> tuple[Array | None, Array]:
+        """Return the padding masks ``[b, 1, 1, s]`` of ``sq`` queries, None if none is hidden, and of the keys."""
+        # A single mask of self-attention is that of queries and keys, unless the keys are those of a KV cache.
+        shared = self.attention_type == "self" and not isinstance(mask, tuple) and mask.shape[-1] == sq
+        pair = mask if isinstance(mask, tuple) else (mask if shared else None, mask)
+        for one in pair:
+            if one is not None and (one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1)):
+                raise ValueError(
+                    "a padding mask must be bool [b, 1, 1, s], True where there is padding; got "
+                    f"{one.dtype} {one.shape}"
+                )
+        return pair
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """Check the argument. There is nothing to set: heads are sharded over the tensor axis of the mesh in use.
@@ -224,18 +260,5 @@ def _name(mask_type: AttnMaskType | str) -> str:
     return mask_type.name if isinstance(mask_type, AttnMaskType) else mask_type
 
 
-def _lengths(mask: Array | tuple[Array, Array] | None) -> dict[str, Array]:
-    """Valid positions of each sequence, from padding masks ``[b, 1, 1, s]``."""
-    if mask is None:
-        return {}
-    # A single mask hides keys only: nobody reads the output at padded queries.
-    names = ("q_lengths", "kv_lengths") if isinstance(mask, tuple) else ("kv_lengths",)
-    lengths = {}
-    for name, one in zip(names, mask if isinstance(mask, tuple) else (mask,), strict=True):
-        if one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1):
-            raise ValueError(
-                f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {one.dtype} {one.shape}"
-            )
-        # Lengths, not the mask: fused attention kernels take lengths, and need no array of the size of the scores.
-        lengths[name] = jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32)
-    return lengths
+def _lengths(mask: Array) -> Array:
+    return jnp.sum(~mask[:, 0, 0], axis=-1, dtype=jnp.int32)

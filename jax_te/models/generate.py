@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -24,6 +25,7 @@ def generate(
     key: Array,
     temperature: float = 1.0,
     top_k: int | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Array:
     """Continue a prompt, one token at a time.
 
@@ -33,18 +35,22 @@ def generate(
 
     Args:
         model: run without dropout.
-        prompt: integers ``[b, s]``, ``s >= 1``, no padding.
-        steps: number of tokens to generate.
+        prompt: integers ``[b, s]``, ``s >= 1``. Every token is read: shorter prompts end in padding and have
+            ``lengths``.
+        steps: number of tokens to generate after the longest prompt.
         key: ``jax.random.key``. The same key gives the same tokens on every mesh, up to rounding of the logits.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample among the ``k`` most likely tokens only. None: all.
+        lengths: number of tokens of each prompt, in ``[1, s]``; what follows them in ``prompt`` is not read. The
+            shortest is a constant of the compiled program. None: all are ``s``.
 
     Returns:
-        ``[b, s + steps]`` in the dtype of ``prompt``: the prompt, then the generated tokens.
+        ``[b, s + steps]`` in the dtype of ``prompt``: in each row the prompt, then the generated tokens, which take the
+        place of its padding.
 
     Raises:
-        ValueError: for an empty prompt, ``steps`` or ``top_k`` below 1, a negative temperature, or more tokens than
-            the model's ``max_sequence_length``.
+        ValueError: for an empty prompt, ``steps`` or ``top_k`` below 1, a negative temperature, lengths that do not
+            fit the prompt, or more tokens than the model's ``max_sequence_length``.
 
     >>> from flax import nnx
     >>> from jax_te.config import TransformerConfig
@@ -66,43 +72,72 @@ def generate(
             f"prompt ({prompt.shape[1]}) and steps ({steps}) make {total} tokens, more than the model's "
             f"max_sequence_length {model.max_sequence_length}; shorten one of them"
         )
+    s = prompt.shape[1]
+    sizes = (s,) * prompt.shape[0] if lengths is None else tuple(map(operator.index, lengths))
+    if len(sizes) != prompt.shape[0] or not all(1 <= size <= s for size in sizes):
+        raise ValueError(f"lengths must be an integer from 1 to s for each row of prompt {prompt.shape}, got {lengths}")
+
+    def tokens_to_come(prompt: Array) -> Array:
+        given = jnp.arange(s, dtype=jnp.int32)[None] < jnp.array(sizes, jnp.int32)[:, None]
+        known = jnp.where(given, prompt.astype(jnp.int32), jnp.int32(-1))
+        return jnp.pad(known, ((0, 0), (0, steps)), constant_values=-1)[:, shortest:]
+
+    shortest = min(sizes, default=s)
+    following = auto_region(tokens_to_come, ("batch", None))(prompt)
     greedy = temperature == 0.0  # static: the temperature is traced, so that another one compiles nothing anew
     with whole_sequences():
-        return _generate(model, prompt, key, jnp.float32(temperature), steps=steps, top_k=top_k, greedy=greedy)
+        return _generate(
+            model, prompt[:, :shortest], following, key, jnp.float32(temperature), top_k=top_k, greedy=greedy
+        )
 
 
-@partial(jax.jit, static_argnames=("steps", "top_k", "greedy"))
+@partial(jax.jit, static_argnames=("top_k", "greedy"))
 def _generate(
-    model: GPTModel, prompt: Array, key: Array, temperature: Array, *, steps: int, top_k: int | None, greedy: bool
+    model: GPTModel,
+    prompt: Array,
+    following: Array,
+    key: Array,
+    temperature: Array,
+    *,
+    top_k: int | None,
+    greedy: bool,
 ) -> Array:
+    """Return ``prompt [b, s]`` with the tokens that follow, where ``following [b, steps]`` is -1: generated ones.
+
+    All rows go on from the shortest prompt's end, at one position: longer prompts are read token by token, so that a
+    cache needs one length, and no row has padding in front that a later token would see.
+    """
     cached = cast(Callable[..., tuple[Array, Cache]], model)  # with a cache, a call returns a pair
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 
-    def next_token(logits: Array, index: Array) -> Array:
+    def next_token(logits: Array, index: Array, known: Array) -> Array:
         # Logits are sharded over the vocabulary; sampling needs whole rows, and bits that no sharding changes.
         sample = auto_region(pick, ("batch",))
-        return sample(logits, temperature, jax.random.fold_in(key, index)).astype(prompt.dtype)
+        return sample(logits, known, temperature, jax.random.fold_in(key, index)).astype(prompt.dtype)
 
-    def step(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], Array]:
+    def step(carry: tuple[Array, Cache], at: tuple[Array, Array]) -> tuple[tuple[Array, Cache], Array]:
         token, cache = carry
         logits, cache = cached(token[:, None], cache=cache)
-        following = next_token(logits, index)
-        return (following, cache), following
+        token = next_token(logits, *at)
+        return (token, cache), token
 
+    steps = following.shape[1]
     logits, cache = cached(prompt, cache=model.init_cache(prompt.shape[0], prompt.shape[1] + steps))
-    first = next_token(logits, jnp.int32(0))
-    _, rest = jax.lax.scan(step, (first, cache), jnp.arange(1, steps, dtype=jnp.int32))
+    first = next_token(logits, jnp.int32(0), following[:, 0])
+    _, rest = jax.lax.scan(step, (first, cache), (jnp.arange(1, steps, dtype=jnp.int32), following[:, 1:].T))
     # The scan stacks its tokens in front, [steps - 1, b].
     concatenate = auto_region(lambda *tokens: jnp.concatenate([*tokens[:2], tokens[2].T], axis=1), ("batch", None))
     return concatenate(prompt, first[:, None], rest)
 
 
-def _sample(logits: Array, temperature: Array, key: Array, *, top_k: int | None, greedy: bool) -> Array:
-    """Return the next token of each sequence, ``[b]``, from ``logits [b, s, v]`` at the last position."""
+def _sample(logits: Array, known: Array, temperature: Array, key: Array, *, top_k: int | None, greedy: bool) -> Array:
+    """Return the next token of each sequence, ``[b]``: the known one, or from ``logits [b, s, v]`` at the end."""
     last = logits[:, -1].astype(jnp.float32)  # bf16 would tie many tokens
     if greedy:
-        return jnp.argmax(last, axis=-1)
-    if top_k is not None:
-        smallest = jax.lax.top_k(last, min(top_k, last.shape[-1]))[0][:, -1:]
-        last = jnp.where(last < smallest, -jnp.inf, last)
-    return jax.random.categorical(key, last / temperature, axis=-1)
+        token = jnp.argmax(last, axis=-1)
+    else:
+        if top_k is not None:
+            smallest = jax.lax.top_k(last, min(top_k, last.shape[-1]))[0][:, -1:]
+            last = jnp.where(last < smallest, -jnp.inf, last)
+        token = jax.random.categorical(key, last / temperature, axis=-1)
+    return jnp.where(known < 0, token, known)

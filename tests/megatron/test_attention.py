@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from jax_te.config import TransformerConfig
+from jax_te.errors import BackendUnavailableError
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.megatron import AttnMaskType, TEDotProductAttention, is_layer_window_attention
+from jax_te.ops import use_backend
 from tests.support.meshes import use_mesh
-from tests.support.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, without_type_checker
 
 B, S, N, G, D = 2, 8, 4, 2, 8
 
@@ -61,17 +63,52 @@ def test_channels_of_values_may_differ():
     assert (alone.kv_channels, alone.v_channels) == (D, D)
 
 
-def test_padding_masks_say_lengths():
+@pytest.mark.parametrize("at_end", [False, True])
+def test_padding_at_the_end_is_what_lengths_say(at_end):
     lengths = jnp.array([5, 8])
     mask = (jnp.arange(S)[None] >= lengths[:, None])[:, None, None]
-    for mask_type in (AttnMaskType.padding, AttnMaskType.padding_causal):
-        expected = plain(attn_mask_type=mask_type.name)(*qkv(), kv_lengths=lengths)
-        assert_bitwise(core(mask_type)(*qkv(), mask), merged(expected))
+    for mask_type in ("padding", "padding_causal"):
+        expected = plain(attn_mask_type=mask_type)(*qkv(), kv_lengths=lengths)
+        layer = TEDotProductAttention(config(), 1, mask_type, "self", padding_at_end=at_end)
+        assert_bitwise(layer(*qkv(), mask), merged(expected))
     short = jnp.array([2, 6])
-    pair = (mask, (jnp.arange(6)[None] >= short[:, None])[:, None, None])
-    cross = core(AttnMaskType.padding, attention_type="cross")
-    expected = plain(attn_mask_type="padding")(*qkv(6), q_lengths=lengths, kv_lengths=short)
-    assert_bitwise(cross(*qkv(6), pair), merged(expected))
+    keys = (jnp.arange(6)[None] >= short[:, None])[:, None, None]
+    cross = TEDotProductAttention(config(), 1, "padding", "cross", padding_at_end=at_end)
+    for masks, q_lengths in (((mask, keys), lengths), (keys, jnp.array([S, S]))):
+        expected = plain(attn_mask_type="padding")(*qkv(6), q_lengths=q_lengths, kv_lengths=short)
+        assert_bitwise(cross(*qkv(6), masks), merged(expected))
+
+
+@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
+def test_padding_anywhere_hides_what_the_mask_says(mask_type, window):
+    """Left-padded in one example, with holes in the other; against the formula in fp64."""
+    hidden = np.array([[1, 1, 1, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0, 0, 1]], bool)[:, None, None]
+    q, k, v = (np.float64(a) for a in qkv())
+    scores = np.einsum("bsgnd,btgd->bgnst", q.reshape(B, S, G, N // G, D), k) / np.sqrt(D)
+    away = np.arange(S)[None] - np.arange(S)[:, None]
+    masked = hidden | hidden.swapaxes(2, 3)
+    masked = masked | (away > 0 if mask_type == "padding_causal" else False)
+    masked = masked | (away < -window[0] if window else False) | (away > 0 if window else False)
+    masked = np.broadcast_to(masked[:, :, None], scores.shape)
+    weights = np.where(masked, 0.0, np.exp(scores))
+    total = weights.sum(-1, keepdims=True)
+    expected = np.einsum("bgnst,btgd->bsgnd", weights / np.where(total == 0, 1, total), v).reshape(B, S, N * D)
+    layer = core(mask_type, window_size=window)
+    assert_close(layer(*qkv(), jnp.asarray(hidden)), expected, TOLERANCE["float32"])
+    mask = jnp.asarray(hidden)
+    with use_backend("te"), pytest.raises(BackendUnavailableError):
+        layer(*qkv(), mask)
+
+
+def test_the_diagonal_of_bottom_right_needs_lengths():
+    lengths = jnp.array([5, 8])
+    mask = (jnp.arange(S)[None] >= lengths[:, None])[:, None, None]
+    layer = TEDotProductAttention(config(), 1, "padding_causal_bottom_right", "self", padding_at_end=True)
+    expected = plain(attn_mask_type="padding_causal_bottom_right")(*qkv(), kv_lengths=lengths)
+    assert_bitwise(layer(*qkv(), mask), merged(expected))
+    with pytest.raises(ValueError, match="padding_at_end=True"):
+        core("padding_causal_bottom_right")(*qkv(), mask)
 
 
 def test_arbitrary_masks_and_a_mask_type_of_the_call():

@@ -94,6 +94,19 @@ def test_logits_with_a_cache_are_those_of_a_full_pass(form: str) -> None:
     assert_close(jnp.concatenate(parts, axis=1), full(model, tokens), tolerance)
 
 
+@pytest.mark.parametrize(("form", "mode"), [("gpt2", "no mesh"), ("llama", "explicit")])
+def test_prompts_of_different_lengths_go_on_as_each_one_alone(form: str, mode: str) -> None:
+    lengths = [3, 1, 2, 3]
+    with use_mesh(mode):
+        options: Any = {"steps": 4, "key": KEY, "temperature": 0.0}
+        tokens = np.asarray(generate(shard(build(form)), PROMPT, lengths=lengths, **options))
+    logits = np.asarray(full(build(form), jnp.asarray(tokens)))
+    for i, length in enumerate(lengths):
+        np.testing.assert_array_equal(tokens[i, :length], PROMPT[i, :length])
+        chosen = np.take_along_axis(logits[i, length - 1 : -1], tokens[i, length:, None], -1)[:, 0]
+        assert (chosen >= logits[i, length - 1 : -1].max(-1) - 1e-4).all()  # equal up to rounding
+
+
 def test_sampling_follows_the_key_and_the_distribution() -> None:
     model = build("gpt2")
     prompts = jnp.tile(PROMPT[:1], (2048, 1))
@@ -137,6 +150,9 @@ def test_one_step_and_a_large_top_k() -> None:
         (PROMPT, {"steps": 1, "top_k": 0}, "top_k.* 0"),
         (PROMPT[:, :0], {"steps": 1}, r"prompt.* \(4, 0\)"),
         (PROMPT[0], {"steps": 1}, r"prompt.* \(3,\)"),
+        (PROMPT, {"steps": 1, "lengths": [1, 2, 3]}, r"lengths.* each row.* \(4, 3\)"),
+        (PROMPT, {"steps": 1, "lengths": [1, 2, 3, 4]}, r"lengths.* 1 to s"),
+        (PROMPT, {"steps": 1, "lengths": [0, 2, 3, 3]}, r"lengths.* 1 to s"),
     ],
 )
 def test_bad_arguments_say_what_is_allowed(prompt: jax.Array, options: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_te.config.internal import COMPUTE_DTYPES, input_error
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     BIAS_TYPES,
@@ -39,12 +40,16 @@ def attention_spec(
     Raises:
         ValueError: for shapes that do not agree, an unknown mask, bias or softmax type, or a softcap that is not
             positive.
+        TypeError: for queries, keys or values that are not floating point.
 
     >>> q = jnp.ones((1, 4, 2, 8))
     >>> attention_spec((q, q, q), "causal", logit_softcap=30.0).window
     (-1, 0)
     """
     b, sq, skv, n, g, d, dv = shape_of(qkv)
+    for array in qkv:
+        if array.dtype.name not in COMPUTE_DTYPES:
+            raise input_error("dot_product_attention", array.dtype)
     for name, value, allowed in (
         ("mask_type", mask_type, MASK_TYPES),
         ("bias_type", options.get("bias_type", "no_bias"), BIAS_TYPES),

@@ -93,7 +93,8 @@ def dot_product_attention(
     Raises:
         ValueError: for shapes that do not agree, and for an array that is missing or unused; for sizes that do not
             divide over the context axis, and options that the kind of exchange does not have.
-        TypeError: for a mask that is not bool, lengths that are not integers, a bias that is not floating point.
+        TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
+            integers.
         BackendUnavailableError: if ``backend`` was named and has no kernel for this call; the message says why.
 
     Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups); Beltagy

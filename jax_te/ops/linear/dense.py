@@ -50,7 +50,8 @@ def dense(
     Raises:
         ValueError: for shapes that do not fit.
         QuantizerStateError: if the recipe has state and none is given.
-        TypeError: if a quantized kernel is differentiated and no ``grad_sink`` is given.
+        TypeError: for an input that is not floating point; if a quantized kernel is differentiated and no
+            ``grad_sink`` is given.
         BackendUnavailableError: if the backend asked for cannot run it.
 
     Source: ``transformer_engine.jax.dense.dense``.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from jax_te.config.internal import COMPUTE_DTYPES, input_error
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import Plan, linear_plan
@@ -68,8 +69,10 @@ def run_op(
         recipe, backend: of the call.
 
     Raises:
-        ValueError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
+        ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
     """
+    if x.dtype.name not in COMPUTE_DTYPES:
+        raise input_error(name, x.dtype)
     if norm is not None:
         check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
     precision, plans, weights, specs, sinks = precision_of(recipe), [], [], [], []

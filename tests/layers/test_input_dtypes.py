@@ -1,0 +1,58 @@
+"""Inputs in whose dtype nothing can be computed: integers, bools, FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_te.layers import (
+    DotProductAttention,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    TransformerLayer,
+)
+from jax_te.ops import (
+    LinearWeights,
+    activation,
+    dense,
+    dot_product_attention,
+    layernorm,
+    layernorm_dense,
+    layernorm_mlp,
+)
+
+H = 16
+ONES, KERNEL = jnp.ones(H), jnp.ones((H, H))
+CALLS: dict[str, Any] = {
+    "Linear": lambda: Linear(H, H, rngs=nnx.Rngs(0)),
+    "LayerNormLinear": lambda: LayerNormLinear(H, H, rngs=nnx.Rngs(0)),
+    "LayerNormMLP": lambda: LayerNormMLP(H, H, rngs=nnx.Rngs(0)),
+    "LayerNorm": lambda: LayerNorm(H, rngs=nnx.Rngs(0)),
+    "RMSNorm": lambda: RMSNorm(H, rngs=nnx.Rngs(0)),
+    "DotProductAttention": lambda: lambda x: DotProductAttention(1, H)(*(x[:, :, None],) * 3),
+    "MultiheadAttention": lambda: MultiheadAttention(H, 1, rngs=nnx.Rngs(0)),
+    "TransformerLayer": lambda: TransformerLayer(H, H, 1, rngs=nnx.Rngs(0)),
+    "dense": lambda: lambda x: dense(x, KERNEL),
+    "layernorm": lambda: lambda x: layernorm(x, ONES, ONES),
+    "layernorm_dense": lambda: lambda x: layernorm_dense(x, ONES, ONES, LinearWeights(KERNEL)),
+    "layernorm_mlp": lambda: (
+        lambda x: layernorm_mlp(x, ONES, ONES, LinearWeights(KERNEL[:, None]), LinearWeights(KERNEL))
+    ),
+    "activation": lambda: lambda x: activation(x[:, :, None], "gelu"),
+    "dot_product_attention": lambda: lambda x: dot_product_attention((jnp.ones((2, 4, 1, H)), *(x[:, :, None],) * 2)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inputs_that_are_not_floating_point_are_refused(name: str) -> None:
+    call = CALLS[name]()
+    for dtype in (jnp.int32, jnp.bool_, jnp.uint8, jnp.float8_e4m3fn):
+        with pytest.raises(TypeError, match=r"takes an input of float32, bfloat16, float16.*cast it first"):
+            call(jnp.ones((2, 4, H), dtype))
