@@ -124,7 +124,7 @@ class RNGStatesTracker:
             RuntimeError: if the name or the seed is taken.
             ValueError, TypeError: for a seed out of range, or one that is no Python integer.
         """
-        _check_seed(seed, 0)
+        _check_seed(seed)
         self._check_trace()
         if seed in self._seeds:
             raise RuntimeError(f"seed {seed} is taken by another stream, and the two would be alike; give another seed")
@@ -159,8 +159,12 @@ class RNGStatesTracker:
         # The count advances before the block runs: a nested fork, or an exception in it, must not draw the key again.
         yield _fold_rank(name, jax.random.fold_in(state.key, state.count))
 
+    def belongs_here(self) -> bool:
+        """Return whether the streams are those of the function that is being traced, so that `fork` may draw."""
+        return self._trace == get_opaque_trace_state()
+
     def _check_trace(self) -> None:
-        if self._trace != get_opaque_trace_state():
+        if not self.belongs_here():
             raise RuntimeError(
                 "this tracker was made outside of the transformed function (jit, grad, scan, checkpoint, …) that uses "
                 "it, or left inside of one that has ended: pass it as an argument and return it, or call set_states "
@@ -213,11 +217,11 @@ def _fold_rank(name: str, key: Array) -> Array:
     return key
 
 
-def _check_seed(seed: Any, least: int) -> None:
+def _check_seed(seed: Any) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int):  # bool is a subclass of int
         raise TypeError(f"a seed must be a Python integer, got {seed!r}")
-    if not least <= seed < 2**32:
-        raise ValueError(f"a seed must be in [{least}, 2^32), got {seed}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"a seed must be in [0, 2^32), got {seed}")
 
 
 def model_parallel_seeds(
@@ -235,12 +239,12 @@ def model_parallel_seeds(
     tp_rank`` (model-parallel) and ``base + 1024 + 100 ep_rank + etp_rank`` (expert-parallel).
 
     Args:
-        seed: > 0.
+        seed: >= 0.
         tp_rank, ep_rank, etp_rank, pp_rank: tensor, expert, expert-tensor and pipeline rank.
         dp_rank: data-parallel rank under Megatron's ``data_parallel_random_init``; else 0.
 
     Raises:
-        ValueError: for a seed that is not in [1, 2^32).
+        ValueError: for a seed that is not in [0, 2^32).
         TypeError: for a seed that is not a Python integer.
 
     Source: ``megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed``.
@@ -248,7 +252,7 @@ def model_parallel_seeds(
     >>> model_parallel_seeds(1234, tp_rank=1)
     {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2258}
     """
-    _check_seed(seed, 1)
+    _check_seed(seed)
     base = seed + 100 * pp_rank + 10 * dp_rank
     return {
         DATA_PARALLEL_RNG: base,
@@ -263,7 +267,7 @@ def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> R
     All devices have the same seed; keys differ between devices only where they are drawn, see `RNGStatesTracker`.
 
     Args:
-        seed: > 0, and such that no stream's integer exceeds 2^32 - 1.
+        seed: >= 0, and such that no stream's integer exceeds 2^32 - 1.
         tracker: a tracker to `reset` and fill; None for a new one.
 
     Raises:

@@ -204,5 +204,6 @@ def test_megatrons_integers():
     for name, seed in model_parallel_seeds(1234).items():
         stream = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
         assert states[name].key == stream
-    with pytest.raises(ValueError, match=r"a seed must be in \[1, 2\^32\), got 0"):
-        model_parallel_seeds(0)
+    with pytest.raises(ValueError, match=r"a seed must be in \[0, 2\^32\), got -1"):
+        model_parallel_seeds(-1)
+    assert model_parallel_seeds(0)[DATA_PARALLEL_RNG] == 0  # which Megatron takes, too

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from typing import Any, get_args, get_type_hints
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
 import numpy as np
 
 from jax_te.typing import DTypeLike
+
+T = TypeVar("T")
+_Rule = tuple[bool, Callable[..., None]]
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that parameters and activations may have."""
@@ -61,11 +67,27 @@ def check_rate(**rates: float) -> None:
             raise ValueError(f"{name} must be in [0, 1), got {rate!r}")
 
 
-def check_bool(**flags: bool) -> None:
+def check_bool(**flags: object) -> None:
     """Raise TypeError for a flag that is not True or False."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def _check_integer(**integers: object) -> None:
+    for name, integer in integers.items():
+        if isinstance(integer, bool) or not isinstance(integer, int | np.integer):
+            raise ValueError(f"{name} must be an integer, got {integer!r}")
+
+
+def _check_number(**numbers: Any) -> None:
+    for name, number in numbers.items():
+        # An array, perhaps a traced one, whose value is not known here.
+        scalar = getattr(number, "shape", None) == () and getattr(number, "dtype", np.dtype(bool)).kind in "fiuV"
+        if isinstance(number, bool) or not (scalar or isinstance(number, int | float)):
+            raise TypeError(f"{name} must be a number, got {number!r}")
+        if isinstance(number, float | np.floating) and not np.isfinite(number):
+            raise ValueError(f"{name} must be finite, got {number!r}")
 
 
 def check_choice(allowed: tuple[object, ...], **values: object) -> None:
@@ -92,22 +114,71 @@ def _log_hint(name: str) -> None:
 
 
 def check_annotations(config: Any, base: type) -> None:
-    """Raise TypeError for a flag of ``base`` that is no bool, ValueError for a name that its ``Literal`` lacks."""
-    for name, hint in _hints(base):
-        if hint is bool:
-            check_bool(**{name: getattr(config, name)})
-        elif names := _names_in(hint):
-            check_choice((None, *names) if type(None) in get_args(hint) else names, **{name: getattr(config, name)})
+    """Raise TypeError or ValueError for a field of ``base`` that is not what its annotation says, see `checked`."""
+    rules = _rules(base)
+    _check_values(rules, {name: getattr(config, name) for name in rules})
+
+
+def checked(target: T) -> T:
+    """Return a function, or a class with a constructor, that refuses what is not as the annotations say.
+
+    These are annotations of bool, int, float and ``Literal``, with or without None. Arguments of other kinds, and the
+    ranges of numbers, are for the function itself to check.
+
+    Raises:
+        TypeError: when called, for a flag that is not True or False, or a float that is neither number nor array.
+        ValueError: when called, for an int that is none, a float that is not finite, a name that ``Literal`` lacks.
+
+    >>> checked(check_rate)(rate=0.5)
+    """
+    # Python takes "no" for true, and nan goes through all comparisons that are written the usual way.
+    function: Any = target.__init__ if isinstance(target, type) else target
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_values(_rules(function), dict(zip(names, args, strict=False)) | kwargs)
+        return function(*args, **kwargs)
+
+    if not isinstance(target, type):
+        return call  # type: ignore[return-value]
+    target.__init__ = call
+    return target
+
+
+def _check_values(rules: Mapping[str, _Rule], values: Mapping[str, Any]) -> None:
+    for name in rules.keys() & values.keys():
+        optional, check = rules[name]
+        if values[name] is not None or not optional:
+            check(**{name: values[name]})
+
+
+@functools.cache  # evaluating annotations takes longer than all checks together
+def _rules(annotated: Any) -> dict[str, _Rule]:
+    """Return argument -> whether it may be None, and the check of any other value."""
+    rules = {}
+    for name, hint in get_type_hints(annotated).items():
+        kinds = {*get_args(hint)} if get_origin(hint) in (types.UnionType, Union) else {hint}
+        kind = frozenset(kinds - {type(None)})
+        check, names = _CHECKS.get(kind), _names_in(hint)
+        if check is None and names:
+            check = functools.partial(check_choice, (None, *names) if type(None) in kinds else names)
+        if check is not None:
+            rules[name] = (type(None) in kinds, check)
+    return rules
+
+
+_CHECKS: dict[frozenset[Any], Callable[..., None]] = {
+    frozenset({bool}): check_bool,
+    frozenset({int}): _check_integer,
+    frozenset({float}): _check_number,
+    frozenset({int, float}): _check_number,
+}
 
 
 def literal_names(config: type, field: str) -> tuple[str, ...]:
     """Return the names that a field takes, which its annotation lists: ``Literal[...]`` or ``Literal[...] | None``."""
-    return _names_in(dict(_hints(config))[field])
-
-
-@functools.cache  # evaluating annotations takes longer than all checks together
-def _hints(base: type) -> tuple[tuple[str, Any], ...]:
-    return tuple(get_type_hints(base).items())
+    return _names_in(get_type_hints(config)[field])
 
 
 def _names_in(hint: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jax_te.config.activation import ACTIVATIONS
 from jax_te.config.attention import AttentionConfig
-from jax_te.config.checks import check_choice, check_positive, check_rate, float_dtype, literal_names
+from jax_te.config.checks import check_annotations, check_positive, check_rate, float_dtype
 from jax_te.config.initializers import FilledInit
 from jax_te.config.model_parallel import ModelParallelConfig
 from jax_te.config.precision import PrecisionConfig
@@ -113,7 +113,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         fill(self, "num_query_groups", groups)
         fill(self, "ffn_hidden_size", ffn)
         fill(self, "kv_channels", channels)
-        check_choice(literal_names(TransformerConfig, "normalization"), normalization=self.normalization)
+        check_annotations(self, TransformerConfig)
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; allowed: {', '.join(ACTIVATIONS)}")
         if not self.layernorm_epsilon > 0.0:

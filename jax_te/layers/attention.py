@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, check_rate, log_hints
+from jax_te.config.internal import check_positive, check_rate, checked, log_hints
 from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import constant
 from jax_te.layers.qkv import HEAD_AXES
 from jax_te.layers.results import layer_output
-from jax_te.ops import ContextParallel, Window, dot_product_attention
-from jax_te.ops.internal import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays, normal_window
+from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
+from jax_te.ops.internal import QKV, AttentionArrays, normal_window
 from jax_te.remat.internal import ambient_modules
 from jax_te.typing import Array
 
@@ -57,6 +57,7 @@ def alibi_slopes(num_attention_heads: int) -> Array:
     return jnp.array(slopes, jnp.float32)
 
 
+@checked
 class DotProductAttention(ContextParallelModule):
     """``softmax(scale · q kᵀ + bias + mask) v`` per head.
 
@@ -103,10 +104,10 @@ class DotProductAttention(ContextParallelModule):
         *,
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
-        attn_mask_type: str = "causal",
+        attn_mask_type: MaskType = "causal",
         window_size: Window | None = None,
         softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
+        softmax_type: SoftmaxType = "vanilla",
         logit_softcap: float | None = None,
         return_max_logit: bool = False,
         num_splits: int | None = None,
@@ -121,10 +122,6 @@ class DotProductAttention(ContextParallelModule):
         d, dv = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         check_positive(kv_channels=d, v_channels=dv)
         check_rate(attention_dropout=attention_dropout)
-        if attn_mask_type not in MASK_TYPES:
-            raise ValueError(f"unknown attn_mask_type {attn_mask_type!r}; allowed: {', '.join(MASK_TYPES)}")
-        if softmax_type not in SOFTMAX_TYPES:
-            raise ValueError(f"unknown softmax_type {softmax_type!r}; allowed: {', '.join(SOFTMAX_TYPES)}")
         if logit_softcap is not None and not logit_softcap > 0.0:
             raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {logit_softcap!r}")
         normal_window(window_size, attn_mask_type)
@@ -135,9 +132,11 @@ class DotProductAttention(ContextParallelModule):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.softmax_scale = softmax_scale
-        self.softmax_type = softmax_type
+        self.softmax_type: SoftmaxType = softmax_type
         self.logit_softcap = logit_softcap
         self.return_max_logit = return_max_logit
+        if num_splits is not None:
+            check_positive(num_splits=num_splits)
         log_hints(num_splits=num_splits)
         self.num_splits = num_splits
         self.context_parallel = ContextParallel(
@@ -222,7 +221,7 @@ class DotProductAttention(ContextParallelModule):
                 window=self.window_size if window_size is None else window_size,
                 bias_type=bias_type,
                 bias=arrays.bias,
-                softmax_type=self.softmax_type,  # type: ignore[arg-type]
+                softmax_type=self.softmax_type,
                 softmax_offset=arrays.softmax_offset,
                 logit_softcap=self.logit_softcap,
                 scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,

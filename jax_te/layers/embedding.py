@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, normal_init
+from jax_te.config.internal import check_positive, checked, normal_init
 from jax_te.layers.parameters import parameter
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 
+@checked
 class Embedding(nnx.Module):
     """Table ``[v, h]`` whose rows are looked up by integer ids.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.results import layer_output
@@ -16,6 +17,7 @@ from jax_te.remat.internal import ambient_modules, run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 
+@checked
 class LayerNormLinear(Linear):
     """``y = norm(x) @ kernel + bias`` as one operation: the norm writes its output quantized.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import ActivationParams
-from jax_te.config.internal import check_positive, log_hints, normal_init
+from jax_te.config.internal import check_positive, checked, log_hints, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter, value_or_none
 from jax_te.layers.results import layer_output
@@ -26,6 +26,7 @@ _KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": (
 again, and what the other module computes."""
 
 
+@checked
 class LayerNormMLP(TensorParallelModule):
     """``y = act(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias`` as one operation.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, log_hints, normal_init
+from jax_te.config.internal import check_positive, checked, log_hints, normal_init
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
@@ -39,6 +39,7 @@ def kernel_logical_axes(parallel_mode: str | None, ndim: int) -> LogicalAxes:
     return (inner, *("components",) * (ndim - 2), outer)
 
 
+@checked
 class Linear(TensorParallelModule):
     """``y = x @ kernel + bias``, its three GEMMs quantized by the ambient recipe.
 

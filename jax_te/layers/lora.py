@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, normal_init
+from jax_te.config.internal import check_positive, checked, normal_init
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import leading_axes, parameter
 from jax_te.layers.quantizable import drop_cached_kernels
@@ -18,6 +18,7 @@ from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
+@checked
 class LoRA(nnx.Module):
     """``y = base(x) + alpha / r * (z @ lora_a) @ lora_b``, where ``z`` is what the base's kernel multiplies.
 

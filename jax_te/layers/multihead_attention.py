@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.layers.attention import DotProductAttention, check_heads
 from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
@@ -36,9 +36,8 @@ from jax_te.ops.internal import normal_window
 from jax_te.sharding.internal import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer
 
-ATTENTION_TYPES = ("self", "cross")
 
-
+@checked
 class MultiheadAttention(ContextParallelModule):
     """Normalization, query/key/value projections, attention and output projection.
 
@@ -95,7 +94,7 @@ class MultiheadAttention(ContextParallelModule):
         zero_centered_gamma: bool = False,
         input_layernorm: bool = True,
         return_layernorm_output: bool = False,
-        attention_type: str = "self",
+        attention_type: Literal["self", "cross"] = "self",
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
         softmax_scale: float | None = None,
@@ -124,8 +123,6 @@ class MultiheadAttention(ContextParallelModule):
         options = AttentionOptions.of(locals())
         check_heads(num_attention_heads, num_gqa_groups)
         check_positive(hidden_size=hidden_size)
-        if attention_type not in ATTENTION_TYPES:
-            raise ValueError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.layers.parameters import constant, value_or_none
 from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import NormSpec, layernorm
@@ -39,6 +39,7 @@ def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple
     return scale, constant(0.0, (hidden_size,), dtype, ("norm",)) if norm.kind == "layernorm" else None
 
 
+@checked
 class _Norm(nnx.Module):
     """What `LayerNorm` and `RMSNorm` share."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jax_te.layers.linear import Linear
 from jax_te.layers.multihead_attention import MultiheadAttention
+from jax_te.layers.quantizable import drop_cached_kernels
+from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
 
 
@@ -30,7 +33,8 @@ def clip_qk(
 
     Raises:
         ValueError: for a layer without fused projections or with norms of queries and keys, whose logits do not follow
-            the kernels' size; a threshold that is not positive, an ``alpha`` outside [0, 1], another number of heads.
+            the kernels' size; one without ``return_max_logit``, or whose kernels are stored quantized; a threshold
+            that is not positive, an ``alpha`` outside [0, 1], another number of heads.
 
     Source: ``clip_qk`` of ``megatron.core.transformer.attention``; Kimi Team 2025 (MuonClip).
 
@@ -43,10 +47,13 @@ def clip_qk(
     True
     """
     core = attention.core_attention
-    if attention.attention_type != "self" or not attention.fuse_qkv_params:
+    fused = attention.attention_type == "self" and attention.fuse_qkv_params
+    if not fused or not isinstance(attention.qkv, Linear):
         raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
     if attention.q_norm is not None:
         raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
+    if not core.return_max_logit or max_logit is None:
+        raise ValueError("clip_qk takes the max logits of a layer that was built with return_max_logit=True")
     if not threshold > 0.0 or not 0.0 <= alpha <= 1.0:
         raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
     if max_logit.shape != (core.num_attention_heads,):
@@ -60,7 +67,13 @@ def clip_qk(
     for variable in (attention.qkv.kernel, attention.qkv.bias):
         if variable is not None:
             value = variable.get_value()
+            if isinstance(value, QuantizedKernel):
+                raise ValueError(
+                    "the kernel is stored quantized, whose values do not scale: clip before quantize_parameters, or "
+                    "train without fp8_param"
+                )
             # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
             scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)
             variable.set_value(scaled.astype(value.dtype))
+    drop_cached_kernels(attention)  # they were made from the old values
     return attention

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.config.internal import check_positive, normal_init
+from jax_te.config.internal import check_positive, checked, normal_init
 from jax_te.layers.parameters import parameter
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer
@@ -45,6 +45,7 @@ def relative_buckets(distance: np.ndarray, num_buckets: int, max_distance: int, 
     return ahead + np.where(distance < exact, distance, far)
 
 
+@checked
 class RelativePositionBias(nnx.Module):
     """Learned bias for each head and bucket of distances, which attention adds to the scaled scores.
 

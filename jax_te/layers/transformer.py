@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, check_rate, log_hints
+from jax_te.config.internal import check_positive, check_rate, checked, log_hints
 from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
@@ -25,10 +25,10 @@ from jax_te.ops import Window
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
-LAYER_TYPES = ("encoder", "decoder")
 _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
 
+@checked
 class TransformerLayer(ContextParallelModule):
     """Self-attention, in a decoder cross-attention, and feed-forward block, each with a residual connection.
 
@@ -97,7 +97,7 @@ class TransformerLayer(ContextParallelModule):
         apply_query_key_layer_scaling: bool = True,
         output_layernorm: bool = False,
         attention_softmax_in_fp32: bool = False,
-        layer_type: str = "encoder",
+        layer_type: Literal["encoder", "decoder"] = "encoder",
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: Window | None = None,
@@ -138,8 +138,6 @@ class TransformerLayer(ContextParallelModule):
         )
         optional = {"layer_number": layer_number, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in optional.items() if size is not None})
-        if layer_type not in LAYER_TYPES:
-            raise ValueError(f"layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
         options = AttentionOptions.of(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import log_hints
+from jax_te.config.internal import checked, log_hints
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.internal import check_tp_group, merge_heads
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.ops.internal import normal_window
 from jax_te.typing import Array
-
-ATTENTION_TYPES = ("self", "cross")
 
 
 def is_layer_window_attention(
@@ -53,6 +51,7 @@ def is_layer_window_attention(
     )
 
 
+@checked
 class TEDotProductAttention(DotProductAttention):
     """The core of attention, built from a configuration.
 
@@ -95,7 +94,7 @@ class TEDotProductAttention(DotProductAttention):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType | str,
-        attention_type: str,
+        attention_type: Literal["self", "cross"],
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
@@ -108,8 +107,6 @@ class TEDotProductAttention(DotProductAttention):
         padding_at_end: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
-        if attention_type not in ATTENTION_TYPES:
-            raise ValueError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
         if pg_collection is not None:
             raise TypeError(
                 "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has "
@@ -256,7 +253,7 @@ class TEDotProductAttention(DotProductAttention):
     sharded_state_dict = sharded_state_dict  # of the learnable softmax offset, if there is one
 
 
-def _name(mask_type: AttnMaskType | str) -> str:
+def _name(mask_type: AttnMaskType | str) -> Any:
     return mask_type.name if isinstance(mask_type, AttnMaskType) else mask_type
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.config.internal import float_dtype
+from jax_te.config.internal import checked, float_dtype
 from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.sharded_state import sharded_state_dict
@@ -131,6 +131,7 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     drop_cached_kernels(module)
 
 
+@checked
 class Float16Module(MegatronModule):
     """A model in fp16 or bf16: parameters are cast once, inputs at the start of a call, outputs back to fp32.
 

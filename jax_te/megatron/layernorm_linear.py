@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import checked
 from jax_te.layers import LayerNormLinear
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_layer import TELayer, TELayerOptions, refuse
 from jax_te.typing import Array, Initializer
 
 
+@checked
 class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     """`jax_te.layers.LayerNormLinear` with Megatron's arguments; a call gives ``(y, bias or None)``.
 

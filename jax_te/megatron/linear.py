@@ -9,13 +9,14 @@ import jax
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import check_choice
+from jax_te.config.internal import check_choice, checked
 from jax_te.layers import Linear
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, TELayerOptions, refuse
 from jax_te.typing import Array, Initializer
 
 
+@checked
 class TELinear(TELayer, Linear):
     """`jax_te.layers.Linear` with Megatron's arguments; a call gives ``(y, bias or None)``.
 
@@ -135,6 +136,7 @@ class TELinear(TELayer, Linear):
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
+@checked
 class TEColumnParallelLinear(TELinear):
     """`TELinear` whose output features are sharded over the tensor axis.
 
@@ -184,6 +186,7 @@ class TEColumnParallelLinear(TELinear):
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]
 
 
+@checked
 class TERowParallelLinear(TELinear):
     """`TELinear` whose input features are sharded over the tensor axis, such as the output of a column-parallel layer.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.megatron.te_kwargs import get_extra_te_kwargs
 
@@ -34,6 +35,7 @@ class TENorm:
     'RMSNorm'
     """
 
+    @checked
     def __new__(
         cls,
         config: Any,

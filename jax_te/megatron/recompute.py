@@ -35,6 +35,7 @@ def te_checkpoint(
     Raises:
         TypeError: for another ``tp_group``, or a ``get_rng_state_tracker`` that does not give a tracker.
         ValueError: as `jax_te.remat.remat`.
+        RuntimeError: if ``forward_func`` forks a stream of a tracker from outside of the function that is being traced.
 
     Source: ``megatron.core.extensions.transformer_engine.te_checkpoint``.
 
@@ -54,7 +55,9 @@ def te_checkpoint(
         forward_func=forward_func,
         kwargs=kwargs,
     )
-    if tracker is None or not tracker.is_initialized():
+    # A tracker from outside of the trace stays as it is: as a constant, its states would be those of every later call.
+    # The function's own fork then raises.
+    if tracker is None or not tracker.is_initialized() or not tracker.belongs_here():
         return call(states=None)[0]
     # States are an argument and a result: jax.checkpoint runs the function in its own trace, and a tracker's states
     # belong to one trace.

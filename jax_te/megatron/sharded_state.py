@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jax_te.megatron.state_dict import arrays_of, variables_of
+from jax_te.megatron.state_dict import arrays_of, state_dict, variables_of
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import named_sharding
 
@@ -59,11 +59,15 @@ def sharded_state_dict(
         key = prefix + ".".join(map(str, path))
         for name, leaf in arrays_of(key, variable).items():
             described[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf, variable, mesh))
+    own = set(described)
     for path, child in _self_describing(module):
         # The child may name its arrays differently, so its default names go first.
         part = f"{prefix}{'.'.join(map(str, path))}."
         described = {name: leaf for name, leaf in described.items() if not name.startswith(part)}
-        described |= child.sharded_state_dict(part, sharded_offsets, metadata)
+        # A parameter that an earlier module shares stands under that module's name, as in `state_dict`.
+        tied = state_dict(child, part).keys() - own
+        given = child.sharded_state_dict(part, sharded_offsets, metadata)
+        described |= {name: leaf for name, leaf in given.items() if name not in tied}
     return described
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import POSITION_EMBEDDINGS
+from jax_te.config.internal import POSITION_EMBEDDINGS, checked
 from jax_te.layers import KVCache, Rotary, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
@@ -23,6 +23,7 @@ Cache = tuple[KVCache, ...]
 _EXECUTION, _OPTIONS = Execution(), LossOptions()
 
 
+@checked
 class GPTModel(LanguageModel):
     """Embedding, transformer layers with causal attention, final norm, output head.
 

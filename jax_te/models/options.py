@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jax_te.config import RecomputeConfig
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.layers import RotaryScaling
 from jax_te.models.stack import check_recompute_policy, runs_scanned
 from jax_te.remat import RecomputePolicy
 
 
+@checked
 @dataclass(frozen=True)
 class Execution:
     """How a model runs: options that trade memory, speed and compile time, and change no result but by rounding.
@@ -44,6 +45,7 @@ class Execution:
         check_recompute_policy(config, self.recompute_policy)
 
 
+@checked
 @dataclass(frozen=True)
 class RotaryPositions:
     """Rotary position embeddings of a `GPTModel`, see `jax_te.layers.rotary_embedding`.
@@ -62,6 +64,7 @@ class RotaryPositions:
     scaling: RotaryScaling | None = None
 
 
+@checked
 @dataclass(frozen=True)
 class RelativePositions:
     """Relative position biases of a `T5Model`, see `jax_te.layers.RelativePositionBias`.

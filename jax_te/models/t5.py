@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.layers import RelativePositionBias, dropout
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
@@ -30,6 +30,7 @@ _NOT_FOLLOWED = {
 _EXECUTION, _OPTIONS = Execution(), LossOptions()
 
 
+@checked
 class T5Model(LanguageModel):
     """Encoder over one sequence, decoder with cross-attention over another; both share the embedding.
 

@@ -3,15 +3,13 @@
 from jax_te.ops import te
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.segments import segment_positions
-from jax_te.ops.attention.spec import MASK_TYPES, QKV, SOFTMAX_TYPES, AttentionArrays
+from jax_te.ops.attention.spec import QKV, AttentionArrays
 from jax_te.ops.linear.deferred import deferred_sink, deferred_wgrad
 from jax_te.ops.linear.spec import WgradProbe
 from jax_te.ops.te.load import available
 
 __all__ = [
-    "MASK_TYPES",
     "QKV",
-    "SOFTMAX_TYPES",
     "AttentionArrays",
     "WgradProbe",
     "available",

@@ -39,7 +39,12 @@ def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
     rotated = rotated / 4.0  # 1 / sqrt(16): the rotation keeps lengths
     # XLA may drop a cast to bf16 whose result is cast back to fp32; it keeps reduce_precision.
     info = jnp.finfo(x.dtype)
-    return jax.lax.reduce_precision(rotated, info.nexp, info.nmant).reshape(x.shape).astype(x.dtype)
+    rounded = jax.lax.reduce_precision(rotated, info.nexp, info.nmant)
+    if info.nexp == 5:
+        # reduce_precision has no subnormal numbers of fp16, which are multiples of 2^-24.
+        subnormal = jnp.round(rotated * 2.0**24) * 2.0**-24
+        rounded = jnp.where(jnp.abs(rotated) < 2.0**-14, subnormal, rounded)
+    return rounded.reshape(x.shape).astype(x.dtype)
 
 
 def _butterflies(blocks: Array) -> Array:

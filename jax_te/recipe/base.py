@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from jax_te.config.internal import check_annotations
 from jax_te.recipe.format import Format
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -69,6 +70,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         # Numbers are checked here, once: a recipe is data, and what reads it does not check it again.
+        check_annotations(self, type(self))
         self._check_format()
         flags = self.override_linear_precision
         if not isinstance(flags, tuple) or len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):

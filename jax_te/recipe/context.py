@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import jax
 
+from jax_te.config.internal import checked
 from jax_te.recipe.base import Recipe
 
 # A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.
 ambient_recipe = jax.make_user_context(None)
 
 
+@checked
 @contextlib.contextmanager
 def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
     """Yield with ``recipe`` in use for every quantizable layer that is built, traced or called inside.
@@ -24,7 +26,7 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
         enabled: False to run in high precision whatever ``recipe`` is.
 
     Raises:
-        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance.
+        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance, or ``enabled`` is no bool.
 
     Source: ``transformer_engine.jax.autocast`` / ``transformer_engine.pytorch.fp8_autocast``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jax_te.config.internal import check_positive
 from jax_te.recipe.base import Recipe
 
 MAX_MARGIN = 17
@@ -45,22 +46,12 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         # 2**margin of a fraction is no power of two, and multiplying by it would round.
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int) or self.margin < 0:
+        if self.margin < 0:
             raise ValueError(f"margin must be an integer >= 0, got {self.margin!r}")
         # Products of two inverse scales would then overflow fp32, and 0 times inf is nan.
         if self.margin > MAX_MARGIN:
             raise ValueError(f"margin {self.margin} leaves E4M3 no value but 0; it must be <= {MAX_MARGIN}")
-        length = self.amax_history_len
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"amax_history_len must be an integer >= 1, got {length!r}")
-        if not isinstance(self.tp_only_amax_red, bool):
-            raise TypeError(f"tp_only_amax_red must be True or False, got {self.tp_only_amax_red!r}")
-        # TE for PyTorch also takes a function here.
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}; "
-                "functions are not supported because a recipe is hashed into the jit cache key"
-            )
+        check_positive(amax_history_len=self.amax_history_len)
 
     @property
     def has_state(self) -> bool:

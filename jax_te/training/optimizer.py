@@ -6,9 +6,11 @@ import jax
 import optax
 from jax.tree_util import DictKey
 
+from jax_te.config.internal import checked
 from jax_te.typing import PyTree
 
 
+@checked
 def learning_rate_schedule(
     learning_rate: float, *, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.1
 ) -> optax.Schedule:
@@ -65,6 +67,7 @@ def weight_decay_mask(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(decide, params)
 
 
+@checked
 def adamw_with_schedule(
     schedule: optax.ScalarOrSchedule,
     *,
@@ -82,6 +85,9 @@ def adamw_with_schedule(
         weight_decay: of the parameters that `weight_decay_mask` selects.
         clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
+    Raises:
+        TypeError, ValueError: for numbers that are none or outside of their range.
+
     Source: Megatron's defaults for GPT; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 
     >>> import jax.numpy as jnp
@@ -91,5 +97,8 @@ def adamw_with_schedule(
     >>> [round(float(update), 3) for update in updates["bias"]]
     [-0.1, -0.1]
     """
+    # An array may be traced: optax.inject_hyperparams gives such ones.
+    if isinstance(clip_norm, int | float) and not clip_norm > 0.0:
+        raise ValueError(f"clip_norm must be > 0, or None for no clipping; got {clip_norm!r}")
     adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=weight_decay_mask)
     return adamw if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), adamw)

@@ -5,11 +5,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.layers import MultiheadAttention, clip_qk
-from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw
+from jax_te.layers import LoRA, MultiheadAttention, clip_qk, quantize_parameters
+from jax_te.recipe import Float8CurrentScaling, autocast
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, without_type_checker
 from tests.support.reference import randomize
 
 H, N, G, D = 32, 4, 2, 8
+
+
+def with_adapter(layer):
+    layer.qkv = LoRA(layer.qkv, 2, rngs=nnx.Rngs(1))
+    return layer
+
+
+def stored_quantized(layer):
+    with autocast(Float8CurrentScaling()):
+        return quantize_parameters(layer)
 
 
 def build(**options):
@@ -52,9 +63,21 @@ def test_small_and_missing_logits_change_nothing():
         (lambda: build(qk_norm_type="RMSNorm"), {}, "scaling their kernels changes no logit"),
         (build, {"threshold": 0.0}, "threshold must be > 0 and alpha in"),
         (build, {"alpha": 1.5}, "threshold must be > 0 and alpha in"),
+        (build, {"max_logit": None}, "return_max_logit=True"),
+        (lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0)), {}, "return_max_logit=True"),
+        (lambda: with_adapter(build()), {}, "takes self-attention with one fused"),
+        (lambda: stored_quantized(build()), {}, "stored quantized.* clip before quantize_parameters"),
         (build, {"max_logit": jnp.ones(3)}, r"max_logit must be \[n\] = \(4,\), got \(3,\)"),
     ],
 )
 def test_bad_arguments_say_what_is_allowed(layer, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with without_type_checker(), pytest.raises(ValueError, match=message):
         clip_qk(layer(), **{"max_logit": jnp.ones(N), **arguments})
+
+
+def test_kernels_that_were_cached_are_dropped():
+    layer, x = build(), draw("x", (2, 8, H))
+    with autocast(Float8CurrentScaling()):
+        _, logits = layer(x, is_first_microbatch=True)
+        clip_qk(layer, logits, threshold=float(logits.min()) / 2)
+    assert layer.qkv.kernel_cache is None

@@ -119,3 +119,17 @@ def test_what_cannot_be_given_says_so() -> None:
             te_checkpoint(jnp.sin, False, None, object(), X)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"get_rng_state_tracker.* RNGStatesTracker.* dict"):
             te_checkpoint(jnp.sin, False, dict, None, X)  # type: ignore[arg-type]
+
+
+def test_a_tracker_from_outside_of_a_trace_is_refused_as_by_a_fork_and_left_alone() -> None:
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    states = get_cuda_rng_tracker().get_states()
+    for call in (
+        lambda x: drop(x, rate=0.5),
+        lambda x: te_checkpoint(drop, False, get_cuda_rng_tracker, None, x, rate=0.5),
+    ):
+        with pytest.raises(RuntimeError, match="made outside of the transformed function"):
+            jax.jit(call)(X)
+        assert get_cuda_rng_tracker().get_states() == states  # and no tracers
+    plain = jax.jit(lambda x: te_checkpoint(jnp.sin, False, get_cuda_rng_tracker, None, x))
+    assert_bitwise(plain(X), jax.jit(jnp.sin)(X))  # it draws nothing

@@ -132,6 +132,22 @@ def test_quantized_parameters_are_split_like_the_kernel_and_their_scales_are_who
     assert specs == {"float8_e4m3fn": P("fsdp", "tensor"), "float32": P(None, None)}
 
 
+def test_a_parameter_that_two_layers_share_is_described_once_and_restored(tmp_path):
+    def tied(seed: int) -> Mlp:
+        model = Mlp(seed=seed)
+        model.rows[1].kernel = model.rows[0].kernel
+        return model
+
+    with mesh(tensor=2):
+        saved, loaded = tied(0), tied(5)
+        assert loaded.sharded_state_dict().keys() == saved.state_dict().keys()
+        ocp.save(tmp_path / "tied", saved.state_dict())
+        loaded.load_state_dict(ocp.load(tmp_path / "tied", loaded.sharded_state_dict()))
+    for row in loaded.rows:
+        assert_bitwise(row.kernel[...], saved.rows[0].kernel[...])
+    assert loaded.rows[0].kernel is loaded.rows[1].kernel
+
+
 class Own(nnx.Module):
     """Describes itself, as an attention core with nothing to save does."""
 

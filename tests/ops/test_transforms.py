@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from jax_te.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tests.support.cases import CASES, GEMM_CASES, make_case
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
 
@@ -13,6 +19,7 @@ RECIPES = {
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(amax_history_len=2),
     "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
 }
 WITH_RECIPES = [(name, "none") for name in CASES] + [
@@ -76,8 +83,8 @@ def test_remat_that_saves_only_named_tensors():
 
 @pytest.mark.parametrize("name", CASES)
 def test_vmap(name):
-    """Without a recipe, a mapped op is the op on each slice. (Under a recipe each slice would have a scale of its
-    own: see below.)
+    """Without a recipe, a mapped op is the op on each slice. (Under a recipe each slice has scales of its own: see
+    below.)
     """
     case = small(name)
     batch = jax.tree.map(lambda a: jnp.stack([a, a * 0.5 + 0.1]), case.args)
@@ -92,16 +99,20 @@ def test_vmap(name):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
-def test_vmap_under_current_scaling_gives_each_slice_its_own_scale():
-    case = small("dense")
-    x = jnp.stack([case.args["x"], case.args["x"] * 100.0])
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
+def test_vmap_over_layers_gives_each_its_own_scales(recipe):
+    """Layers of very different sizes: outputs, gradients, random bits and next states are those of each alone."""
+    case, recipe = small("dense", "nvfp4"), RECIPES[recipe]
+    layers = jax.tree.map(lambda a: jnp.stack([a, a * 100.0]), (case.args, case.states(recipe)))
+    gs = jnp.stack([case.g, case.g * 1e-3])
 
-    def run(x):
-        return case.run({**case.args, "x": x}, recipe=Float8CurrentScaling())
+    def one(args, state, g):
+        return with_vjp(lambda *given: case.run(*given, recipe=recipe), (args, state), g)
 
-    mapped = jax.vmap(run)(x)
-    for i in range(2):
-        assert_close(mapped[i], run(x[i]), TOLERANCE["float32"])
+    ours, jitted = quick_jit(jax.vmap(one))(*layers, gs), quick_jit(one)
+    alone = [jitted(*jax.tree.map(lambda leaf, i=i: leaf[i], layers), gs[i]) for i in range(2)]
+    for i in range(2):  # each by itself: beside the larger one, the smaller one's errors would not show
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], ours), alone[i])
 
 
 def test_the_gradient_of_a_state_is_its_next_value_whatever_the_output_gradient_is():

@@ -150,6 +150,17 @@ def test_dequantize_is_within_half_a_spacing(name, high):
     assert error.max() > 0.2 * bound.max()
 
 
+def test_hadamard_rows_keep_the_subnormal_numbers_of_fp16():
+    """Of the size of late gradients; sums of 16 such numbers are exact in fp32."""
+    x = draw("x", (32, 8), jnp.float16, scale=1e-5)
+    assert (abs(x) < jnp.finfo(jnp.float16).smallest_normal).all()
+    expected = formulas.rotate(np.asarray(x)).astype(np.float16)
+    assert np.count_nonzero(expected) > 200
+    assert_bitwise(jax.jit(hadamard_rows)(x), expected)
+    # What the quantizers read is fp32, in which a compiler may leave the rounding to fp16 out.
+    assert_bitwise(jax.jit(lambda x: hadamard_rows(x).astype(jnp.float32))(x), expected.astype(np.float32))
+
+
 def test_hadamard_matrix():
     matrix = np.asarray(hadamard_rows(jnp.eye(16))).T
     assert_bitwise(matrix, F32(formulas.hadamard()))

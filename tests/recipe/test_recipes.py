@@ -12,12 +12,12 @@ from tests.support.numerics import without_type_checker
     ("fields", "message"),
     [
         ({"margin": -1}, "margin must be an integer >= 0, got -1"),
-        ({"margin": 0.5}, "margin must be an integer >= 0, got 0.5"),
-        ({"margin": True}, "margin must be an integer >= 0, got True"),
+        ({"margin": 0.5}, "margin must be an integer, got 0.5"),
+        ({"margin": True}, "margin must be an integer, got True"),
         ({"amax_history_len": 0}, "amax_history_len must be an integer >= 1, got 0"),
-        ({"amax_history_len": 16.0}, "amax_history_len must be an integer >= 1, got 16.0"),
-        ({"amax_history_len": True}, "amax_history_len must be an integer >= 1, got True"),
-        ({"amax_compute_algo": "mean"}, "amax_compute_algo must be 'max' or 'most_recent', got 'mean'"),
+        ({"amax_history_len": 16.0}, "amax_history_len must be an integer, got 16.0"),
+        ({"amax_history_len": True}, "amax_history_len must be an integer, got True"),
+        ({"amax_compute_algo": "mean"}, "amax_compute_algo must be one of 'max', 'most_recent', got 'mean'"),
         ({"fp8_format": Format.E5M2}, "Use Format.HYBRID .* or Format.E4M3"),
     ],
 )
@@ -36,7 +36,7 @@ def test_wrong_types():
         Float8CurrentScaling(fp8_format="HYBRID")
     with (
         without_type_checker(),
-        pytest.raises(ValueError, match="functions are not supported because a recipe is hashed"),
+        pytest.raises(ValueError, match="amax_compute_algo must be one of 'max', 'most_recent', got <"),
     ):
         DelayedScaling(amax_compute_algo=max)
     with pytest.raises(TypeError):

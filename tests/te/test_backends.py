@@ -21,7 +21,15 @@ from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import NormSpec, activation, dot_product_attention, explain_backend, use_backend
 from jax_te.ops.te import gemm as te_gemm
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams
+from jax_te.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tests.support.calls import layernorm_dense, layernorm_mlp
 from tests.support.cases import GEMM_CASES, OTHER_CASES, make_case
 from tests.support.numerics import (
@@ -59,6 +67,29 @@ def both(name, recipe, dtype):
         return quick_jit(lambda *a: with_vjp(run, *a))((case.args, case.states(recipe)), case.g)
 
     return on("te"), on("xla")
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_explain_backend_says_what_the_program_holds(recipe):
+    """By the source files of the lowered program's instructions; for every op, asked for by name and not."""
+    table = {**RECIPES, "block": Float8BlockScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
+    for name in ("dense", "layernorm", "layernorm_dense", "layernorm_mlp gelu", "activation gelu"):
+        case = make_case(name)
+        for backend in ("te", "xla", "auto"):
+            options = {"recipe": table[recipe] if case.gemms else None, "backend": backend}
+            args = case.args, case.states(options["recipe"])
+            try:
+                chosen = explain_backend(case.op, **options).backend
+            except BackendUnavailableError:
+                with pytest.raises(BackendUnavailableError):
+                    case.run(*args, **options)
+                continue
+            run = functools.partial(with_vjp, functools.partial(case.run, **options))
+            jax.clear_caches()  # a jitted function of jax.numpy keeps the files of its first caller
+            # Not the compiled text: a cache of executables knows programs without their files.
+            program = quick_jit(run).lower(args, case.g).as_text(debug_info=True)
+            files = {found for found in ("te", "xla") if f"jax_te/ops/{found}/" in program}
+            assert files == {chosen}, (name, backend)
 
 
 @pytest.mark.parametrize(("name", "recipe"), CALLS)
