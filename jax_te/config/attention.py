@@ -80,17 +80,15 @@ class AttentionConfig:
             value = getattr(self, name)
             # YAML and JSON have lists only, and a configuration must be hashable: it is part of jit cache keys.
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        window = self.window_size
-        pair = isinstance(window, tuple) and len(window) == 2 and all(_is_int(side) and side >= -1 for side in window)
-        if window is not None and not pair:
-            raise ValueError(f"window_size must be two integers >= -1, e.g. (128, 0), got {window!r}")
-        sizes = self.hierarchical_context_parallel_sizes
-        if sizes is not None and not (
-            isinstance(sizes, tuple) and len(sizes) == 2 and all(_is_int(size) and size >= 1 for size in sizes)
-        ):
-            raise ValueError(
-                f"hierarchical_context_parallel_sizes must be two integers >= 1, (a2a ranks, p2p ranks), got {sizes!r}"
-            )
+        pairs = {
+            "window_size": (-1, "e.g. (128, 0)"),
+            "hierarchical_context_parallel_sizes": (1, "(a2a ranks, p2p ranks)"),
+        }
+        for name, (least, meaning) in pairs.items():
+            pair = getattr(self, name)
+            fits = isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(size) and size >= least for size in pair)
+            if pair is not None and not fits:
+                raise ValueError(f"{name} must be two integers >= {least}, {meaning}, got {pair!r}")
         # "not >" instead of "<=", so that nan is refused, too.
         if self.softmax_scale is not None and not self.softmax_scale > 0.0:
             raise ValueError(f"softmax_scale must be > 0, got {self.softmax_scale!r}")

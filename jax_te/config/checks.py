@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
@@ -15,10 +15,15 @@ import numpy as np
 from jax_te.typing import DTypeLike
 
 T = TypeVar("T")
-_Rule = tuple[bool, Callable[..., None]]
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that parameters and activations may have."""
+
+_KINDS: dict[Any, tuple[str, Any]] = {
+    bool: ("True or False", bool | np.bool_),
+    int: ("an integer", int | np.integer),
+    float: ("a finite number", int | float),
+}
 
 COMPUTE_DTYPES = (*FLOAT_DTYPES, "float64")
 """Names of the dtypes that inputs may have: kernels are cast to them, which is no computation in integers or FP8."""
@@ -69,25 +74,20 @@ def check_rate(**rates: float) -> None:
 
 def check_bool(**flags: object) -> None:
     """Raise TypeError for a flag that is not True or False."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    _check_kind(bool, False, **flags)
 
 
-def _check_integer(**integers: object) -> None:
-    for name, integer in integers.items():
-        if isinstance(integer, bool) or not isinstance(integer, int | np.integer):
-            raise ValueError(f"{name} must be an integer, got {integer!r}")
-
-
-def _check_number(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        # An array, perhaps a traced one, whose value is not known here.
-        scalar = getattr(number, "shape", None) == () and getattr(number, "dtype", np.dtype(bool)).kind in "fiuV"
-        if isinstance(number, bool) or not (scalar or isinstance(number, int | float)):
-            raise TypeError(f"{name} must be a number, got {number!r}")
-        if isinstance(number, float | np.floating) and not np.isfinite(number):
-            raise ValueError(f"{name} must be finite, got {number!r}")
+def _check_kind(kind: type, optional: bool, **values: Any) -> None:
+    """Raise TypeError for a flag, ValueError for a number, that is not of ``kind`` (nor None, if that is optional)."""
+    wanted, types_of_kind = _KINDS[kind]
+    for name, value in values.items():
+        # An array, perhaps a traced one, whose value is not known here; or a scalar of NumPy.
+        array = kind is float and getattr(value, "shape", None) == () and value.dtype.kind in "fiuV"
+        flag_for_number = isinstance(value, bool) and kind is not bool
+        not_finite = isinstance(value, float | np.floating) and not np.isfinite(value)
+        fits = array or (isinstance(value, types_of_kind) and not flag_for_number) or (optional and value is None)
+        if not fits or not_finite:
+            raise (TypeError if kind is bool else ValueError)(f"{name} must be {wanted}, got {value!r}")
 
 
 def check_choice(allowed: tuple[object, ...], **values: object) -> None:
@@ -115,8 +115,8 @@ def _log_hint(name: str) -> None:
 
 def check_annotations(config: Any, base: type) -> None:
     """Raise TypeError or ValueError for a field of ``base`` that is not what its annotation says, see `checked`."""
-    rules = _rules(base)
-    _check_values(rules, {name: getattr(config, name) for name in rules})
+    for name, check in _checks(base).items():
+        check(**{name: getattr(config, name)})
 
 
 def checked(target: T) -> T:
@@ -126,8 +126,9 @@ def checked(target: T) -> T:
     ranges of numbers, are for the function itself to check.
 
     Raises:
-        TypeError: when called, for a flag that is not True or False, or a float that is neither number nor array.
-        ValueError: when called, for an int that is none, a float that is not finite, a name that ``Literal`` lacks.
+        TypeError: when called, for a flag that is not True or False.
+        ValueError: when called, for an int that is none, a float that is no finite number and no array, a name that
+            ``Literal`` lacks.
 
     >>> checked(check_rate)(rate=0.5)
     """
@@ -137,7 +138,9 @@ def checked(target: T) -> T:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _check_values(_rules(function), dict(zip(names, args, strict=False)) | kwargs)
+        given, checks = dict(zip(names, args, strict=False)) | kwargs, _checks(function)
+        for name in given.keys() & checks.keys():
+            checks[name](**{name: given[name]})
         return function(*args, **kwargs)
 
     if not isinstance(target, type):
@@ -146,34 +149,18 @@ def checked(target: T) -> T:
     return target
 
 
-def _check_values(rules: Mapping[str, _Rule], values: Mapping[str, Any]) -> None:
-    for name in rules.keys() & values.keys():
-        optional, check = rules[name]
-        if values[name] is not None or not optional:
-            check(**{name: values[name]})
-
-
 @functools.cache  # evaluating annotations takes longer than all checks together
-def _rules(annotated: Any) -> dict[str, _Rule]:
-    """Return argument -> whether it may be None, and the check of any other value."""
-    rules = {}
+def _checks(annotated: Any) -> dict[str, Callable[..., None]]:
+    """Return argument -> check of its value, for the annotations that `checked` reads."""
+    checks: dict[str, Callable[..., None]] = {}
     for name, hint in get_type_hints(annotated).items():
-        kinds = {*get_args(hint)} if get_origin(hint) in (types.UnionType, Union) else {hint}
-        kind = frozenset(kinds - {type(None)})
-        check, names = _CHECKS.get(kind), _names_in(hint)
-        if check is None and names:
-            check = functools.partial(check_choice, (None, *names) if type(None) in kinds else names)
-        if check is not None:
-            rules[name] = (type(None) in kinds, check)
-    return rules
-
-
-_CHECKS: dict[frozenset[Any], Callable[..., None]] = {
-    frozenset({bool}): check_bool,
-    frozenset({int}): _check_integer,
-    frozenset({float}): _check_number,
-    frozenset({int, float}): _check_number,
-}
+        kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+        optional, others = type(None) in kinds, [kind for kind in kinds if kind is not type(None)]
+        if names := _names_in(hint):
+            checks[name] = functools.partial(check_choice, (None, *names) if optional else names)
+        elif len(others) == 1 and others[0] in _KINDS:
+            checks[name] = functools.partial(_check_kind, others[0], optional)
+    return checks
 
 
 def literal_names(config: type, field: str) -> tuple[str, ...]:

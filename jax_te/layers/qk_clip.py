@@ -69,8 +69,7 @@ def clip_qk(
             value = variable.get_value()
             if isinstance(value, QuantizedKernel):
                 raise ValueError(
-                    "the kernel is stored quantized, whose values do not scale: clip before quantize_parameters, or "
-                    "train without fp8_param"
+                    "the kernel is stored quantized; clip before quantize_parameters, or without fp8_param"
                 )
             # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
             scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)

@@ -25,14 +25,10 @@ class LinearScaling:
     """
 
     factor: float
+    amplitude = 1.0  # of the cosines and sines; no field
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
-
-    @property
-    def amplitude(self) -> float:
-        """Factor of the cosines and sines."""
-        return 1.0
 
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``."""
@@ -65,6 +61,7 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    amplitude = 1.0
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -74,11 +71,6 @@ class Llama3Scaling:
                 f"low_freq_factor must be > 0 and below high_freq_factor, got {self.low_freq_factor!r} and "
                 f"{self.high_freq_factor!r}"
             )
-
-    @property
-    def amplitude(self) -> float:
-        """Factor of the cosines and sines."""
-        return 1.0
 
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``."""

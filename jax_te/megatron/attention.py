@@ -177,8 +177,7 @@ class TEDotProductAttention(DotProductAttention):
         if num_splits is not None:
             log_hints(num_splits=num_splits)
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
-        masks: dict[str, Any] = {}
-        window = self.layer_window
+        window, masks = self.layer_window, {}
         if packed_seq_params is not None:
             # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
@@ -188,22 +187,7 @@ class TEDotProductAttention(DotProductAttention):
         if mask_type == "arbitrary":
             masks["attention_mask"] = attention_mask
         elif mask_type.startswith("padding") and packed_seq_params is None and attention_mask is not None:
-            q_hidden, kv_hidden = self._padding(attention_mask, query.shape[1])
-            if self.padding_at_end:
-                masks["kv_lengths"] = kv_lengths = _lengths(kv_hidden)
-                if q_hidden is None:
-                    masks["q_lengths"] = jnp.full_like(kv_lengths, query.shape[1])
-                elif q_hidden is not kv_hidden:  # else the same array for both, by which the op knows that they agree
-                    masks["q_lengths"] = _lengths(q_hidden)
-            elif mask_type == "padding_causal_bottom_right":
-                raise ValueError(
-                    "the diagonal of 'padding_causal_bottom_right' ends where sequences end, and a mask may have its "
-                    "padding anywhere; build the layer with padding_at_end=True, or give a mask of type 'arbitrary'"
-                )
-            else:
-                # The core's padding types know lengths alone. Causality is a window that ends at the query.
-                masks["attention_mask"] = kv_hidden if q_hidden is None else q_hidden.swapaxes(2, 3) | kv_hidden
-                window, mask_type = normal_window(window, mask_type), "arbitrary"
+            mask_type, window, masks = self._padding(mask_type, attention_mask, query.shape[1])
         # Megatron packs into one row without a batch axis; the layer wants the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
@@ -226,18 +210,30 @@ class TEDotProductAttention(DotProductAttention):
         merged = merged[0] if row else merged
         return (merged, *logits) if logits else merged
 
-    def _padding(self, mask: Array | tuple[Array, Array], sq: int) -> tuple[Array | None, Array]:
-        """Return the padding masks ``[b, 1, 1, s]`` of ``sq`` queries, None if none is hidden, and of the keys."""
-        # A single mask of self-attention is that of queries and keys, unless the keys are those of a KV cache.
-        shared = self.attention_type == "self" and not isinstance(mask, tuple) and mask.shape[-1] == sq
-        pair = mask if isinstance(mask, tuple) else (mask if shared else None, mask)
-        for one in pair:
-            if one is not None and (one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1)):
-                raise ValueError(
-                    "a padding mask must be bool [b, 1, 1, s], True where there is padding; got "
-                    f"{one.dtype} {one.shape}"
-                )
-        return pair
+    def _padding(self, mask_type: str, mask: Array | tuple[Array, Array], sq: int) -> tuple[str, Any, dict[str, Any]]:
+        """Return mask type, window and masks of the core's call, for padding masks ``[b, 1, 1, s]``."""
+        if not isinstance(mask, tuple):
+            # A single mask of self-attention is that of queries and keys, unless the keys are those of a KV cache.
+            shared = self.attention_type == "self" and mask.shape[-1] == sq
+            mask = (mask if shared else jnp.zeros((*mask.shape[:-1], sq), bool), mask)
+        for one in mask:
+            if one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1):
+                found = f"{one.dtype} {one.shape}"
+                raise ValueError(f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {found}")
+        q_hidden, kv_hidden = mask
+        if self.padding_at_end:
+            q_lengths, kv_lengths = (jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32) for one in mask)
+            # None: the op then knows that both have the same lengths.
+            lengths = {"q_lengths": None if q_hidden is kv_hidden else q_lengths, "kv_lengths": kv_lengths}
+            return mask_type, self.layer_window, lengths
+        if mask_type == "padding_causal_bottom_right":
+            raise ValueError(
+                "the diagonal of 'padding_causal_bottom_right' ends where sequences end, and a mask may have its "
+                "padding anywhere; build the layer with padding_at_end=True, or give a mask of type 'arbitrary'"
+            )
+        # The core's padding types know lengths alone. Causality is a window that ends at the query.
+        window = normal_window(self.layer_window, mask_type)
+        return "arbitrary", window, {"attention_mask": q_hidden.swapaxes(2, 3) | kv_hidden}
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """Check the argument. There is nothing to set: heads are sharded over the tensor axis of the mesh in use.
@@ -255,7 +251,3 @@ class TEDotProductAttention(DotProductAttention):
 
 def _name(mask_type: AttnMaskType | str) -> Any:
     return mask_type.name if isinstance(mask_type, AttnMaskType) else mask_type
-
-
-def _lengths(mask: Array) -> Array:
-    return jnp.sum(~mask[:, 0, 0], axis=-1, dtype=jnp.int32)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import check_choice, checked
+from jax_te.config.internal import checked
 from jax_te.layers import Linear
 from jax_te.layers.internal import check_context_size
-from jax_te.megatron.te_layer import PARALLEL_MODES, TELayer, TELayerOptions, refuse
+from jax_te.megatron.te_layer import TELayer, TELayerOptions, refuse
 from jax_te.typing import Array, Initializer
 
 
@@ -74,7 +74,7 @@ class TELinear(TELayer, Linear):
         input_size: int,
         output_size: int,
         *,
-        parallel_mode: str | None,
+        parallel_mode: Literal["duplicated", "column", "row"] | None,
         config: ModelParallelConfig,
         init_method: Initializer,
         bias: bool,
@@ -88,7 +88,6 @@ class TELinear(TELayer, Linear):
         rngs: nnx.Rngs,
     ):
         refuse(skip_weight_param_allocation=skip_weight_param_allocation)
-        check_choice(PARALLEL_MODES, parallel_mode=parallel_mode)
         if parallel_mode == "duplicated" and tp_group is not None:
             raise AssertionError(
                 f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"

@@ -21,9 +21,6 @@ from jax_te.typing import Initializer
 TP_COMM_BUFFER_NAMES = (None, "qkv", "proj", "fc1", "fc2")
 """Which linear layer of a transformer layer this is, in Megatron's words."""
 
-PARALLEL_MODES = (None, "duplicated", "column", "row")
-"""``"column"`` shards the output features over the tensor axis, ``"row"`` the input features, the others neither."""
-
 
 class TELayerOptions(NamedTuple):
     """Arguments of Megatron's linear layers beside sizes, configuration and initializer; see `TELinear`."""

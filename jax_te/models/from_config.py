@@ -29,7 +29,7 @@ def transformer_layer(
     config: TransformerConfig,
     number: int = 0,
     *,
-    layer_type: str = "encoder",
+    layer_type: Any = "encoder",
     self_attn_mask_type: str = "causal",
     rngs: nnx.Rngs,
 ) -> TransformerLayer:
@@ -60,7 +60,7 @@ def transformer_layer(
 
 
 def _build(
-    config: TransformerConfig, number: int, layer_type: str, self_attn_mask_type: str, rngs: nnx.Rngs
+    config: TransformerConfig, number: int, layer_type: Any, self_attn_mask_type: str, rngs: nnx.Rngs
 ) -> TransformerLayer:
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     ffn: Any = config.ffn_hidden_size  # never None: the configuration replaces None by its default

@@ -93,14 +93,7 @@ def generate(
 
 @partial(jax.jit, static_argnames=("top_k", "greedy"))
 def _generate(
-    model: GPTModel,
-    prompt: Array,
-    following: Array,
-    key: Array,
-    temperature: Array,
-    *,
-    top_k: int | None,
-    greedy: bool,
+    model: GPTModel, prompt: Array, following: Array, key: Array, temperature: Array, *, top_k: int | None, greedy: bool
 ) -> Array:
     """Return ``prompt [b, s]`` with the tokens that follow, where ``following [b, steps]`` is -1: generated ones.
 

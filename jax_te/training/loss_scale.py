@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -160,13 +160,5 @@ class DynamicLossScale(LossScale):
         return new
 
 
-_OPTIONS = (
-    "initial_scale",
-    "growth_interval",
-    "growth_factor",
-    "backoff_factor",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-)
-_ARRAYS = ("scale", "growth_tracker", "hysteresis_tracker")
+_OPTIONS = tuple(option.name for option in fields(DynamicLossScale) if option.init)
+_ARRAYS = tuple(array.name for array in fields(DynamicLossScale) if not array.init)
