@@ -46,18 +46,8 @@ def clip_qk(
     >>> clip_qk(layer, logits) is layer
     True
     """
+    _check(attention, max_logit, threshold, alpha)
     core = attention.core_attention
-    fused = attention.attention_type == "self" and attention.fuse_qkv_params
-    if not fused or not isinstance(attention.qkv, Linear):
-        raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
-    if attention.q_norm is not None:
-        raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
-    if not core.return_max_logit or max_logit is None:
-        raise ValueError("clip_qk takes the max logits of a layer that was built with return_max_logit=True")
-    if not threshold > 0.0 or not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
-    if max_logit.shape != (core.num_attention_heads,):
-        raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")
     r = core.num_attention_heads // core.num_gqa_groups
     # The heads of a group share one key kernel, so the group is scaled by the factor of its max logit.
     group_max = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
@@ -76,3 +66,19 @@ def clip_qk(
             variable.set_value(scaled.astype(value.dtype))
     drop_cached_kernels(attention)  # they were made from the old values
     return attention
+
+
+def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, alpha: float) -> None:
+    """Raise ValueError where `clip_qk` does."""
+    core = attention.core_attention
+    fused = attention.attention_type == "self" and attention.fuse_qkv_params
+    if not fused or not isinstance(attention.qkv, Linear):
+        raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
+    if attention.q_norm is not None:
+        raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
+    if not core.return_max_logit or max_logit is None:
+        raise ValueError("clip_qk takes the max logits of a layer that was built with return_max_logit=True")
+    if not threshold > 0.0 or not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
+    if max_logit.shape != (core.num_attention_heads,):
+        raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")

@@ -72,23 +72,26 @@ def generate(
             f"prompt ({prompt.shape[1]}) and steps ({steps}) make {total} tokens, more than the model's "
             f"max_sequence_length {model.max_sequence_length}; shorten one of them"
         )
-    s = prompt.shape[1]
-    sizes = (s,) * prompt.shape[0] if lengths is None else tuple(map(operator.index, lengths))
-    if len(sizes) != prompt.shape[0] or not all(1 <= size <= s for size in sizes):
-        raise ValueError(f"lengths must be an integer from 1 to s for each row of prompt {prompt.shape}, got {lengths}")
+    prompt, following = _split(prompt, lengths, steps)
+    greedy = temperature == 0.0  # static: the temperature is traced, so that another one compiles nothing anew
+    with whole_sequences():
+        return _generate(model, prompt, following, key, jnp.float32(temperature), top_k=top_k, greedy=greedy)
 
-    def tokens_to_come(prompt: Array) -> Array:
+
+def _split(prompt: Array, lengths: Sequence[int] | None, steps: int) -> tuple[Array, Array]:
+    """Return what all prompts have, and the tokens that follow it, -1 where they are to be generated."""
+    b, s = prompt.shape
+    sizes = (s,) * b if lengths is None else tuple(map(operator.index, lengths))
+    if len(sizes) != b or not all(1 <= size <= s for size in sizes):
+        raise ValueError(f"lengths must be an integer from 1 to s for each row of prompt {prompt.shape}, got {lengths}")
+    shortest = min(sizes, default=s)
+
+    def following(prompt: Array) -> Array:
         given = jnp.arange(s, dtype=jnp.int32)[None] < jnp.array(sizes, jnp.int32)[:, None]
         known = jnp.where(given, prompt.astype(jnp.int32), jnp.int32(-1))
         return jnp.pad(known, ((0, 0), (0, steps)), constant_values=-1)[:, shortest:]
 
-    shortest = min(sizes, default=s)
-    following = auto_region(tokens_to_come, ("batch", None))(prompt)
-    greedy = temperature == 0.0  # static: the temperature is traced, so that another one compiles nothing anew
-    with whole_sequences():
-        return _generate(
-            model, prompt[:, :shortest], following, key, jnp.float32(temperature), top_k=top_k, greedy=greedy
-        )
+    return prompt[:, :shortest], auto_region(following, ("batch", None))(prompt)
 
 
 @partial(jax.jit, static_argnames=("top_k", "greedy"))

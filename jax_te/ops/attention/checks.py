@@ -47,9 +47,6 @@ def attention_spec(
     (-1, 0)
     """
     b, sq, skv, n, g, d, dv = shape_of(qkv)
-    for array in qkv:
-        if array.dtype.name not in COMPUTE_DTYPES:
-            raise input_error("dot_product_attention", array.dtype)
     for name, value, allowed in (
         ("mask_type", mask_type, MASK_TYPES),
         ("bias_type", options.get("bias_type", "no_bias"), BIAS_TYPES),
@@ -89,7 +86,11 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
 
     Raises:
         ValueError: for shapes that do not go together.
+        TypeError: for arrays that are not floating point.
     """
+    for array in qkv:
+        if array.dtype.name not in COMPUTE_DTYPES:
+            raise input_error("dot_product_attention", array.dtype)
     if len(qkv) == 1:
         shape = qkv[0].shape
         if len(shape) != 5 or shape[2] != 3:
