@@ -110,7 +110,7 @@ def main():
     show("without FP8", plain_losses)
     show("FP8, by hand", losses)
     show("FP8, make_train_step", short_losses)
-    for role, state in model.blocks[0].up.quantizers.get_value().items():
+    for role, state in nnx.as_pure(model.blocks[0].up.quantizers).items():
         print(f"blocks/0/up, {role}: scale {state['scale']:.1f}, newest amax {state['amax_history'][0]:.4g}")
 
     if jax.tree.leaves(split_model(plain)[2]) or not jax.tree.leaves(split_model(model)[2]):

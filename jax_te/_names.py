@@ -41,9 +41,10 @@ _NAMES: dict[str, dict[str, str]] = {
         "jax_te.layers": "prepare_quantization",
         "jax_te.quantize": "max_merging=with_max_gradients plain_states=as_float32",
         "jax_te.quantize.internal": "Operand ROLES TensorRole amax compute_scale hadamard_rows next_amax_state "
-        "quantize_operand quantizer_variable scale_in_use",
+        "quantize_operand scale_in_use",
         "jax_te.training": "split_model",
-        "": "AmaxState GemmQuantizers PackedOperand hadamard_matrix power_of_two_scale with_scale",
+        "": "AmaxState GemmQuantizers PackedOperand hadamard_matrix power_of_two_scale "
+        "quantizer_variable=jax_te.layers.prepare_quantization with_scale",
     },
     "jax_te.recipe": {
         "jax_te.recipe.internal": "fp8_max",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from flax import nnx
 
 from jax_te.layers.quantizable import cache_name, quantizable_modules
-from jax_te.quantize.internal import quantizer_variable
+from jax_te.quantize import init_gemm_state
+from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import Recipe
 
 
@@ -43,7 +44,7 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
         # State belongs to training, whichever mode the module is in now: its training recipe decides.
         effective = ambient if own is None else own.resolve(ambient, training=True)
         for kernel, name in module.kernels.items():
-            setattr(module, name, nnx.data(quantizer_variable(effective)))
+            setattr(module, name, nnx.data(quantizer_variables(init_gemm_state(effective))))
             # A cached kernel was quantized under the recipe before.
             setattr(module, cache_name(kernel), nnx.data(None))
     return model

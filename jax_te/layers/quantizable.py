@@ -8,8 +8,8 @@ from flax import nnx
 
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.ops.internal import WgradProbe
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, quantizer_for
-from jax_te.quantize.internal import quantizer_variable
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for
+from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe
 from jax_te.recipe.internal import ambient_recipe
 from jax_te.typing import Array, LogicalAxes
@@ -44,7 +44,7 @@ class QuantizableModule(nnx.Module):
         self.is_first_microbatch: bool | None = None
         self.module_name: str | None = None
         for kernel, quantizers in self.kernels.items():
-            setattr(self, quantizers, nnx.data(quantizer_variable(ambient_recipe.value)))
+            setattr(self, quantizers, nnx.data(quantizer_variables(init_gemm_state(ambient_recipe.value))))
             setattr(self, cache_name(kernel), nnx.data(None))
 
     @property
@@ -66,8 +66,7 @@ class QuantizableModule(nnx.Module):
 
     def gemm_state(self, kernel: str) -> GemmState | None:
         """The quantizer state of a kernel's GEMMs, if there is any."""
-        variable = getattr(self, self.kernels[kernel])
-        return None if variable is None else variable.get_value()
+        return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of a kernel."""
@@ -106,8 +105,7 @@ class QuantizableModule(nnx.Module):
         Raises:
             ValueError: if a cached kernel is asked for and there is none.
         """
-        variable, own = getattr(self, self.kernels[kernel]), getattr(self, kernel)
-        state = None if variable is None else variable.get_value()
+        state, own = nnx.as_pure(getattr(self, self.kernels[kernel])), getattr(self, kernel)
         if own is None or given is not None:
             value: Any = given
             if own is not None:

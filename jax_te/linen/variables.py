@@ -12,6 +12,7 @@ from flax.core import meta, unfreeze
 
 from jax_te.layers.internal import CachedKernel, cache_name
 from jax_te.quantize import QuantizedKernel, QuantizerState
+from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import autocast
 from jax_te.typing import LogicalAxes
 
@@ -87,8 +88,9 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     # States and cached kernels come and go with the recipe, so these Variables are attached before the tree is split.
     for path, layer in nnx.iter_modules(module):
         for kernel, name in getattr(layer, "kernels", {}).items():
-            _attach(layer, name, QuantizerState, _find(left, STATE, (*path, name)))
-            _attach(layer, cache_name(kernel), CachedKernel, _find(left, CACHED, (*path, cache_name(kernel))))
+            setattr(layer, name, nnx.data(quantizer_variables(_find(left, STATE, (*path, name)))))
+            cached = _find(left, CACHED, (*path, cache_name(kernel)))
+            setattr(layer, cache_name(kernel), nnx.data(None if cached is None else CachedKernel(cached)))
     graphdef, state = nnx.split(module)
     known, filled = {"params", STATE, CACHED}, []
     for path, variable in nnx.to_flat_state(state):
@@ -116,10 +118,6 @@ def _find(variables: dict[str, Any], collection: str, path: tuple[Any, ...], *, 
     for part in path[:-1]:
         node = node.get(str(part), {})
     return node.pop(str(path[-1]), None) if take else node.get(str(path[-1]))
-
-
-def _attach(layer: nnx.Module, name: str, kind: type[nnx.Variable], value: Any) -> None:
-    setattr(layer, name, nnx.data(None if value is None else kind(value)))
 
 
 def _checked(value: Any, variable: nnx.Variable, path: tuple[Any, ...], scope: str) -> Any:

@@ -15,7 +15,6 @@ from jax_te.layers.internal import CachedKernel, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear
 from jax_te.megatron.norm import TENorm
-from jax_te.quantize import QuantizerState
 from jax_te.typing import Initializer
 
 _COPIED = (
@@ -97,7 +96,7 @@ def _take_over(fused: Any, norm: Any, linear: Any) -> None:
     # State and cached kernel may be there although the linear layer was built without them, or the other way around:
     # the recipe that is ambient now need not be the one that the fused layer was built under.
     state, cached = fused.quantizers, fused.kernel_cache
-    linear.quantizers = nnx.data(None if state is None else QuantizerState(_copy(state)))
+    linear.quantizers = nnx.data(jax.tree.map(jnp.copy, state))
     linear.kernel_cache = nnx.data(None if cached is None else CachedKernel(_copy(cached)))
     linear.tensor_parallel = replace(fused.tensor_parallel, group=linear.tensor_parallel.group)
     for name in _COPIED:

@@ -7,7 +7,7 @@ from jax_te.quantize.observe import ambient_observer, current_observer
 from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, precision_of
 from jax_te.quantize.quantizer import Quantization, quantize_operand
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
-from jax_te.quantize.state import as_float32_inside, quantizer_variable, scales_are_frozen
+from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen
 from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "next_amax_state",
     "precision_of",
     "quantize_operand",
-    "quantizer_variable",
+    "quantizer_variables",
     "rounding_key",
     "scale_in_use",
     "scales_are_frozen",

@@ -7,6 +7,7 @@ The gradient of a state is its next value. It therefore must not reach anything 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te.quantize.precision import ROLES, GemmState
-from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks
 from jax_te.typing import PyTree
@@ -45,9 +45,10 @@ def frozen_scales() -> Iterator[None]:
 
 @nnx.register_variable_name("_overwrite_with_gradient")
 class QuantizerState(nnx.Variable):
-    """NNX Variable that holds one `GemmState`, the scales and amax histories of a linear layer's operands.
+    """NNX Variable that holds one array of a `GemmState`: a scale or an amax history of one operand.
 
-    Its gradient is its next value. Linen shows it as the collection ``_overwrite_with_gradient``.
+    A layer holds a `GemmState` of these. Its gradient is its next value. Linen shows it as the collection
+    ``_overwrite_with_gradient``.
     """
 
 
@@ -74,10 +75,10 @@ def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
     return GemmState(**entries)  # type: ignore[typeddict-item]
 
 
-def quantizer_variable(recipe: Recipe | None) -> QuantizerState | None:
-    """Return `init_gemm_state` as the Variable that a layer holds, or None."""
-    state = init_gemm_state(recipe)
-    return None if state is None else QuantizerState(state)
+def quantizer_variables(state: PyTree) -> PyTree:
+    """Return a `GemmState` in the Variables that a layer holds; None for None."""
+    # One array in each: Flax's tools and Orbax take the value of a Variable for an array.
+    return jax.tree.map(QuantizerState, state)
 
 
 def with_max_gradients(quantizers: PyTree) -> PyTree:
@@ -157,15 +158,14 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
 
-    def carry_on(before: AmaxState, after: AmaxState) -> AmaxState:
+    def carry_on(before: PyTree, after: PyTree) -> PyTree:
         # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
-        keep = ~(after["scale"] > 0.0)
+        keep = ~(nnx.as_pure(after)["scale"] > 0.0)
         if keep_old is not None:
             keep = jnp.logical_or(keep, keep_old)
-        return {
-            "scale": jnp.where(keep, before["scale"], after["scale"]),
-            "amax_history": jnp.where(keep[..., None], before["amax_history"], after["amax_history"]),
-        }
+        scale = jax.tree.map(functools.partial(jnp.where, keep), before["scale"], after["scale"])
+        kept = functools.partial(jnp.where, keep[..., None])
+        return {"scale": scale, "amax_history": jax.tree.map(kept, before["amax_history"], after["amax_history"])}
 
     return jax.tree.map(carry_on, old, gradient, is_leaf=_is_amax_state)
 

@@ -178,16 +178,14 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
         found = {(tensor.module, tensor.role): tensor.amax for tensor in inspect_precision(model, loss_fn, batch)}
     for path, module in quantizable_modules(model):
         for kernel, attribute in module.kernels.items():
-            variable = getattr(module, attribute)
-            if variable is None:
+            state = getattr(module, attribute)
+            if state is None:
                 continue
             # As the observer names it: a layer that is the whole model has no path.
             name = (path or "unnamed") if len(module.kernels) == 1 else f"{path}.{kernel}"
-            state = variable.get_value()
             for role in ROLES:
-                history = state[role]["amax_history"].at[..., 0].set(found[name, role])
-                state = {**state, role: {**state[role], "amax_history": history}}
-            variable.set_value(state)
+                history = state[role]["amax_history"]
+                history.set_value(history.get_value().at[..., 0].set(found[name, role]))
 
 
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:

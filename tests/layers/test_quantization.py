@@ -38,8 +38,12 @@ def build(recipe: Recipe | None = None) -> TransformerLayer:
 
 def states(model: Any) -> dict[Any, Any]:
     """Quantizer states by path."""
-    flat = nnx.to_flat_state(nnx.state(model, QuantizerState))
-    return {path: variable.get_value() for path, variable in flat}
+    return {
+        (*path, name): nnx.as_pure(getattr(module, name))
+        for path, module in nnx.iter_modules(model)
+        for name in getattr(module, "kernels", {}).values()
+        if getattr(module, name) is not None
+    }
 
 
 @jax.jit

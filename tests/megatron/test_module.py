@@ -22,6 +22,7 @@ from jax_te.megatron import (
     param_is_not_shared,
     state_dict,
 )
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from tests.support.numerics import assert_bitwise, without_type_checker
 
@@ -79,7 +80,7 @@ def test_prefix_destination_and_variables():
 def test_round_trip():
     recipe = DelayedScaling(amax_history_len=4)
     one, two = Model(seed=1, recipe=recipe), Model(seed=50, recipe=recipe)
-    one.layers[0].quantizers.set_value(jax.tree.map(lambda x: x + 3.0, one.layers[0].quantizers.get_value()))
+    nnx.update(one.layers[0], jax.tree.map(lambda x: x + 3.0, nnx.state(one.layers[0], QuantizerState)))
     numpy = {name: array if "key" in name else np.asarray(array) for name, array in one.state_dict().items()}
     for arrays in (one.state_dict(), numpy):
         assert two.load_state_dict(arrays) == IncompatibleKeys([], [])

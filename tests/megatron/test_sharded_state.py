@@ -26,6 +26,7 @@ from jax_te.megatron import (
     sharded_state_dict,
     state_dict,
 )
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, autocast
 from jax_te.sharding import make_mesh
 from tests.support.meshes import shard
@@ -101,7 +102,7 @@ def test_a_round_trip_between_meshes(tmp_path):
     """Saved on one mesh, restored to the description on another: the same bits where the rules put them."""
     with mesh(data=2, fsdp=2, tensor=2):
         saved = shard(randomize(mlp()))
-        saved.column.quantizers.set_value(jax.tree.map(lambda a: a + 3.0, saved.column.quantizers.get_value()))
+        nnx.update(saved.column, jax.tree.map(lambda a: a + 3.0, nnx.state(saved.column, QuantizerState)))
         with TrainCheckpointer(tmp_path / "ours") as checkpointer:
             checkpointer.save(saved.state_dict(), None, 1)
         ocp.save(tmp_path / "orbax", saved.state_dict())

@@ -19,6 +19,7 @@ from jax_te.megatron import (
     split_te_layernorm_column_parallel_linear,
     state_dict,
 )
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, recipe_from_name
 from tests.support.numerics import assert_bitwise, draw
 from tests.support.reference import randomize
@@ -60,7 +61,7 @@ def test_what_goes_with_the_arrays():
     """Delayed scaling's state, the layer's own precision, dtypes and flags; Megatron loses the precision."""
     with autocast(DelayedScaling(amax_history_len=4)):
         whole = fused(config(params_dtype="bfloat16"), tp_comm_buffer_name="qkv", tp_group="tensor")
-    whole.quantizers.set_value(jax.tree.map(lambda a: a + 3.0, whole.quantizers.get_value()))
+    nnx.update(whole, jax.tree.map(lambda a: a + 3.0, nnx.state(whole, QuantizerState)))
     payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
     whole.finish_init(QuantizationConfig(payload, MatchContext("fc1"), "bf16"))
     whole.eval()

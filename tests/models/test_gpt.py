@@ -246,13 +246,12 @@ def test_quantizer_state_gets_its_next_value_through_recomputation(recompute: di
         model = randomize(GPTModel(config, **options, rngs=nnx.Rngs(0)))
         _, gradient = loss_and_gradient(model, *batch())
     after = nnx.to_flat_state(nnx.state(gradient, QuantizerState))
-    assert len(after) == 4
+    assert len(after) == 4 * 6
     for path, variable in after:
-        for role, state in variable.get_value().items():
-            assert state["amax_history"][0] > 0.0, (path, role)
+        assert path[-1] == "scale" or variable[0] > 0.0, path
     kernel = parameters(model)["layers"][0]["layernorm_mlp"]["wi_kernel"]
-    state = dict(after)["layers", 0, "layernorm_mlp", "quantizers_1"].get_value()
-    assert state["kernel"]["amax_history"][0] == jnp.abs(kernel).max()
+    history = dict(after)["layers", 0, "layernorm_mlp", "quantizers_1", "kernel", "amax_history"]
+    assert history[0] == jnp.abs(kernel).max()
 
 
 def test_dropout_is_the_same_on_a_mesh() -> None:

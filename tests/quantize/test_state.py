@@ -17,7 +17,7 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
-from jax_te.quantize.internal import ROLES, precision_of, quantizer_variable
+from jax_te.quantize.internal import ROLES, precision_of, quantizer_variables
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from jax_te.training import split_model
 from tests.support import oracles
@@ -34,7 +34,7 @@ class Quantizable(QuantizableModule):
     def __init__(self, recipe=None):
         self._init_quantization()
         self.kernel = nnx.Param(draw("kernel", (16, 16)))
-        self.quantizers = nnx.data(quantizer_variable(recipe))
+        self.quantizers = nnx.data(quantizer_variables(init_gemm_state(recipe)))
 
 
 class Model(nnx.Module):
@@ -52,11 +52,14 @@ def test_fresh_state():
         assert_bitwise(state[role]["amax_history"], np.zeros(4, np.float32))
     for stateless in (None, Float8CurrentScaling()):
         assert init_gemm_state(stateless) is None
-        assert quantizer_variable(stateless) is None
+        assert quantizer_variables(init_gemm_state(stateless)) is None
 
 
 def test_variable_is_registered_under_the_name_that_optimizers_look_for():
-    assert isinstance(quantizer_variable(RECIPE), QuantizerState)
+    variables = jax.tree.leaves(
+        quantizer_variables(init_gemm_state(RECIPE)), is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )
+    assert [type(variable) for variable in variables] == [QuantizerState] * 6
     assert nnx.variable_name_from_type(QuantizerState) == "_overwrite_with_gradient"
 
 
@@ -98,7 +101,7 @@ def test_split_model_finds_everything_once():
     model = Model(RECIPE)
     graphdef, params, quantizers, rest = split_model(model)
     assert {path[-1] for path, _ in nnx.to_flat_state(params)} == {"kernel", "norm"}
-    assert len(nnx.to_flat_state(quantizers)) == 2
+    assert len(nnx.to_flat_state(quantizers)) == 2 * 6
     assert {path[-1] for path, _ in nnx.to_flat_state(rest)} == {"counter"}
     merged = nnx.merge(graphdef, params, quantizers, rest)
     for before, after in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(merged)), strict=True):
@@ -170,9 +173,9 @@ def test_prepare_quantization_gives_changes_and_takes_state():
     model = Model()
     before = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert prepare_quantization(model, RECIPE) is model
-    assert model.first.quantizers.get_value()["grad"]["amax_history"].shape == (4,)
+    assert model.first.quantizers["grad"]["amax_history"].shape == (4,)
     prepare_quantization(model, DelayedScaling(amax_history_len=8))
-    assert model.second.quantizers.get_value()["x"]["amax_history"].shape == (8,)
+    assert model.second.quantizers["x"]["amax_history"].shape == (8,)
     assert len(jax.tree.leaves(nnx.state(model, QuantizerState))) == 2 * 6
     for stateless in (Float8CurrentScaling(), None):
         prepare_quantization(model, RECIPE)
@@ -190,8 +193,8 @@ def test_prepare_quantization_of_what_cannot_be_quantized():
 
 def test_states_are_not_shared():
     model = prepare_quantization(Model(), RECIPE)
-    model.first.quantizers.set_value(jax.tree.map(lambda leaf: leaf + 1.0, model.first.quantizers.get_value()))
-    assert float(model.second.quantizers.get_value()["x"]["scale"]) == 1.0
+    model.first.quantizers["x"]["scale"].set_value(jnp.float32(2.0))
+    assert model.second.quantizers["x"]["scale"].get_value() == 1.0
 
 
 def test_the_state_of_a_layer_that_did_not_run_is_kept():

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.quantize import QuantizerState, as_float32
+from jax_te.quantize import as_float32
+from jax_te.quantize.internal import quantizer_variables
 from jax_te.sharding import auto_region
 
 HISTORY = 4
@@ -55,11 +56,11 @@ class Toy(nnx.Module):
         self.w_in = nnx.Param(kernel((WIDTH, 2 * WIDTH)), logical_axes=("fsdp", "ffn"))
         self.bias = nnx.Param(jnp.zeros((1, 2 * WIDTH)), logical_axes=(None, "ffn"))
         self.w_out = nnx.Param(kernel((2 * WIDTH, WIDTH)), logical_axes=("ffn", "fsdp"))
-        self.quantizers = nnx.data(QuantizerState(fresh_state()) if watched else None)
+        self.quantizers = nnx.data(quantizer_variables(fresh_state() if watched else None))
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, x):
-        state = None if self.quantizers is None else self.quantizers.get_value()
+        state = nnx.as_pure(self.quantizers)
         return auto_region(self._forward, ("batch", "hidden"))(x, nnx.state(self, nnx.Param), state)
 
     def _forward(self, x, params, state):

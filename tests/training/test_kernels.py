@@ -228,7 +228,7 @@ def test_a_layer_used_twice_merges_its_states_by_maximum():
             seen.append(float(jnp.max(jnp.abs(_normed(model.mlp, x)))))
             x = x + model.mlp(x)
         after, _ = make_train_step(loss_fn, optax.sgd(0.0))(state, batch())
-    history = after.quantizers["mlp"]["quantizers_1"].get_value()["x"]
+    history = nnx.as_pure(after.quantizers["mlp"]["quantizers_1"]["x"])
     assert float(history["scale"]) == 1.0
     np.testing.assert_allclose(float(history["amax_history"][0]), max(seen), rtol=1e-6)
     assert np.all(np.asarray(history["amax_history"][1:]) == 0.0)

@@ -89,7 +89,9 @@ def contents(state: Any) -> dict[str, bytes]:
     arrays = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         value = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-        arrays[f"{'/'.join(map(name, path))} {value.dtype.name} {value.shape}"] = value.tobytes()
+        # "value" is how JAX names what is inside of a Variable; a Variable of several arrays had it before their names.
+        names = "/".join(part for part in map(name, path) if part != "value")
+        arrays[f"{names} {value.dtype.name} {value.shape}"] = value.tobytes()
     return arrays
 
 
@@ -108,7 +110,9 @@ def read_contents(path: Path) -> dict[str, bytes]:
     with np.load(path) as stored:
         ends = np.cumsum(stored["lengths"])
         parts = np.split(stored["data"], ends[:-1])
-        return {str(name): part.tobytes() for name, part in zip(stored["names"], parts, strict=True)}
+        return {
+            str(name).replace("/value", ""): part.tobytes() for name, part in zip(stored["names"], parts, strict=True)
+        }
 
 
 def main(folder: Path) -> None:
