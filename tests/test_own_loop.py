@@ -21,6 +21,7 @@ from jax_te.ops import dense
 from jax_te.quantize import QuantizerState, frozen_scales, init_gemm_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.remat import remat
+from jax_te.training import DynamicLossScale, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
 
 RECIPE = DelayedScaling(amax_history_len=2)
@@ -201,3 +202,38 @@ def test_frozen_scales_stay_where_the_state_is_differentiated_too(mesh):
     np.testing.assert_array_equal(dx, moved_dx)
     jax.tree.map(np.testing.assert_array_equal, after, state)
     assert float(moved["x"]["amax_history"][0]) == 1.0
+
+
+@pytest.mark.parametrize("run", [lambda model: jax.eval_shape(model, X), lambda model: model(X, True)])
+def test_a_state_of_another_history_raises(run):
+    with autocast(DelayedScaling(amax_history_len=8)):
+        model = mlp()
+    with pytest.raises(QuantizerStateError, match=r"histories of 8, and .* has 2\..* prepare_quantization"):
+        run(model)
+
+
+def test_64_bits_change_nothing():
+    """Dtypes and values of a train step's state: fp32 and int32, whatever the default is."""
+
+    def steps():
+        model_of = lambda rngs: Linear(32, 32, params_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+        # Not Adam, whose powers of its decays are more exact in 64 bits.
+        tx = optax.sgd(1e-2, momentum=0.9)
+        state = create_train_state(model_of, tx, key=jax.random.key(0), scaler=DynamicLossScale())
+        step = make_train_step(lambda model, x, key: jnp.mean(jnp.square(model(x)) - 1.0), tx, microbatches=2)
+        for _ in range(2):
+            state, metrics = step(state, np.tile(X, (2, 1)).astype(jnp.bfloat16))
+        return [
+            np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.masters, state.quantizers, metrics))
+        ], [leaf.dtype for leaf in jax.tree.leaves(state)]
+
+    values, dtypes = steps()
+    with jax.enable_x64(True):
+        wide_values, wide_dtypes = steps()
+    assert wide_dtypes == dtypes
+    for wide, value in zip(wide_values, values, strict=True):
+        assert wide.dtype == value.dtype
+        # A few last bits of sums in fp32, and with them one of bf16.
+        bound = 2.0**-8 if value.dtype == jnp.bfloat16 else 2.0**-20
+        wide, value = (array.astype(np.float32) for array in (wide, value))
+        np.testing.assert_allclose(wide, value, rtol=0.0, atol=bound * np.abs(value).max())

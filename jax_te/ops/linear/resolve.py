@@ -17,7 +17,7 @@ from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, Linear
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
 from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of, scales_are_frozen
-from jax_te.recipe import Recipe
+from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import REPLICATED
 from jax_te.typing import Array, BackendName, DTypeLike
 
@@ -131,7 +131,7 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
 
     Raises:
         ValueError: if the kernel was quantized for another recipe.
-        QuantizerStateError: if the recipe has state and none is given.
+        QuantizerStateError: if the recipe has state, and none is given or its histories have another length.
     """
     kernel, bias, state, _ = given
     if precision.amax_rule is not None and state is None:
@@ -139,6 +139,13 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
             f"{recipe} needs quantizer state and this layer has none. Build the model inside "
             "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
         )
+    if isinstance(recipe, DelayedScaling) and state is not None:
+        length = state["kernel"]["amax_history"].shape[-1]
+        if length != recipe.amax_history_len:
+            raise QuantizerStateError(
+                f"the quantizer state has amax histories of {length}, and {recipe} has {recipe.amax_history_len}. Call "
+                "under the recipe of the state, or make new state: prepare_quantization(model, recipe), change_recipe"
+            )
     if isinstance(kernel, QuantizedKernel):
         # Equal quantizers, not equal recipes: recipes may differ in what they do to the other operands.
         quantizer = precision.kernel.quantizer
