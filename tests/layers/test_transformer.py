@@ -166,12 +166,12 @@ def test_the_two_blocks_drop_independently() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_type": "prefix"}, "layer_type must be 'encoder' or 'decoder', got 'prefix'"),
+        ({"layer_type": "prefix"}, "layer_type must be one of 'encoder', 'decoder', got 'prefix'"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\)"),
         ({"normalization": "BatchNorm"}, "normalization must be one of 'LayerNorm', 'RMSNorm', got 'BatchNorm'"),
         ({"activation": "tanh"}, "unknown activation 'tanh'"),
         ({"num_gqa_groups": 3}, "num_attention_heads 4 is not divisible by num_gqa_groups 3"),
-        ({"self_attn_mask_type": "diagonal"}, "unknown attn_mask_type 'diagonal'"),
+        ({"self_attn_mask_type": "diagonal"}, "attn_mask_type must be one of.* 'diagonal'"),
         ({"layernorm_epsilon": 0.0}, "epsilon must be > 0"),
         ({"params_dtype": jnp.int32}, "params_dtype must be one of float32, bfloat16, float16, got int32"),
     ],
