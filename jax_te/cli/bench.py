@@ -24,7 +24,7 @@ from jax_te.bench.internal import (
 )
 from jax_te.cli.build import build_model
 from jax_te.cli.compile_cache import keep_compiled_programs
-from jax_te.cli.options import CP_COMM_TYPES, METHODS, POLICIES, SIZE, flag, some_of
+from jax_te.cli.options import CP_COMM_TYPES, MESH, METHODS, POLICIES, SIZE, flag, some_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
 from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
@@ -69,7 +69,12 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     names = ("B", "S", "H", "HEADS", "F")
     add("--shape", nargs=5, type=SIZE.parse, default=[*DEFAULT_SHAPE], metavar=names, help=shape)
     add("--backend", choices=BACKENDS, default="auto", help="backend of jax_te's layer")
-    add("--mesh", metavar="SIZES", help="run on a mesh, like tensor=4 or data=2,tensor=2; default: one device")
+    add(
+        "--mesh",
+        type=MESH.parse,
+        metavar="SIZES",
+        help="run on a mesh, like tensor=4 or data=2,tensor=2; default: one device",
+    )
     add("--sequence-parallel", action="store_true", help="with --mesh: sequence parallelism")
     steps = "measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
     add("--microbatches", type=SIZE.parse, metavar="M", help=steps + "quantized once a step beside in every microbatch")

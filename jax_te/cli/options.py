@@ -164,7 +164,8 @@ def auto_or_flag(text: str) -> bool | str:
 # Counts are int32 on devices, and other numbers fp32.
 SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
 POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) for above in (True, False))
-FOLDER, PATH, MESH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH", "AXES"))
+FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))
+MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
 FILE = Text("FILE", str)
 _MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
 _SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones

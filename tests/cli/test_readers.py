@@ -132,7 +132,7 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
 )
 def test_bad_names_are_one_line(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in filter(None, WORDS):
+    for name in filter(None, WORDS):  # none of them may start anything
         name = name.replace("/", "_")
         if argv == ["train", "--output"] and len(name) < 200:
             (tmp_path / name).touch()
