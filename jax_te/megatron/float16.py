@@ -15,6 +15,7 @@ from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
+from jax_te.quantize import QuantizerState
 from jax_te.typing import Array, DTypeLike
 
 _Marked = TypeVar("_Marked", nnx.Variable, nnx.Module)
@@ -99,9 +100,8 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
 
     Variables of every kind that hold an array are cast, including abstract ones (``jax.ShapeDtypeStruct``). Not cast
-    are quantizer state, a tree of arrays whose scales are fp32 by definition (in Transformer Engine it is no buffer of
-    the module); parameters stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels
-    are dropped.
+    are quantizer state, which is fp32 by definition (in Transformer Engine it is no buffer of the module); parameters
+    stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels are dropped.
 
     Args:
         module: changed in place.
@@ -120,9 +120,9 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     """
     dtype = float_dtype("dtype", dtype)
     for variable in _variables(module):
-        if variable.get_metadata("keep_in_fp32", False):
+        if isinstance(variable, QuantizerState) or variable.get_metadata("keep_in_fp32", False):
             continue
-        # Only arrays: values that are trees, such as quantizer state and quantized kernels, have dtypes of their own.
+        # Only arrays: values that are trees, such as quantized kernels, have dtypes of their own.
         value: Any = variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct) and value.dtype.name in _WIDE_FLOATS:
             variable.set_value(value.update(dtype=dtype))
