@@ -143,7 +143,9 @@ def run(args: argparse.Namespace) -> int:
     for row in _rows(args):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    # A contestant that fails is a row, so that the others go on; no row at all is an error.
+    if not rows:  # an empty list, which argparse of Python 3.11 makes of `--recipes=--`
+        raise ValueError("there is nothing to measure: an option that names what to measure is empty; name something")
+    # A contestant that fails is a row, so that the others go on; no row that was measured is an error.
     if all("error" in row for row in rows):
         raise ValueError(f"nothing could be measured; {rows[0]['name']}: {rows[0]['error']}")
     if args.output:
