@@ -186,7 +186,7 @@ def _split(model):
 def test_counts_of_first_and_last_layers_are_checked():
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         for count in (-1, 5, True):
-            with pytest.raises(ValueError, match=rf"{name} must be an integer in \[0, num_layers = 4\]"):
+            with pytest.raises(ValueError, match=rf"{name} must be an integer"):
                 small_gpt(**{name: count})(nnx.Rngs(0))
 
 
