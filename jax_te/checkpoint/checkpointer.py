@@ -1,38 +1,34 @@
-"""Checkpoints through Orbax v1. The only file that imports orbax."""
+"""Checkpoints through Orbax v1."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gc
-import glob
 import json
-import logging
 import os
-import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
-from etils.epath.gpath import PosixGPath
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jax_te.checkpoint.tree import FORMAT, Name, check_records, checksums, crc32, named_leaves, records, stored_parts
+from jax_te.checkpoint.folder import Folder, checked_folder
+from jax_te.checkpoint.read import (
+    DamagedError,
+    chain,
+    in_all_processes,
+    quiet_orbax,
+    read_arrays,
+    read_metadata,
+    say,
+)
+from jax_te.checkpoint.tree import FORMAT, check_records, checksums, crc32, named_leaves, records, stored_parts
 from jax_te.config.internal import check_positive
 from jax_te.typing import PyTree
-
-INSIDE = 200
-"""Bytes that the path of a file inside of a checkpoint may add to the folder's."""
-
-CLOUDS = ("/gs/", "/s3/", "/az/", "/hf/")
-"""Folders of the root that etils takes for the services of these names."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -70,9 +66,7 @@ class TrainCheckpointer:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
         check_positive(keep=keep)
-        # Absolute, because the process may change its working directory during a run.
-        self._directory = Path(directory).absolute()
-        _check_name(self._directory, directory)
+        self._directory = checked_folder(directory)
         self._keep = keep
         self._read_back = False
         self._writer: ocp.training.Checkpointer | None = None
@@ -111,7 +105,7 @@ class TrainCheckpointer:
         # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided
         # by the caller, not by a policy of Orbax.
         with contextlib.ExitStack() as quiet:
-            log_filter = quiet.enter_context(_quiet_orbax())
+            log_filter = quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 response: Any = self._open_writer().save_checkpointables_async(
                     step, stored_parts(leaves), force=True, custom_metadata={**body, "crc32": crc32(body)}
@@ -133,7 +127,7 @@ class TrainCheckpointer:
                 if not self._read_back:
                     # A folder in which Orbax writes something else than it reads is noticed before much is lost.
                     self._damaged.add(step)
-                    _read_metadata(self._directory / str(step))
+                    read_metadata(self._directory / str(step))
                     self._damaged.remove(step)
                     self._read_back = True
 
@@ -166,11 +160,11 @@ class TrainCheckpointer:
         self.wait()
         damaged: dict[int, str] = {}
         # The first process's folder counts: a shared file system may show the newest checkpoint to some processes only.
-        while newest := _say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
+        while newest := say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
             step = int(newest)
             try:
                 state, data = self._load(step, abstract_state)
-            except _DamagedError as error:
+            except DamagedError as error:
                 damaged[step] = str(error)
                 continue
             for bad, reason in damaged.items():
@@ -201,7 +195,7 @@ class TrainCheckpointer:
 
     def _load(self, step: int, abstract_state: PyTree) -> tuple[PyTree, Any]:
         path = self._directory / str(step)
-        body = _in_all_processes(_read_metadata, path)
+        body = in_all_processes(read_metadata, path)
         version = body.get("format", 1)
         if version > FORMAT:
             raise ValueError(
@@ -210,12 +204,12 @@ class TrainCheckpointer:
             )
         wanted = named_leaves(abstract_state)
         check_records(body["arrays"], records(wanted), f"checkpoint step {step} in {self._directory}")
-        found = _in_all_processes(_read_arrays, path, {name: _describe(leaf) for name, leaf in wanted.items()})
+        found = in_all_processes(read_arrays, path, {name: _describe(leaf) for name, leaf in wanted.items()})
         found = {name: found[name] for name in wanted}
         # Orbax restores a flipped bit without an error, so the values are checked.
         wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
         if wrong:
-            raise _DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
+            raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), found.values()), body["data"]
 
     def _open_writer(self) -> ocp.training.Checkpointer:
@@ -229,8 +223,8 @@ class TrainCheckpointer:
                 # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
                 for step in self._steps():
                     try:
-                        _read_metadata(self._directory / str(step))
-                    except _DamagedError as error:
+                        read_metadata(self._directory / str(step))
+                    except DamagedError as error:
                         self._report_damaged(step, str(error))
                 self._rename_damaged()
                 self._writer = self._new_writer()
@@ -238,13 +232,13 @@ class TrainCheckpointer:
 
     def _new_writer(self) -> ocp.training.Checkpointer:
         newest: Any = ocp.training.preservation_policies.LatestN(self._keep)
-        folder = _Folder(self._directory)
+        folder = Folder(self._directory)
         return ocp.training.Checkpointer(folder, preservation_policy=newest, cleanup_tmp_directories=True)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            with _quiet_orbax():
+            with quiet_orbax():
                 writer.close()
 
     def _report_damaged(self, step: int, reason: str) -> None:
@@ -261,7 +255,7 @@ class TrainCheckpointer:
             # Several processes of a run share the folder: one of them renames.
             if jax.process_index() == 0:
                 (self._directory / str(step)).rename(target)
-        _say("renamed")  # none goes on before
+        say("renamed")  # none goes on before
         self._damaged.clear()
 
     @contextlib.contextmanager
@@ -269,11 +263,11 @@ class TrainCheckpointer:
         """Turn the errors that Orbax and TensorStore raise for a failed write into one OSError."""
         try:
             yield
-        except (OSError, RuntimeError, ValueError, _DamagedError) as error:
+        except (OSError, RuntimeError, ValueError, DamagedError) as error:
             # A writer that failed may fail again when it is closed.
             with contextlib.suppress(Exception):
                 self._drop_writer()
-            texts = [str(link) for link in _chain(error)]
+            texts = [str(link) for link in chain(error)]
             full = any("No space left" in text or "ENOSPC" in text for text in texts)
             last = max(self._steps(), default=None)
             good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
@@ -283,146 +277,6 @@ class TrainCheckpointer:
                 f"checkpoint step {step} could not be saved: {cause}; {good}. Free some space, or save elsewhere",
                 str(self._directory),
             ) from error
-
-
-class _DamagedError(Exception):
-    """A checkpoint that cannot be read."""
-
-
-_NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError)
-"""Errors of a read that say nothing about the checkpoint."""
-
-
-def _reading(read: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``read`` returns. A failed read is a `_DamagedError`, unless it says nothing about the checkpoint."""
-    hook = sys.unraisablehook
-    # A read that fails leaves others behind, whose ends TensorStore and Python tell when nobody waits any more.
-    left_behind = re.compile("Event loop is closed|while reading array index")
-    sys.unraisablehook = lambda found: left_behind.search(str(found.exc_value)) or hook(found)
-    try:
-        with _quiet_orbax():
-            try:
-                return read(*args)
-            except Exception as error:
-                reason = _damage(error)
-            gc.collect()  # only now: while there is an `error`, it holds them
-    finally:
-        sys.unraisablehook = hook
-    raise _DamagedError(f"it cannot be read ({reason})")
-
-
-def _damage(error: Exception) -> str:
-    """Return what an error says about the checkpoint, or raise its cause if that is nothing."""
-    links = _chain(error)
-    for link in links:
-        if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
-            raise link from None
-    return str(links[-1])[:160]
-
-
-def _in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``read`` returns, or raise in all processes if it raises in one: they would wait for each other."""
-    result, failure, text = None, None, ""
-    try:
-        result = read(*args)
-    except Exception as error:
-        failure, text = error, f"{isinstance(error, _DamagedError):d}{error}"
-    failures = sorted(filter(None, _say(text)))  # those that are no damage come first
-    if failure is not None and not isinstance(failure, _DamagedError):
-        raise failure
-    if failures:
-        raise (_DamagedError if failures[0][0] == "1" else RuntimeError)(failures[0][1:])
-    return result
-
-
-def _say(text: str) -> list[str]:
-    """Return the texts of all processes, in their order; all must call this, and 400 bytes of a text arrive."""
-    if jax.process_count() == 1:
-        return [text]
-    sent = np.frombuffer(text.encode()[:400].ljust(400, b"\0"), np.uint8)
-    received = multihost_utils.process_allgather(sent)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[_NotFromOrbax]:
-    """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings."""
-    # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
-    loggers, log_filter = (logging.getLogger("absl"), logging.getLogger("asyncio")), _NotFromOrbax()
-    for logger in loggers:
-        logger.addFilter(log_filter)
-    try:
-        yield log_filter
-    finally:
-        for logger in loggers:
-            logger.removeFilter(log_filter)
-
-
-class _NotFromOrbax(logging.Filter):
-    ended = False
-
-    def end(self, saved: bool) -> None:
-        self.ended = saved
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        given_up = record.name == "asyncio" and "never retrieved" in record.msg
-        from_orbax = "orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL
-        return self.ended or not (given_up or from_orbax)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes, down to the first."""
-    links = [error]
-    while links[-1].__cause__ is not None:
-        links.append(links[-1].__cause__)
-    return links
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    """``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum."""
-    found: Any = _reading(ocp.checkpointables_metadata, _Folder(path))
-    stored: dict[str, Any] = dict(found.custom_metadata or {})
-    if stored.pop("crc32", None) != crc32(stored):
-        raise _DamagedError("its metadata cannot be read")
-    if None in found.metadata.values():
-        raise _DamagedError("its arrays are not there")
-    return stored
-
-
-def _read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
-    found: dict[Name, Any] = {}
-    # Each process by itself: Orbax's processes wait for each other at the end of a read, also for one that failed.
-    context = ocp.Context()
-    if jax.process_count() > 1:
-        alone, here = context.multiprocessing, jax.process_index()
-        alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
-    with context:
-        for part, target in stored_parts(wanted).items():
-            # One by one, because Orbax leaves the others hanging when one fails.
-            found |= named_leaves(_reading(ocp.load_checkpointables, _Folder(path), {part: target})[part])
-    return found
-
-
-class _Folder(PosixGPath):
-    """A path whose own name is no pattern: with etils' ``glob``, Orbax finds nothing in a folder ``run[1]``."""
-
-    def glob(self, pattern: str) -> Iterator[_Folder]:
-        return map(type(self), glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)))
-
-
-def _check_name(path: Path, given: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a folder that is none, or whose name does not reach the disk as it is."""
-    refused = None
-    try:
-        os.lstat(path / ("x" * INSIDE))
-    except OSError as error:
-        refused = {errno.ENOTDIR: "is a file", errno.ENAMETOOLONG: "is too long a name"}.get(error.errno or 0)
-    if any(character == "\\" or "\ud800" <= character <= "\udfff" for character in str(path)):
-        refused = "has a backslash, or a character that is not Unicode, in its absolute path"
-    elif f"{path}/".startswith(CLOUDS) or any(part.endswith(":") for part in path.parts):
-        refused = "looks like the address of a service, not a folder"
-    if refused:
-        raise ValueError(f"checkpoints need a folder, and {given} {refused}; give another one")
 
 
 def _check_step(step: Any) -> int:

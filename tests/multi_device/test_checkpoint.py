@@ -52,15 +52,15 @@ def save_and_restore(folder, small):
 
 def restore_damaged(folder, damaged_for):
     """One process alone may find the damage: its disk, its shards."""
-    read = checkpointer_module._read_arrays
+    read = checkpointer_module.read_arrays
 
     def fail_here(path, wanted):
         found = read(path, wanted)
         if jax.process_index() in damaged_for and path.name == "2":
-            raise checkpointer_module._DamagedError("a shard of this process")
+            raise checkpointer_module.DamagedError("a shard of this process")
         return found
 
-    checkpointer_module._read_arrays = fail_here
+    checkpointer_module.read_arrays = fail_here
     mesh = meshes()[0]
     with warnings.catch_warnings(record=True) as caught, TrainCheckpointer(folder) as checkpointer:
         warnings.simplefilter("always", DamagedCheckpointWarning)

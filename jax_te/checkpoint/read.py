@@ -1,0 +1,151 @@
+"""Reading a checkpoint through Orbax: alone in each process, with all processes agreeing on what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from jax_te.checkpoint.folder import Folder
+from jax_te.checkpoint.tree import Name, crc32, named_leaves, stored_parts
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be read."""
+
+
+_NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError)
+"""Errors of a read that say nothing about the checkpoint."""
+
+
+def _reading(read: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``read`` returns. A failed read is a `DamagedError`, unless it says nothing about the checkpoint."""
+    hook = sys.unraisablehook
+    # A read that fails leaves others behind, whose ends TensorStore and Python tell when nobody waits any more.
+    left_behind = re.compile("Event loop is closed|while reading array index")
+    sys.unraisablehook = lambda found: left_behind.search(str(found.exc_value)) or hook(found)
+    try:
+        with quiet_orbax():
+            try:
+                return read(*args)
+            except Exception as error:
+                reason = _damage(error)
+            gc.collect()  # only now: while there is an `error`, it holds them
+    finally:
+        sys.unraisablehook = hook
+    raise DamagedError(f"it cannot be read ({reason})")
+
+
+def _damage(error: Exception) -> str:
+    """Return what an error says about the checkpoint, or raise its cause if that is nothing."""
+    links = chain(error)
+    for link in links:
+        if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
+            raise link from None
+    return str(links[-1])[:160]
+
+
+def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``read`` returns, or raise in all processes if it raises in one: they would wait for each other."""
+    result, failure, text = None, None, ""
+    try:
+        result = read(*args)
+    except Exception as error:
+        failure, text = error, f"{isinstance(error, DamagedError):d}{error}"
+    failures = sorted(filter(None, say(text)))  # those that are no damage come first
+    if failure is not None and not isinstance(failure, DamagedError):
+        raise failure
+    if failures:
+        raise (DamagedError if failures[0][0] == "1" else RuntimeError)(failures[0][1:])
+    return result
+
+
+def say(text: str) -> list[str]:
+    """Return the texts of all processes, in their order; all must call this, and 400 bytes of a text arrive."""
+    if jax.process_count() == 1:
+        return [text]
+    sent = np.frombuffer(text.encode()[:400].ljust(400, b"\0"), np.uint8)
+    received = multihost_utils.process_allgather(sent)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[_NotFromOrbax]:
+    """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings.
+
+    Yields:
+        The filter, whose ``end`` lets them pass again.
+    """
+    # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
+    loggers, log_filter = (logging.getLogger("absl"), logging.getLogger("asyncio")), _NotFromOrbax()
+    for logger in loggers:
+        logger.addFilter(log_filter)
+    try:
+        yield log_filter
+    finally:
+        for logger in loggers:
+            logger.removeFilter(log_filter)
+
+
+class _NotFromOrbax(logging.Filter):
+    ended = False
+
+    def end(self, saved: bool) -> None:
+        self.ended = saved
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        given_up = record.name == "asyncio" and "never retrieved" in record.msg
+        from_orbax = "orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL
+        return self.ended or not (given_up or from_orbax)
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Return the error and its causes, down to the first."""
+    links = [error]
+    while links[-1].__cause__ is not None:
+        links.append(links[-1].__cause__)
+    return links
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return ``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum.
+
+    Raises:
+        DamagedError: if they are not there, or not as they were written.
+    """
+    found: Any = _reading(ocp.checkpointables_metadata, Folder(path))
+    stored: dict[str, Any] = dict(found.custom_metadata or {})
+    if stored.pop("crc32", None) != crc32(stored):
+        raise DamagedError("its metadata cannot be read")
+    if None in found.metadata.values():
+        raise DamagedError("its arrays are not there")
+    return stored
+
+
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
+    """Return the arrays of a checkpoint, in the shardings of ``wanted``.
+
+    Raises:
+        DamagedError: if one cannot be read.
+    """
+    found: dict[Name, Any] = {}
+    # Each process by itself: Orbax's processes wait for each other at the end of a read, also for one that failed.
+    context = ocp.Context()
+    if jax.process_count() > 1:
+        alone, here = context.multiprocessing, jax.process_index()
+        alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
+    with context:
+        for part, target in stored_parts(wanted).items():
+            # One by one, because Orbax leaves the others hanging when one fails.
+            found |= named_leaves(_reading(ocp.load_checkpointables, Folder(path), {part: target})[part])
+    return found
