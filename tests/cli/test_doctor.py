@@ -6,7 +6,7 @@ import pytest
 from jax_te.cli import doctor
 from jax_te.cli.main import main
 from jax_te.ops import OPS
-from jax_te.recipe import RECIPES
+from jax_te.recipe import RECIPES, DelayedScaling
 
 
 def test_it_reports_versions_devices_backends_and_recipes(capsys):
@@ -30,6 +30,13 @@ def test_recipes_are_really_run(recipe):
     works, text = doctor.try_recipe(recipe, "xla")
     assert works
     assert text.startswith("runs")
+
+
+def test_a_trial_compiles_nothing_else(caplog):
+    """Not its arguments, and not the check of its results: small programs are most of the time of a start."""
+    with jax.log_compiles():
+        assert doctor.try_recipe(DelayedScaling(margin=1), "xla")[0]
+    assert caplog.text.count("Finished XLA compilation") == 1
 
 
 def test_a_backend_that_is_missing_says_what_to_do(monkeypatch):
