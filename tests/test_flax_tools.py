@@ -18,13 +18,13 @@ from jax_te import autocast, linen
 from jax_te.layers import Linear
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling
-from tests.support.meshes import use_mesh
+from tests.support.meshes import MODES, use_mesh
 from tests.support.toy import assert_same
 
 EVERYTHING = nnx.Any(nnx.Param, QuantizerState)
 
 
-@pytest.fixture(params=["no mesh", "auto"], autouse=True)
+@pytest.fixture(params=MODES, autouse=True)
 def context(request: pytest.FixtureRequest) -> Any:
     # Optax relies on implicit promotion.
     recipe, promotion = autocast(DelayedScaling(amax_history_len=2)), jax.numpy_dtype_promotion("standard")
@@ -85,24 +85,6 @@ def test_eval_shape_has_the_shapes_of_the_model() -> None:
         nnx.to_flat_state(nnx.state(abstract)), nnx.to_flat_state(nnx.state(model)), strict=True
     ):
         assert (leaf.shape, leaf.dtype) == (array.shape, array.dtype), path
-
-
-def test_vmap_makes_layers_that_scan_and_vmap_run() -> None:
-    layers = nnx.vmap(lambda key: Linear(32, 32, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
-    assert layers.quantizers["x"]["scale"].shape == (3,)
-    x = batch()
-
-    def in_scan(layers: Any) -> jax.Array:
-        return jnp.sum(nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers))
-
-    def in_vmap(layers: Any) -> jax.Array:
-        return jnp.sum(nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(layers, x))
-
-    for loss in (in_scan, in_vmap):
-        grads = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, EVERYTHING)))(layers)
-        histories = grads["quantizers"]["x"]["amax_history"][...]
-        assert histories[0, 0] == 1.0
-        assert (histories[:, 0] > 0.0).all()
 
 
 def test_orbax_managers_save_and_restore_it(tmp_path: Any) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import float_dtype
-from jax_te.sharding.internal import create_sharded
+from jax_te.sharding.internal import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
@@ -83,7 +83,7 @@ def parameter_axes(model: nnx.Module) -> PyTree:
     {'bias': ('norm',), 'scale': ('norm',)}
     """
     return jax.tree.map(
-        lambda variable: variable.replace(variable.get_metadata("logical_axes")),
+        lambda variable: variable.replace(variable_axes(variable, variable.get_value())),
         nnx.state(model, nnx.Param),
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )

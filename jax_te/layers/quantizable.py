@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import jax
 from flax import nnx
 
 from jax_te.ops import LinearWeights, quantize_kernel
@@ -75,13 +78,15 @@ class QuantizableModule(nnx.Module):
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
         assert self.recipe is not None
-        return quantize_kernel(
-            value,
-            recipe=self.recipe,
-            state=self.gemm_state(kernel),
-            kernel_axes=self.axes_of(kernel),
-            portable=portable,
-        )
+        axes = self.axes_of(kernel)
+        quantize = functools.partial(quantize_kernel, recipe=self.recipe, kernel_axes=axes, portable=portable)
+
+        def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
+            # Layers that nnx.vmap stacked have one axis more: each layer's kernel is quantized by itself.
+            stacked = value.ndim > len(axes)
+            return jax.vmap(of_layers)(value, state) if stacked else quantize(value, state=state)
+
+        return replace(of_layers(value, self.gemm_state(kernel)), shape=value.shape)
 
     def hold_quantized(self, kernel: str) -> None:
         """Replace a kernel's exact value by its quantized form, in plain arrays."""
@@ -112,6 +117,8 @@ class QuantizableModule(nnx.Module):
                 return LinearWeights(value, bias, state)
         else:
             value = own.get_value()
+            if isinstance(value, QuantizedKernel):
+                value = value.of_layer(len(self.axes_of(kernel)))
         first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
         cache: Any = getattr(self, f"{kernel}_cache")
         if first is None and cache is None:
@@ -131,7 +138,7 @@ class QuantizableModule(nnx.Module):
         if cached.quantizer == quantizer:
             # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
             grad_sink = value if grad_sink is None else grad_sink
-            value = cached
+            value = cached.of_layer(len(self.axes_of(kernel)))
         return LinearWeights(value, bias, state, grad_sink)
 
 

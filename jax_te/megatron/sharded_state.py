@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jax_te.megatron.state_dict import arrays_of, state_dict, variables_of
-from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import named_sharding
+from jax_te.sharding.internal import variable_axes
 
 
 def sharded_state_dict(
@@ -72,15 +72,7 @@ def sharded_state_dict(
 
 
 def _sharding(leaf: Any, variable: nnx.Variable, mesh: Mesh) -> NamedSharding | None:
-    if mesh.empty:
-        return None
-    axes = variable.get_metadata().get("logical_axes")
-    value = variable.get_value()
-    # The scales of a quantized kernel may have as many axes as the kernel, but other sizes, which need not divide.
-    other = isinstance(value, QuantizedKernel) and leaf.shape != value.shape
-    if axes is None or len(axes) != leaf.ndim or other:
-        axes = (None,) * leaf.ndim
-    return named_sharding(axes, mesh)
+    return None if mesh.empty else named_sharding(variable_axes(variable, leaf), mesh)
 
 
 def _self_describing(module: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:

@@ -25,7 +25,7 @@ class QuantizedKernel:
             each device. TE's tensor classes fail when JAX unflattens them with placeholder leaves.
         quantizer: the quantizer that made it.
         amax: fp32 ``[]``, of the kernel it was made from; None where the recipe takes none.
-        shape: of the kernel.
+        shape: of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
         dtype: of the kernel before quantization.
     """
 
@@ -66,6 +66,10 @@ class QuantizedKernel:
             # Values lie as the kernel does; a scale of the whole tensor is the same on every device.
             form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
         return replace(self, form=form, amax=None if self.amax is None else PartitionSpec())
+
+    def of_layer(self, ndim: int) -> QuantizedKernel:
+        """Return it with ``shape`` that of one layer's kernel, of ``ndim`` axes, where a loop took it from a stack."""
+        return self if self.ndim == ndim else replace(self, shape=self.shape[-ndim:])
 
     def dequantize(self) -> Array:
         """Return the values in ``dtype``, of a kernel in plain arrays.

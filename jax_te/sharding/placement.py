@@ -18,22 +18,35 @@ from jax_te.typing import Array, LogicalAxes, PyTree
 def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
     """Return name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
-    The axes are those in the metadata of the Variable around the leaf (optimizer state that mirrors a parameter keeps
-    its Variable), None for every dimension where there are none or the leaf has another shape than the Variable.
+    The axes are those of the Variable around the leaf, see `variable_axes`; optimizer state that mirrors a parameter
+    keeps its Variable.
 
     >>> leaves_with_axes({"a": nnx.Param(jnp.ones((2, 2)), logical_axes=("fsdp", "ffn")), "b": jnp.ones(2)})[1][::2]
     ('b', (None,))
     """
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
-        axes = node.get_metadata().get("logical_axes") if _is_variable(node) else None
-        value = node.get_value() if _is_variable(node) else node
-        for inside, leaf in jax.tree_util.tree_leaves_with_path(value):
+        for inside, leaf in jax.tree_util.tree_leaves_with_path(node.get_value() if _is_variable(node) else node):
             name = jax.tree_util.keystr((*path, *inside), simple=True, separator="/")
-            # A quantized kernel has the shape of its values; its scales may have as many axes, but other sizes.
-            fits = axes is not None and len(axes) == leaf.ndim and leaf.shape == getattr(value, "shape", None)
-            found.append((name, leaf, axes if fits else (None,) * leaf.ndim))
+            found.append((name, leaf, variable_axes(node, leaf) if _is_variable(node) else (None,) * leaf.ndim))
     return found
+
+
+def variable_axes(variable: Any, leaf: Any) -> LogicalAxes:
+    """Return the logical axes of an array of a Variable: those in its metadata, behind None for the axes of a stack.
+
+    None for every dimension where there are none or the array has another shape than the Variable.
+
+    >>> kernel = nnx.Param(jnp.ones((4, 2, 2)), logical_axes=("fsdp", "ffn"))
+    >>> variable_axes(kernel, kernel.get_value())
+    (None, 'fsdp', 'ffn')
+    """
+    axes = variable.get_metadata().get("logical_axes")
+    # A quantized kernel has the shape of its values; its scales may have as many axes, but other sizes.
+    if axes is None or leaf.ndim < len(axes) or leaf.shape != getattr(variable.get_value(), "shape", None):
+        return (None,) * leaf.ndim
+    # Layers that nnx.vmap stacked have one axis more than each of them named.
+    return (None,) * (leaf.ndim - len(axes)) + tuple(axes)
 
 
 def _is_variable(node: Any) -> bool:
