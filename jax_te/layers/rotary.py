@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_te.config.internal import COMPUTE_DTYPES, input_error
 from jax_te.layers.rotary_scaling import RotaryScaling
 from jax_te.typing import Array
 
@@ -98,11 +99,14 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
 
     Raises:
         ValueError: if the angles are for another head size.
+        TypeError: for an ``x`` that is not floating point.
 
     >>> apply_rotary(jnp.ones((1, 2, 1, 2)), rotary_embedding(jnp.arange(2), 2))[0, 0, 0].tolist()
     [1.0, 1.0]
     """
     cos, sin = rotary.cos, rotary.sin
+    if x.dtype.name not in COMPUTE_DTYPES:
+        raise input_error("apply_rotary", x.dtype)
     if x.shape[-1] != rotary.head_size:
         raise ValueError(f"rotary embedding of head size {rotary.head_size} for heads of size {x.shape[-1]}")
     if cos.ndim == 2:

@@ -17,7 +17,10 @@ from jax_te.layers import (
     MultiheadAttention,
     RMSNorm,
     TransformerLayer,
+    apply_rotary,
+    rotary_embedding,
 )
+from jax_te.megatron import vocab_parallel_cross_entropy
 from jax_te.ops import (
     LinearWeights,
     activation,
@@ -26,10 +29,12 @@ from jax_te.ops import (
     layernorm,
     layernorm_dense,
     layernorm_mlp,
+    linear_cross_entropy,
+    softmax_cross_entropy,
 )
 
 H = 16
-ONES, KERNEL = jnp.ones(H), jnp.ones((H, H))
+ONES, KERNEL, LABELS = jnp.ones(H), jnp.ones((H, H)), jnp.zeros((2, 4), jnp.int32)
 CALLS: dict[str, Any] = {
     "Linear": lambda: Linear(H, H, rngs=nnx.Rngs(0)),
     "LayerNormLinear": lambda: LayerNormLinear(H, H, rngs=nnx.Rngs(0)),
@@ -46,6 +51,13 @@ CALLS: dict[str, Any] = {
         lambda x: layernorm_mlp(x, ONES, ONES, LinearWeights(KERNEL[:, None]), LinearWeights(KERNEL))
     ),
     "activation": lambda: lambda x: activation(x[:, :, None], "gelu"),
+    "apply_rotary": lambda: lambda x: apply_rotary(x[:, :, None], rotary_embedding(jnp.arange(4), H)),
+    "softmax_cross_entropy": lambda: lambda x: softmax_cross_entropy(x, LABELS),
+    "vocab_parallel_cross_entropy": lambda: lambda x: vocab_parallel_cross_entropy(x, LABELS),
+    "linear_cross_entropy": lambda: lambda x: linear_cross_entropy(x, KERNEL, LABELS, chunks=2),
+    "linear_cross_entropy's kernel": lambda: (
+        lambda x: linear_cross_entropy(jnp.ones((2, 4, 4)), x[0], LABELS, chunks=2)
+    ),
     "dot_product_attention": lambda: lambda x: dot_product_attention((jnp.ones((2, 4, 1, H)), *(x[:, :, None],) * 2)),
 }
 

@@ -41,7 +41,8 @@ def softmax_cross_entropy(
         fp32 ``[...]``, or ``[]``. The gradient of ``logits`` has the dtype of ``logits``.
 
     Raises:
-        ValueError, TypeError: for shapes that do not match, labels that are not integers, or an unknown reduction.
+        ValueError: for shapes that do not match, or an unknown reduction.
+        TypeError: for logits that are not floating point, or labels that are not integers.
 
     Source: ``torch.nn.functional.cross_entropy``, Transformer Engine's ``parallel_cross_entropy``.
 

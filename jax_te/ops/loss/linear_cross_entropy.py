@@ -49,7 +49,8 @@ def linear_cross_entropy(
         fp32 ``[b, s]``, or ``[]``. Gradients have the dtypes of ``x`` and ``kernel``; the kernel's is summed in fp32.
 
     Raises:
-        ValueError, TypeError: for shapes that do not agree, labels that are not integers, or an unknown reduction.
+        ValueError: for shapes that do not agree, or an unknown reduction.
+        TypeError: for an input or kernel that is not floating point, or labels that are not integers.
 
     Source: ``megatron.core``'s fused linear cross-entropy; Wijmans et al. 2024, "Cut your losses".
 

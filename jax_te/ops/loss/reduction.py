@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_choice, check_rate
+from jax_te.config.internal import COMPUTE_DTYPES, check_choice, check_rate, input_error
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 
@@ -57,12 +57,16 @@ def reduced_loss(
 
     Args:
         losses: gives fp32 of the labels' shape, 0 where a label is ignored.
-        arrays: e.g. logits.
+        arrays: e.g. logits; their dtypes are what it computes in.
         labels, weights, options, reduction, out_axes: as in `softmax_cross_entropy`.
 
     Raises:
         ValueError: for an unknown reduction, or weights that do not have the labels' shape.
+        TypeError: for arrays that are not floating point.
     """
+    for array in arrays:
+        if array.dtype.name not in COMPUTE_DTYPES:
+            raise input_error("a cross-entropy", array.dtype)
     check_choice(("none", "sum", "mean"), reduction=reduction)
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must have the shape of the labels {labels.shape}, got {weights.shape}")
