@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,20 +28,40 @@ _NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError
 
 def _reading(read: Callable[..., Any], *args: Any) -> Any:
     """Return what ``read`` returns. A failed read is a `DamagedError`, unless it says nothing about the checkpoint."""
-    hook = sys.unraisablehook
-    # A read that fails leaves others behind, whose ends TensorStore and Python tell when nobody waits any more.
-    left_behind = re.compile("Event loop is closed|while reading array index")
-    sys.unraisablehook = lambda found: left_behind.search(str(found.exc_value)) or hook(found)
     try:
-        with quiet_orbax():
-            try:
-                return read(*args)
-            except Exception as error:
-                reason = _damage(error)
-            gc.collect()  # only now: while there is an `error`, it holds them
-    finally:
-        sys.unraisablehook = hook
+        with quiet_orbax(), _QuietIfGivenUp():
+            return read(*args)
+    except Exception as error:
+        reason = _damage(error)
     raise DamagedError(f"it cannot be read ({reason})")
+
+
+class _QuietIfGivenUp(logging.Filter):
+    """Drops what Python says of the reads that Orbax gives up because another one failed.
+
+    They end at any time after that, in threads that nobody can wait for, so it stays in a process where a read failed.
+    """
+
+    def __enter__(self) -> None:
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._tell
+        logging.getLogger("asyncio").addFilter(self)
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if not failed:
+            sys.unraisablehook = self._hook
+            logging.getLogger("asyncio").removeFilter(self)
+
+    def _tell(self, found: sys.UnraisableHookArgs) -> None:
+        # Of TensorStore's threads: Python's own errors of this name have the object that could not be deleted.
+        if found.object is not None or not self._given_up(found.exc_value):
+            self._hook(found)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not ("never retrieved" in record.msg and record.exc_info and self._given_up(record.exc_info[1]))
+
+    def _given_up(self, error: BaseException | None) -> bool:
+        return any(text in str(error) for text in ("tensorstore", "Event loop is closed"))
 
 
 def _damage(error: Exception) -> str:
@@ -87,14 +105,12 @@ def quiet_orbax() -> Iterator[_NotFromOrbax]:
         The filter, whose ``end`` lets them pass again.
     """
     # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
-    loggers, log_filter = (logging.getLogger("absl"), logging.getLogger("asyncio")), _NotFromOrbax()
-    for logger in loggers:
-        logger.addFilter(log_filter)
+    logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
+    logger.addFilter(log_filter)
     try:
         yield log_filter
     finally:
-        for logger in loggers:
-            logger.removeFilter(log_filter)
+        logger.removeFilter(log_filter)
 
 
 class _NotFromOrbax(logging.Filter):
@@ -104,9 +120,8 @@ class _NotFromOrbax(logging.Filter):
         self.ended = saved
 
     def filter(self, record: logging.LogRecord) -> bool:
-        given_up = record.name == "asyncio" and "never retrieved" in record.msg
         from_orbax = "orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL
-        return self.ended or not (given_up or from_orbax)
+        return self.ended or not from_orbax
 
 
 def chain(error: BaseException) -> list[BaseException]:
@@ -123,13 +138,17 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         DamagedError: if they are not there, or not as they were written.
     """
-    found: Any = _reading(ocp.checkpointables_metadata, Folder(path))
-    stored: dict[str, Any] = dict(found.custom_metadata or {})
+    stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
-    if None in found.metadata.values():
-        raise DamagedError("its arrays are not there")
     return stored
+
+
+def _custom_metadata(path: Path) -> dict[str, Any]:
+    found: Any = ocp.checkpointables_metadata(Folder(path))
+    if None in found.metadata.values():  # a failed read, although Orbax raises nothing
+        raise DamagedError("its arrays are not there")
+    return dict(found.custom_metadata or {})
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:

@@ -315,7 +315,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
             (tmp_path / "1" / "params" / "manifest.ocdbt").unlink()
 
         monkeypatch.setattr(response, "result", lose)
-        with pytest.raises(OSError, match=r"step 1 could not be saved: its arrays are not there; there is no earlier"):
+        with pytest.raises(OSError, match=r"step 1 could not be saved: .*arrays are not there.; there is no earlier"):
             checkpointer.wait()
         checkpointer.save({"params": jnp.ones(3)}, None, 1)
         assert checkpointer.latest_step() == 1

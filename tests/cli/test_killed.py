@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, or out of disk, and what a restart makes of them: nothing is lost, bit for bit."""
 
 import contextlib
+import dataclasses
 import re
 import shlex
 import shutil
@@ -8,8 +9,13 @@ import signal
 import subprocess
 import time
 
+import jax
+import numpy as np
 import pytest
 
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_state, contexts
+from jax_te.cli.run_files import read_config
 from tests.support.runs import MICRO, command, jax_te, records
 
 LONG = [*MICRO, "--steps", "60", "--save-every", "5", "--eval-every", "20"]
@@ -62,8 +68,20 @@ def saving(step):
     return condition
 
 
+def since(seconds, condition=lambda output: True):
+    """Whether a condition, or the process's start, was so long ago."""
+    first = []
+
+    def later(output):
+        if not first and condition(output):
+            first.append(time.monotonic())
+        return bool(first) and time.monotonic() >= first[0] + seconds
+
+    return later
+
+
 def last_saved(output):
-    return max((int(path.name) for path in (output / "checkpoints").iterdir() if path.name.isdecimal()), default=0)
+    return max((int(path.name) for path in output.glob("checkpoints/*") if path.name.isdecimal()), default=0)
 
 
 def resume(output):
@@ -93,12 +111,49 @@ def test_killed_during_a_save(tmp_path, unbroken, step):
     assert records(tmp_path) == unbroken
 
 
+def saved_state(output):
+    """The newest checkpoint: its step and the bits of its arrays."""
+    config = read_config(output)
+    with contexts(config), TrainCheckpointer(output / "checkpoints") as checkpointer:
+        state, data, step = checkpointer.restore(abstract_state(config))
+    state = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
+    return step, data, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
 @pytest.mark.slow
-def test_killed_again_and_again(tmp_path, unbroken):
-    for count in (7, 19, 33, 48):
-        signal_when(recorded(count), signal.SIGKILL, tmp_path, *LONG)
-    resume(tmp_path)
-    assert records(tmp_path) == unbroken
+@pytest.mark.timeout(3600)
+def test_fifty_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch):
+    """While the run starts, takes steps or saves. Each start goes on from the newest checkpoint that there was."""
+    # Kills leave unfinished files in a cache of compiled programs, and other tests share theirs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    random, output, start = np.random.default_rng(0), tmp_path / "killed", 10.0
+    options = [*MICRO, "--recipe", "delayed", "--dropout", "0.1", "--save-every", "5", "--eval-every", "20"]
+    options += ["--decay-steps", "400", "--steps"]
+    for _ in range(50):
+        before, lines = last_saved(output), len(records(output))
+        moments = {
+            "start": since(random.uniform(0.0, start)),
+            "step": since(random.uniform(0.0, 0.05), recorded(lines + random.integers(1, 9))),
+            # Of the second save of a process: unfinished ones are left of the process before it.
+            "save": since(random.uniform(0.0, 0.2), saving(before + 6)),
+        }
+        moment = random.choice(list(moments))
+        begin = time.monotonic()
+        status, out, error = signal_when(moments[moment], signal.SIGKILL, output, *options, "1000000")
+        assert status == -signal.SIGKILL, error
+        assert "damaged" not in error
+        if moment != "start":
+            start = time.monotonic() - begin  # about how long starts take, on this machine and with what is cached
+        resumed = re.search(r"resumed after step (\d+)|a new run", out)
+        assert resumed is None or int(resumed[1] or 0) == before
+        assert last_saved(output) >= before
+    assert last_saved(output) >= 100  # starts alone would show little
+    steps = str(last_saved(output) // 20 * 20 + 20)
+    for folder in (output, tmp_path / "unbroken"):
+        finished = jax_te("train", "--output", folder, *options, steps)
+        assert finished.returncode == 0, finished.stderr
+    assert records(output) == records(tmp_path / "unbroken")
+    assert saved_state(output) == saved_state(tmp_path / "unbroken")
 
 
 @pytest.mark.slow
