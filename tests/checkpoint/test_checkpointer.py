@@ -169,6 +169,28 @@ def test_arrays_move_between_meshes(tmp_path, kind):
             assert bits(restored) == bits(state)
 
 
+@pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
+def test_arrays_may_be_on_other_devices_than_the_mesh_that_is_set(tmp_path, kind, monkeypatch):
+    """On some of them, on all in another order, and on one."""
+    monkeypatch.setattr(tree, "SMALL", 0)  # so that devices compute the checksums
+    devices = np.array(jax.devices())
+    meshes = [
+        jax.sharding.Mesh(grid, ("x", "y"), axis_types=(kind,) * 2)
+        for grid in (devices.reshape(2, 4), devices.reshape(4, 2).T, devices[2:4].reshape(1, 2))
+    ]
+    targets = [
+        *(jax.NamedSharding(mesh, jax.P("x", "y")) for mesh in meshes),
+        jax.sharding.SingleDeviceSharding(devices[3]),
+    ]
+    state = {str(i): jax.device_put(jnp.arange(32.0).reshape(4, 8), target) for i, target in enumerate(targets)}
+    for mesh in meshes:
+        with jax.set_mesh(mesh), TrainCheckpointer(tmp_path / str(meshes.index(mesh))) as checkpointer:
+            checkpointer.save(state, None, 1)
+            restored, _, _ = checkpointer.restore(abstract(state))
+        assert bits(restored) == bits(state)
+        assert [leaf.sharding for leaf in restored.values()] == targets
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
