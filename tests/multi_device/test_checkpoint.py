@@ -8,10 +8,16 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
 from tests.support.processes import run_processes
+
+FOLDERS = {"host": 2**20, "devices": 0}
+"""Folder -> the largest array of which the host takes the checksum."""
+
+CASES = ("of one", "of the files")
 
 
 def sharded_state(step, mesh):
@@ -34,8 +40,14 @@ def local(tree):
     return [np.asarray(shard.data).tobytes() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
 
 
-def save_and_restore(folder, small):
-    checkpointer_module.checksums.__globals__["SMALL"] = small
+def save_and_restore(folder):
+    """In two folders: with checksums of the host where an array allows it, and with those of the devices."""
+    for name, small in FOLDERS.items():
+        checkpointer_module.checksums.__globals__["SMALL"] = small
+        save_and_restore_one(folder / name)
+
+
+def save_and_restore_one(folder):
     one, other = meshes()
     with TrainCheckpointer(folder) as checkpointer:
         for step in (1, 2):
@@ -50,17 +62,21 @@ def save_and_restore(folder, small):
             assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(wanted)]
 
 
-def restore_damaged(folder, damaged_for):
-    """One process alone may find the damage: its disk, its shards."""
+def restore_damaged(folder):
+    """One process alone may find the damage, that of its disk or its shards; or all find that of the files."""
     read = checkpointer_module.read_arrays
 
     def fail_here(path, wanted):
         found = read(path, wanted)
-        if jax.process_index() in damaged_for and path.name == "2":
+        if jax.process_index() == 1 and path.parent.name == "of one" and path.name == "2":
             raise checkpointer_module.DamagedError("a shard of this process")
         return found
 
     checkpointer_module.read_arrays = fail_here
+    return [restore_damaged_one(folder / case) for case in CASES]
+
+
+def restore_damaged_one(folder):
     mesh = meshes()[0]
     with warnings.catch_warnings(record=True) as caught, TrainCheckpointer(folder) as checkpointer:
         warnings.simplefilter("always", DamagedCheckpointWarning)
@@ -73,27 +89,32 @@ def restore_damaged(folder, damaged_for):
     return told
 
 
-def test_a_sharded_state_comes_back_on_another_mesh(tmp_path):
-    """With checksums of the host where an array allows it, and with those of the devices."""
-    for small in (2**20, 0):
-        run_processes(2, save_and_restore, (tmp_path / str(small), small), devices=2)
-    # One process, one device: the checksums are the same.
-    with TrainCheckpointer(tmp_path / "0") as checkpointer:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of two processes in the folders of `FOLDERS`, which came back on another mesh."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_processes(2, save_and_restore, (folder,), devices=2)
+    return folder
+
+
+def test_a_sharded_state_comes_back_on_one_device(saved):
+    """The checksums are the same."""
+    with TrainCheckpointer(saved / "devices") as checkpointer:
         target = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in ("rows", "both", "whole")}
         restored, _, _ = checkpointer.restore({"params": target, "step": target["rows"]})
     assert np.array_equal(restored["params"]["both"], np.arange(64.0).reshape(8, 8) + 2)
 
 
-def test_damage_is_agreed_upon(tmp_path):
-    run_processes(2, save_and_restore, (tmp_path / "saved", 2**20), devices=2)
-    for case, damaged_for in {"of one": (1,), "of the files": ()}.items():
-        folder = tmp_path / case
-        shutil.copytree(tmp_path / "saved", folder)
-        if not damaged_for:
-            values = max((folder / "2" / "params").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
-            values.write_bytes(bytes(values.stat().st_size))
-        told = [finished.result for finished in run_processes(2, restore_damaged, (folder, damaged_for), devices=2)]
-        assert [len(texts) for texts in told] == [1, 0]
-        assert "step 2 in" in told[0][0]
-        assert told[0][0].endswith("; step 1 is used instead")
-        assert sorted(path.name for path in folder.iterdir()) == ["1", "2.damaged", "3"]
+def test_damage_is_agreed_upon(saved, tmp_path):
+    for case in CASES:
+        shutil.copytree(saved / "host", tmp_path / case)
+    values = max(
+        (tmp_path / CASES[1] / "2" / "params").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size
+    )
+    values.write_bytes(bytes(values.stat().st_size))
+    told = [finished.result for finished in run_processes(2, restore_damaged, (tmp_path,), devices=2)]
+    for case, (first, second) in zip(CASES, zip(*told, strict=True), strict=True):
+        assert (len(first), len(second)) == (1, 0)
+        assert "step 2 in" in first[0]
+        assert first[0].endswith("; step 1 is used instead")
+        assert sorted(path.name for path in (tmp_path / case).iterdir()) == ["1", "2.damaged", "3"]

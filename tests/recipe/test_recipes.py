@@ -14,6 +14,7 @@ from tests.support.numerics import without_type_checker
         ({"margin": -1}, "margin must be an integer >= 0, got -1"),
         ({"margin": 0.5}, "margin must be an integer, got 0.5"),
         ({"margin": True}, "margin must be an integer, got True"),
+        ({"margin": 18}, "margin 18 leaves E4M3 no value but 0; it must be <= 17"),
         ({"amax_history_len": 0}, "amax_history_len must be an integer >= 1, got 0"),
         ({"amax_history_len": 16.0}, "amax_history_len must be an integer, got 16.0"),
         ({"amax_history_len": True}, "amax_history_len must be an integer, got True"),
