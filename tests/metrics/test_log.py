@@ -43,6 +43,15 @@ def test_what_a_killed_run_left_unfinished_is_cut(tmp_path, rest):
     assert (tmp_path / METRICS_FILE).read_bytes() == whole
 
 
+def test_a_damaged_line_costs_no_other_when_a_run_is_resumed(tmp_path):
+    write(tmp_path, (1, 2, 3, 4))
+    path = tmp_path / METRICS_FILE
+    first, _, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, b'{"step": 2, "lo\xff\n', *rest]))
+    write(tmp_path, (4, 5), resume_step=3)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 3, 4, 5]
+
+
 def test_an_unfinished_line_is_not_read(tmp_path):
     write(tmp_path, (1,))
     with (tmp_path / METRICS_FILE).open("a") as file:
