@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.layers.quantizable import cache_name, quantizable_modules
@@ -44,7 +46,13 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
         # State belongs to training, whichever mode the module is in now: its training recipe decides.
         effective = ambient if own is None else own.resolve(ambient, training=True)
         for kernel, name in module.kernels.items():
-            setattr(module, name, nnx.data(quantizer_variables(init_gemm_state(effective))))
+            variable, state = getattr(module, kernel), init_gemm_state(effective)
+            if variable is not None:
+                # Layers that nnx.vmap stacked have one axis more than each of them names, and a state each.
+                shape = variable.get_value().shape
+                stack = shape[: len(shape) - len(module.axes_of(kernel))]
+                state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
+            setattr(module, name, nnx.data(quantizer_variables(state)))
             # A cached kernel was quantized under the recipe before.
             setattr(module, cache_name(kernel), nnx.data(None))
     return model

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_te.layers import Linear, parameter_axes, quantize_parameters
+from jax_te.layers import Linear, parameter_axes, prepare_quantization, quantize_parameters
 from jax_te.layers.internal import quantize_kernels, use_cached_kernels
 from jax_te.megatron import sharded_state_dict
 from jax_te.quantize import QuantizerState
@@ -22,6 +22,7 @@ from jax_te.sharding import constrain
 from jax_te.training import create_train_state, make_train_step
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_same_rounding, draw
+from tests.support.toy import assert_same
 
 EVERYTHING = nnx.Any(nnx.Param, QuantizerState)
 LAYERS, HIDDEN = 2, 32
@@ -134,6 +135,13 @@ def test_train_steps_quantize_each_layers_kernel_by_itself(recipe: str, mode: st
     assert jax.tree.structure(reached[0]) == jax.tree.structure(reached[1])
     for ours, expected in zip(*map(jax.tree.leaves, reached), strict=True):
         assert_same_rounding(ours, expected, TOLERANCE["float32"])
+
+
+def test_a_state_made_later_is_that_of_each_layer() -> None:
+    with autocast(RECIPES["delayed"]):
+        expected = nnx.state(Stack(nnx.Rngs(0), stacked=True), QuantizerState)
+    later = prepare_quantization(Stack(nnx.Rngs(0), stacked=True), RECIPES["delayed"])
+    assert_same(nnx.state(later, QuantizerState), expected)
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
