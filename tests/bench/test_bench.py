@@ -104,6 +104,16 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     assert states[0].step.is_deleted()
 
 
+def test_one_row_has_no_ratio():
+    def contestant(name, seconds):
+        state = bench_contestants.SharedState(lambda: None)
+        return bench_contestants.Contestant(name, state, lambda: None, seconds=[seconds])
+
+    one, two = contestant("one", 0.5), contestant("two", 0.25)
+    assert bench_contestants.rows_of([one], 8) == [{"name": "one", "ms": 500.0, "spread_ms": 0.0, "tokens_s": 16}]
+    assert [row["speed_ratio"] for row in bench_contestants.rows_of([one, two], 8)] == [1.0, 2.0]
+
+
 def test_what_a_row_stands_for():
     def config(way):
         return bench.train_step_config("gpt-1.3b", "current", way, 3).transformer_config()
