@@ -24,6 +24,7 @@ from jax_te.bench.internal import (
 )
 from jax_te.cli.build import build_model
 from jax_te.cli.compile_cache import keep_compiled_programs
+from jax_te.cli.memory import check_fits, check_memory
 from jax_te.cli.options import CP_COMM_TYPES, MESH, METHODS, POLICIES, SIZE, flag, some_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
@@ -138,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
     args = argparse.Namespace(**(MODEL_DEFAULTS | vars(args)))
     _check(args, given)
     keep_compiled_programs()
+    if args.model is None:
+        _check_shape(args)
     device, rows = jax.devices()[0], []
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
     for row in _rows(args):
@@ -186,6 +189,23 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
         raise ValueError("--sequence-parallel shards activations over the tensor axis; give --mesh with tensor=N")
 
 
+def _check_shape(args: argparse.Namespace) -> None:
+    """Raise ValueError, before anything is allocated, for a ``--shape`` that takes more memory than there is."""
+    batch, sequence, hidden, heads, ffn = args.shape
+    devices = 1 if args.mesh is None else ParallelConfig.parse(args.mesh).num_devices
+    # In bf16, and at the very least: a layer's input, its gradient and the output's, a kernel and its gradient.
+    values = batch * sequence * (2 * hidden + min(hidden, ffn) + 2 * (args.microbatches or 0))
+    if args.context_parallel is None:
+        values += 2 * hidden * ffn
+    else:
+        devices = 1  # attention is measured on one device, too
+    # Fused kernels of GPUs keep no attention scores.
+    attends = args.context_parallel or args.microbatches or "transformer_layer" in args.modules
+    if attends and jax.default_backend() == "cpu":
+        values += batch * heads * sequence**2
+    check_fits(2 * values // devices, devices, "--shape, or give a larger --mesh")
+
+
 def _check_peer(preset: str) -> None:
     ok, reason = te.available()
     if not ok:
@@ -223,6 +243,7 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     for stack in args.stack:
         for way in args.recompute:
             config = train_step_config(args.model, recipe, way, args.layers)
+            check_memory(config, training=False)
             execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
             build = build_model(config, vocab_size=args.vocabulary, execution=execution)
             name = f"{recipe}, {stack}, recompute {way}"

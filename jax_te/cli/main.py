@@ -69,7 +69,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 def explain(error: Exception) -> str | None:
     """Return one line for an error that the user can do something about, None for one that is a bug."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if "RESOURCE_EXHAUSTED" in text and isinstance(error, RuntimeError):
+    # XLA on a CPU has no status of its own for it.
+    if any(sign in text for sign in ("RESOURCE_EXHAUSTED", "Out of memory")) and isinstance(error, RuntimeError):
         advice = "lower --batch-size or raise --microbatches, or use --recompute-granularity full"
         return f"out of memory; {advice} ({text[:160]})"
     if isinstance(error, OSError) and not isinstance(error, ImportError):

@@ -24,14 +24,26 @@ def check_memory(config: RunConfig, *, training: bool = True) -> None:
     sizes, found = config.parallel_config() or ParallelConfig(), jax.device_count()
     if sizes.num_devices > found:
         raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {found}; lower a size")
+    if config.check_memory:
+        advice = "them, give more --microbatches or a larger --mesh, or skip this estimate: --no-check-memory"
+        check_fits(least_memory(config, training=training), sizes.num_devices, advice)
+
+
+def check_fits(needed: int, devices: int, advice: str) -> None:
+    """Raise ValueError if a device has less memory than is needed.
+
+    Args:
+        needed: bytes on each device.
+        devices: how many there are of them.
+        advice: what the message says to lower.
+    """
     # CPU devices share the memory of the host.
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sizes.num_devices
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
     there = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", host)
-    needed = least_memory(config, training=training)
-    if config.check_memory and needed > there:
+    if needed > there:
         raise ValueError(
             f"the sizes take at least {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f} GiB; "
-            "lower them, give more --microbatches or a larger --mesh, or skip this estimate: --no-check-memory"
+            f"lower {advice}"
         )
 
 

@@ -142,7 +142,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if whole else None
+    return record if whole and is_number(record["step"]) else None
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value read from a file is a number that plots can show: JSON's integers have any size.
+
+    >>> is_number(2.5), is_number("2.5"), is_number(10**400)
+    (True, False, False)
+    """
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | None = None) -> Path | None:
@@ -169,7 +178,8 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
         axes.plot(*heldout, "o-", color="tab:orange", markersize=4, label="held-out loss")
     if bigram_entropy is not None:
         axes.axhline(bigram_entropy, color="grey", linestyle="--", label="byte-bigram entropy")
-    axes.set(xlabel="step", ylabel="nats per byte", title=f"{Path(directory).name}")
+    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.set_title(Path(directory).name, parse_math=False)  # a folder may have any name, such as a$b$
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(directory) / PLOT_FILE
@@ -178,7 +188,7 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
 
 
 def _curve(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    points = [(record["step"], record[name]) for record in records if is_number(record.get(name))]
     return [step for step, _ in points], [value for _, value in points]
 
 

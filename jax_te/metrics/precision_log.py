@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.metrics.log import cut_after, read_records, require_extra
+from jax_te.metrics.log import cut_after, is_number, read_records, require_extra
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
 
@@ -87,8 +87,16 @@ def chart_values(statistics: Iterable[TensorStatistics]) -> dict[str, float]:
 
 
 def read_precision(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a run's ``precision.jsonl`` in order, without an unfinished last line."""
-    return read_records(Path(directory) / PRECISION_FILE)
+    """Return the records of a run's ``precision.jsonl`` in order, without damaged ones and an unfinished last line."""
+    return [record for record in read_records(Path(directory) / PRECISION_FILE) if _whole(record)]
+
+
+def _whole(record: Mapping[str, Any]) -> bool:
+    texts = [record.get(name) for name in ("module", "role", "format")]
+    printable = all(isinstance(text, str) and text.isprintable() for text in texts)
+    return printable and all(
+        name in record and (record[name] is None or is_number(record[name])) for name in STATISTICS
+    )
 
 
 def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
@@ -124,7 +132,8 @@ def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
         marks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
         axes.set_xticks(marks, [str(steps[mark]) for mark in marks])
         axes.set_xlabel("step")
-    panels[0].set_yticks(range(len(rows)), [f"{module} {role}" for module, role in rows], fontsize=7)
+    labels = [f"{module} {role}" for module, role in rows]
+    panels[0].set_yticks(range(len(rows)), labels, fontsize=7, parse_math=False)
     path = Path(directory) / PRECISION_PLOT
     figure.savefig(path, dpi=100)
     return path

@@ -10,6 +10,7 @@ from jax_te.bench import train_steps
 from jax_te.cli import bench
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
+from tests.support.runs import assert_refused
 
 SMALL = ["--shape", "4", "32", "64", "4", "128", "--rounds", "2", "--calls", "1", "--backend", "xla"]
 
@@ -177,6 +178,23 @@ def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv
     status, found, error = model_rows(capsys, *argv)
     assert (status, found) == (2, [])
     assert message in error
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--shape", "1000000", "100000", "4096", "32", "16384"],
+        ["--shape", "1", "2048", "100000000", "32", "16384"],
+        ["--shape", "1", "32", "64", "4", "2000000000", "--modules", "layernorm_linear"],
+        ["--shape", "1", "10000000", "64", "4", "128"],
+        ["--shape", "1", "10000000", "64", "4", "128", "--context-parallel", "p2p", "--mesh", "context=2"],
+        ["--shape", "1", "32", "64", "4", "128", "--microbatches", "2000000000"],
+    ],
+    ids=" ".join,
+)
+def test_shapes_that_cannot_fit_are_refused_before_anything_is_allocated(argv, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_rows", lambda args: pytest.fail("measured"))
+    assert_refused(main(["bench", *argv]), capsys.readouterr().err, "take at least", "lower --shape")
 
 
 def test_recomputations_that_are_none_are_refused(capsys):

@@ -102,6 +102,9 @@ def test_errors_are_explained_in_a_line_and_bugs_are_not():
     assert explain(ModuleNotFoundError("training needs grain")) == "training needs grain"
     assert explain(ValueError("two\nlines")) == "two lines (--debug shows where)"
     assert "out of memory" in (explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")) or "")
+    assert "out of memory" in (
+        explain(RuntimeError("INTERNAL: Error dispatching: Out of memory allocating 8 bytes")) or ""
+    )
     assert explain(KeyError("x")) is None
     assert explain(RuntimeError("INTERNAL")) is None
 

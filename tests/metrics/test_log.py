@@ -77,6 +77,18 @@ def test_the_plot_is_a_png(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
+    """And a folder's name is no formula."""
+    folder = tmp_path / "a$\\frac$"
+    write(folder, (1, 2))
+    with (folder / METRICS_FILE).open("a") as file:
+        for step, value in enumerate(("x", [1], {}, 10**400, None), start=3):
+            file.write(json.dumps({"step": step, "loss": value, "heldout_loss": value}) + "\n")
+        file.write(json.dumps({"step": 10**400, "loss": 2.0}) + "\n")
+    assert [record["step"] for record in read_metrics(folder)] == [*range(1, 8)]
+    assert plot_losses(folder) == folder / "loss.png"
+
+
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(ModuleNotFoundError, match=r'tensorboardX.*pip install "jax-te\[train\]"'):

@@ -62,6 +62,23 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert plot_precision(tmp_path) == tmp_path / PRECISION_PLOT
 
 
+def test_damaged_records_are_left_out(tmp_path):
+    """They cost themselves alone, and not the end of a run, which draws the picture."""
+    write(tmp_path, (1,))
+    good = read_precision(tmp_path)
+    damaged = [{"module": ["x"]}, {"module": "\ud800"}, {"role": None}, {"underflow": "x"}, {"saturation": 10**400}]
+    damaged += [{"step": step} for step in (10**400, "2", None)]
+    with (tmp_path / PRECISION_FILE).open("a") as file:
+        file.writelines(json.dumps(good[0] | change) + "\n" for change in damaged)
+        file.write('{"step": 2}\n[]\nnan\n')
+    assert read_precision(tmp_path) == good
+    with (tmp_path / PRECISION_FILE).open("a") as file:  # what can be shown: any name, and any number
+        file.write(json.dumps(good[0] | {"module": "$\\frac$", "underflow": math.inf, "relative_mse": -1.0}) + "\n")
+        file.write(json.dumps(good[0] | {"step": -(2**62), "saturation": math.nan}) + "\n")
+    assert len(read_precision(tmp_path)) == len(good) + 2
+    assert plot_precision(tmp_path) == tmp_path / PRECISION_PLOT
+
+
 def test_every_statistic_is_a_chart(tmp_path, monkeypatch):
     charted = {}
     with MetricsLog(tmp_path) as log:
