@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
-from jax_te.quantize.tensor import OpaqueTree
+from jax_te.quantize.tensor import OpaqueTree, QuantizedTensor
 from jax_te.typing import Array, DTypeLike
 
 
@@ -79,4 +79,9 @@ class QuantizedKernel:
         """
         if self.is_opaque:
             raise TypeError("this kernel is in its backend's own form; quantize it with portable=True to dequantize it")
-        return self.form.rowwise.dequantize()
+
+        def of_layers(tensor: QuantizedTensor) -> Array:
+            stacked = tensor.scale_inv.ndim > (0 if tensor.block is None else 2)
+            return jax.vmap(of_layers)(tensor) if stacked else tensor.dequantize()
+
+        return of_layers(self.form.rowwise)

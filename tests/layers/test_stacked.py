@@ -108,6 +108,9 @@ def test_kernels_quantized_beforehand_are_those_of_each_layer(recipe: str, mode:
         plain, cached, stored = (Stack(nnx.Rngs(0), stacked=True) for _ in range(3))
         use_cached_kernels(cached, quantize_kernels(cached), [None, None])
         quantize_parameters(stored)
+        alone = quantize_parameters(Stack(nnx.Rngs(0), stacked=False)).layers
+        values = np.stack([layer.wi.kernel.get_value().dequantize() for layer in alone])
+        assert_bitwise(stored.layers.wi.kernel.get_value().dequantize(), values)
         assert stored.layers.wi.kernel.get_value().shape == (LAYERS, HIDDEN, 2 * HIDDEN)
         expected = nnx.jit(Stack.__call__)(plain, x)
         for stack in (cached, stored):
