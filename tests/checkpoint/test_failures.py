@@ -345,3 +345,16 @@ def test_a_full_disk_is_called_so(tmp_path, monkeypatch):
             checkpointer.save(make_state(2), {"at": 2}, 2)
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.filename == str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_saves_keep_no_more_memory_than_those_of_orbax_alone():
+    """Which keeps some itself; see docs/troubleshooting.md. Pages and pools of the allocator are the tolerance."""
+    script = os.path.join(os.path.dirname(__file__), "orbax_memory.py")
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
+    kept = [
+        float(subprocess.check_output([sys.executable, script, kind, "400"], env=environment, text=True).split()[0])
+        for kind in ("ours", "orbax")
+    ]
+    assert kept[0] < 1.5 * kept[1] + 20.0, kept
