@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
@@ -61,6 +62,7 @@ def quantize_kernel(
     quantizer = precision.kernel.quantizer
     if quantizer is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
+    kernel = show_overflow(kernel, Quantization(quantizer))
     chosen = backend_for("dense", backend or ambient_backend.value, recipe)
     # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
     scale = precision.scale(as_float32(state), "kernel")
