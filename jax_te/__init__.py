@@ -33,7 +33,7 @@ _EXPORTS = {
         *("MXFP8BlockScaling", "ModuleRecipe", "NVFP4BlockScaling", "autocast"),
     ),
     "sharding": ("ShardingRules", "make_mesh"),
-    "training": ("create_train_state", "make_train_step"),
+    "training": ("Optimizer", "create_train_state", "make_train_step", "value_and_grad"),
 }
 _HOMES = {name: f"jax_te.{package}" for package, names in _EXPORTS.items() for name in names}
 
@@ -64,8 +64,10 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from jax_te.recipe import autocast as autocast
     from jax_te.sharding import ShardingRules as ShardingRules
     from jax_te.sharding import make_mesh as make_mesh
+    from jax_te.training import Optimizer as Optimizer
     from jax_te.training import create_train_state as create_train_state
     from jax_te.training import make_train_step as make_train_step
+    from jax_te.training import value_and_grad as value_and_grad
 else:
     __getattr__ = late_names(__name__, _HOMES)
 

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from jax_te._names import late_names
+from jax_te.training.adamw import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
 from jax_te.training.deferred import FirstHalf, deferred_vjp
-from jax_te.training.gradients import LossFn, WeightedMean
+from jax_te.training.gradients import LossFn, WeightedMean, value_and_grad
 from jax_te.training.inspection import (
     TensorStatistics,
     calibrate_delayed_scaling,
@@ -13,7 +14,7 @@ from jax_te.training.inspection import (
     make_inspection,
 )
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from jax_te.training.optimizer import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
+from jax_te.training.optimizer import Optimizer
 from jax_te.training.sensitivity import ModuleSensitivity, keep_in_bf16_rules, sensitivity
 from jax_te.training.state import TrainState, abstract_train_state, change_recipe, create_train_state, split_model
 from jax_te.training.step import make_eval_step, make_train_step
@@ -25,6 +26,7 @@ __all__ = [
     "LossFn",
     "LossScale",
     "ModuleSensitivity",
+    "Optimizer",
     "TensorStatistics",
     "TrainState",
     "WeightedMean",
@@ -43,6 +45,7 @@ __all__ = [
     "make_train_step",
     "sensitivity",
     "split_model",
+    "value_and_grad",
     "weight_decay_mask",
 ]
 

@@ -1,7 +1,8 @@
-"""Loss and gradients: fp32 gradients of kernels, which are quantized once a step, and merged quantizer states."""
+"""Loss and gradients: fp32 gradients of kernels, which are quantized once a step, and the next quantizer states."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,9 +11,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.layers.internal import drop_cached_kernels, quantizable_kernels, quantize_kernels, use_cached_kernels
-from jax_te.quantize import QuantizedKernel, as_float32, merge_quantizers, with_max_gradients
+from jax_te.quantize import (
+    QuantizedKernel,
+    QuantizerState,
+    as_float32,
+    merge_quantizers,
+    with_max_gradients,
+    write_back,
+)
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import leaves_with_axes
+from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
@@ -45,13 +54,127 @@ LossFn = Callable[[Any, PyTree, Array | None], Array | WeightedMean]
 """``loss_fn(model, batch, key)``: the mean loss over a batch, a scalar or a `WeightedMean`, which also says
 how much the batch counts beside others. ``key`` is None in evaluation: no dropout."""
 
-Gradients = tuple[Array, PyTree, PyTree, PyTree]
-"""Loss (fp32), its scaled gradients (fp32), next quantizer states, the model's other state."""
+
+class Gradients(NamedTuple):
+    """What one derivative gives.
+
+    Args:
+        loss: fp32 ``[]``.
+        grads: ``nnx.State``, gradients of the scaled loss, fp32.
+        quantizers: next quantizer states.
+        rest: the model's other state.
+        weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
+        aux: what else the loss function returned.
+    """
+
+    loss: Array
+    grads: PyTree
+    quantizers: PyTree
+    rest: PyTree
+    weight: Array | None = None
+    aux: Any = None
+
+
+Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
+"""Graph definition, differentiated parameters, quantizer states, other state of a model; `split_model` gives them."""
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    argnums: int | nnx.DiffState = 0,
+    has_aux: bool = False,
+    scaler: LossScale | None = None,
+) -> Callable[..., Any]:
+    """Differentiate as ``nnx.value_and_grad`` does, and give the model its next quantizer state.
+
+    It takes the place of ``nnx.value_and_grad``, before `Optimizer` or Flax's own. Call it inside of ``nnx.jit``:
+    outside, every call compiles anew.
+
+    - Quantizer states are written to the model, as are the other changes that ``loss_fn`` makes to it and to other NNX
+      objects among its arguments, e.g. an ``nnx.Rngs``. If loss or a gradient is not finite, quantizer states stay.
+    - A layer that is called more than once gets the maximum of its next states; one that is not called keeps its own.
+    - The gradients of half-precision and quantized kernels are fp32, without a rounding between.
+
+    Args:
+        loss_fn: ``(model, ...) -> [ ]``, a scalar or a `WeightedMean`.
+        argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
+            in place of all of its parameters.
+        has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
+        scaler: multiplies the loss while it is differentiated; the gradients are unscaled again. For fp16 take
+            `Optimizer.scaler`.
+
+    Returns:
+        A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
+        ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
+
+    Raises:
+        TypeError: when called, if the argument at ``argnums`` is no NNX module.
+        ValueError: when called, for a loss that is no scalar.
+
+    Source: ``flax.nnx.value_and_grad``.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import DelayedScaling, autocast
+    >>> with autocast(DelayedScaling(amax_history_len=1)):
+    ...     model = Linear(16, 16, rngs=nnx.Rngs(0))
+    ...     loss, grads = value_and_grad(lambda model, x: jnp.sum(model(x)))(model, jnp.ones((16, 16)))
+    >>> grads["kernel"].shape, model.quantizers["x"]["amax_history"][...].tolist()
+    ((16, 16), [1.0])
+    """
+    position, wrt = (argnums.argnum, argnums.filter) if isinstance(argnums, nnx.DiffState) else (argnums, nnx.Param)
+    scaler = ConstantLossScale() if scaler is None else scaler
+
+    @functools.wraps(loss_fn)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        model = args[position] if position < len(args) else None
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"argument {position} must be the model, an nnx.Module, got {type(model).__name__}")
+        given = {**dict(enumerate(args)), **kwargs}
+        others = {name: value for name, value in given.items() if isinstance(value, nnx.Pytree) and name != position}
+        objects = _Objects(model, others)
+
+        def run(objects: _Objects) -> tuple[Any, Any]:
+            filled = {**given, **objects.others, position: objects.model}
+            value = loss_fn(*(filled[i] for i in range(len(args))), **{name: filled[name] for name in kwargs})
+            return value if has_aux else (value, None)
+
+        def split(objects: _Objects) -> Parts:
+            graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
+            return graphdef, wanted, quantizers, rest
+
+        @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
+        def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
+            found = differentiate(run, (graphdef, params, old, rest), split, scaler)
+            grads = scaler.unscale(found.grads)
+            quantizers = write_back(old, found.quantizers, keep_old=~all_finite((found.loss, grads)))
+            return found._replace(grads=grads, quantizers=quantizers)
+
+        graphdef, *states = split(objects)
+        found = compiled(*states)
+        nnx.update(objects, found.quantizers, found.rest)
+        return ((found.loss, found.aux) if has_aux else found.loss), found.grads.get("model", nnx.State({}))
+
+    return differentiated
+
+
+class _Objects(nnx.Module):
+    """The NNX objects among a call's arguments as one graph, since they may share Variables."""
+
+    def __init__(self, model: nnx.Module, others: dict[Any, Any]):
+        # Variables that both have stand under the name that comes first in the alphabet.
+        self.model = model
+        self.others = nnx.data(others)
+
+
+def _within(name: str, wrt: Any) -> Callable[..., bool]:
+    inside = nnx.filterlib.to_predicate(wrt)
+    return lambda path, value: path[0] == name and inside(path[1:], value)
 
 
 def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array) -> Gradients:
     """Return loss and gradients of one batch."""
-    return _differentiate(loss_fn, state, state.rest, batch, key, cached=None)[0]
+    return _of_batch(loss_fn, state, state.rest, batch, key, cached=None)
 
 
 def accumulated_gradients(
@@ -67,8 +190,8 @@ def accumulated_gradients(
     def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
         total, sums, rest = carry
         batch, index = microbatch
-        (loss, grads, quantizers, rest), weight = _differentiate(
-            loss_fn, state, rest, batch, jax.random.fold_in(key, index), cached=cached
+        loss, grads, quantizers, rest, weight, _ = _of_batch(
+            loss_fn, state, rest, batch, jax.random.fold_in(key, index), cached
         )
         if weight is not None:
             # Not gradients of the totals: these would be so much larger that fp16 overflows sooner.
@@ -87,48 +210,66 @@ def accumulated_gradients(
         return total / microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
 
     loss, grads = jax.tree.map(mean, (total, sums))
-    return loss, grads, merge_quantizers(stacked), rest
+    return Gradients(loss, grads, merge_quantizers(stacked), rest)
 
 
-def _differentiate(
+def _of_batch(
     loss_fn: LossFn,
     state: TrainState,
     rest: PyTree,
     batch: PyTree,
     key: Array,
-    *,
-    cached: list[QuantizedKernel | None] | None,
-) -> tuple[Gradients, Array | None]:
-    """Return `Gradients`, and the weight of the batch if ``loss_fn`` gives one."""
-    plain, quantized = split_parameters(state.params)
-    model = nnx.merge(state.graphdef, state.params, state.quantizers, rest)
-    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
-    grad_sinks = {path: _grad_sink(value) for path, value in kernels}
+    cached: list[QuantizedKernel | None] | None = None,
+) -> Gradients:
+    parts = state.graphdef, state.params, state.quantizers, rest
+    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, state.scaler, cached)
 
-    def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree) -> tuple[Array, tuple[Array, Any, PyTree]]:
-        params = nnx.merge_state(plain, quantized)
-        model = nnx.merge(state.graphdef, params, quantizers, rest, copy=True)
+
+def differentiate(
+    fn: Callable[[Any], tuple[Array | WeightedMean, Any]],
+    parts: Parts,
+    split: Callable[[Any], Parts],
+    scaler: LossScale,
+    cached: list[QuantizedKernel | None] | None = None,
+) -> Gradients:
+    """Return loss and gradients of ``fn(model) -> loss, aux``.
+
+    Args:
+        fn: may change the model's other state.
+        parts: of the model.
+        split: gives the parts of a model.
+        scaler: multiplies the loss.
+        cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
+    """
+    graphdef, params, quantizers, rest = parts
+    plain, quantized = split_parameters(params)
+    names = dict(nnx.to_flat_state(params))
+    model = nnx.merge(graphdef, params, quantizers, rest)
+    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
+    grad_sinks = {path: _grad_sink(value) if path in names else None for path, value in kernels}
+
+    def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree) -> tuple[Array, Any]:
+        model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         use_cached_kernels(model, [None] * len(kernels) if cached is None else cached, list(grad_sinks.values()))
-        value = loss_fn(model, batch, key)
+        value, aux = fn(model)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
         # The caches belong to this pass: they must not be among the model's other state that is returned.
         drop_cached_kernels(model)
-        return state.scaler.scale_loss(loss), (loss, weight, split_model(model)[3])
+        return scaler.scale_loss(loss), (loss, split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is no ordinary float.
-    differentiate = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
-    (grads, sink_grads, quantizers), (loss, weight, rest) = differentiate(
-        plain, grad_sinks, with_max_gradients(state.quantizers)
+    differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
+    (grads, sink_grads, quantizers), (loss, rest, weight, aux) = differentiated(
+        plain, grad_sinks, with_max_gradients(quantizers)
     )
     total = dict(nnx.to_flat_state(_wide(grads)))
-    full = dict(nnx.to_flat_state(full_precision(state.params, state.masters)))
     for path, grad in sink_grads.items():
         if grad is not None:
             # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
-            total[path] = total[path].replace(total[path] + grad) if path in total else full[path].replace(grad)
+            total[path] = total[path].replace(total[path] + grad) if path in total else names[path].replace(grad)
     grads = as_created(nnx.from_flat_state(total.items()))
-    return (loss, grads, as_float32(quantizers), as_created(rest)), weight
+    return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux)
 
 
 def _grad_sink(kernel: Array | QuantizedKernel) -> Array | None:
@@ -153,6 +294,14 @@ def as_created(tree: PyTree) -> PyTree:
     # other shardings, would be compiled again.
     leaves = [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def all_finite(tree: PyTree) -> Array:
+    """Return whether all values of all arrays are finite, bool ``[]``."""
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+    # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
+    # parameter's update: a step then takes three times as long to compile.
+    return jax.lax.optimization_barrier(finite)
 
 
 def mean_loss(loss: Array | WeightedMean) -> Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers import QuantizableModule
+from jax_te.layers import QuantizableModule, quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, quantizer_for
 
@@ -43,20 +43,21 @@ def parameters_of(full: nnx.State, params: nnx.State, model: nnx.Module) -> nnx.
     """Return full-precision values as parameters: rounded, or quantized by the ambient recipe.
 
     Args:
-        full: the values.
+        full: the values, in Variables or not.
         params: the parameters before, which determine forms and dtypes.
         model: with the quantizer states to quantize with.
 
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.
     """
-    values = dict(nnx.to_flat_state(full))
+    values = dict(nnx.to_flat_state(nnx.as_pure(full)))
     old = dict(nnx.to_flat_state(params))
     for path, module, kernel in quantizable_kernels(model):
-        before = old[path].get_value()
-        if isinstance(before, QuantizedKernel):
-            values[path] = old[path].replace(_requantized(module, kernel, before, values[path].get_value()))
-    return nnx.from_flat_state([(path, _rounded(variable, values[path])) for path, variable in old.items()])
+        if path in old and isinstance(old[path].get_value(), QuantizedKernel):
+            values[path] = _requantized(module, kernel, old[path].get_value(), values[path])
+    return nnx.from_flat_state(
+        [(path, variable.replace(_rounded(variable, values[path]))) for path, variable in old.items()]
+    )
 
 
 def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, value: Any) -> QuantizedKernel:
@@ -72,6 +73,13 @@ def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, v
 
 
 def _rounded(old: Any, new: Any) -> Any:
-    if isinstance(old.get_value(), QuantizedKernel):
-        return new
-    return jax.tree.map(lambda before, after: after.astype(before.dtype), old, new)
+    return new if isinstance(new, QuantizedKernel) else new.astype(old.dtype)
+
+
+def store_quantized(model: nnx.Module, fp8_param: bool) -> None:
+    """Quantize in place the kernels that ``fp8_param``, the model's configuration or their layer's own recipe names."""
+    own = [module.module_recipe for _, module in quantizable_modules(model)]
+    config = getattr(model, "config", None)  # of the models of this package
+    every = fp8_param or getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False)
+    if every or any(recipe is not None and recipe.holds_kernels for recipe in own):
+        quantize_parameters(model, only_marked=not every)

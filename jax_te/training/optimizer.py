@@ -1,104 +1,149 @@
-"""AdamW as language models are usually trained with, composed from optax."""
+"""The update of parameters: an optimizer with fp32 masters and a loss scale, in the interface of Flax's own."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import optax
-from jax.tree_util import DictKey
+from flax import nnx
 
-from jax_te.config.internal import checked
-from jax_te.typing import PyTree
-
-
-@checked
-def learning_rate_schedule(
-    learning_rate: float, *, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.1
-) -> optax.Schedule:
-    """Return ``schedule(count) -> learning rate``: linear warm-up from 0, then cosine decay; ``count`` starts at 0.
-
-    Args:
-        learning_rate: the largest value, reached after ``warmup_steps``.
-        total_steps: steps of warm-up and decay together; the learning rate is constant afterwards.
-        warmup_steps: in [0, total_steps).
-        final_fraction: the decay ends at this fraction of ``learning_rate``; in [0, 1].
-
-    Raises:
-        ValueError: for a value outside these ranges.
-
-    Source: Megatron's ``OptimizerParamScheduler`` with ``lr_decay_style="cosine"``.
-
-    >>> schedule = learning_rate_schedule(1.0, total_steps=10, warmup_steps=2)
-    >>> [round(float(schedule(count)), 2) for count in (0, 1, 2, 6, 10)]
-    [0.0, 0.5, 1.0, 0.55, 0.1]
-    """
-    if not learning_rate > 0.0:
-        raise ValueError(f"learning_rate must be > 0, got {learning_rate!r}")
-    if not 0 <= warmup_steps < total_steps:
-        raise ValueError(
-            f"warmup_steps must be in [0, total_steps), got warmup_steps {warmup_steps!r} and total_steps "
-            f"{total_steps!r}; lower warmup_steps or train longer"
-        )
-    if not 0.0 <= final_fraction <= 1.0:
-        raise ValueError(f"final_fraction must be in [0, 1], got {final_fraction!r}")
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if warmup_steps else learning_rate,
-        peak_value=learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=total_steps,
-        end_value=final_fraction * learning_rate,
-    )
+from jax_te.quantize import QuantizedKernel
+from jax_te.training.gradients import all_finite, as_created
+from jax_te.training.loss_scale import ConstantLossScale, LossScale
+from jax_te.training.masters import full_precision, masters_of, parameters_of, store_quantized
+from jax_te.typing import Array, PyTree
 
 
-def weight_decay_mask(params: PyTree) -> PyTree:
-    """Return a tree of bool: True for parameters with two or more axes whose name does not end in "bias".
+class Optimizer(nnx.Optimizer):
+    """``flax.nnx.Optimizer`` with fp32 masters, loss scaling and skipped steps.
 
-    Source: Megatron's rule, ``not name.endswith(".bias") and len(shape) > 1``.
+    - ``tx`` updates fp32 masters, of which half-precision and quantized parameters are the rounded copies, and the
+      other parameters directly.
+    - If a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
-    >>> import jax.numpy as jnp
-    >>> weight_decay_mask({"kernel": jnp.ones((2, 2)), "wi_bias": jnp.ones((2, 2)), "scale": jnp.ones(2)})
-    {'kernel': True, 'scale': False, 'wi_bias': False}
-    """
-
-    def decide(path, leaf) -> bool:
-        names = [str(entry.key) for entry in path if isinstance(entry, DictKey)]
-        # A fused layer's bias may have two axes, so the name decides, too.
-        return leaf.ndim > 1 and not (names and names[-1].endswith("bias"))
-
-    return jax.tree_util.tree_map_with_path(decide, params)
-
-
-@checked
-def adamw_with_schedule(
-    schedule: optax.ScalarOrSchedule,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    clip_norm: float | None = 1.0,
-) -> optax.GradientTransformation:
-    """Return AdamW with decoupled weight decay, after clipping by the global norm.
+    Its gradients are those of `value_and_grad`, which gives the model its next quantizer state. `make_train_step` does
+    the same for a `TrainState`, and has microbatches.
 
     Args:
-        schedule: learning rate, or a function of the step's number such as `learning_rate_schedule` returns.
-        b1, b2, eps: of Adam.
-        weight_decay: of the parameters that `weight_decay_mask` selects.
-        clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
+        model: whose parameters it updates.
+        tx: any optax transformation. It sees fp32 masters in place of half-precision parameters.
+        wrt: filter of the Variables to update.
+        scaler: of the loss; None for `ConstantLossScale` of 1.
+        fp8_param: store all kernels of the model quantized, see `create_train_state`. Create the optimizer, and update,
+            under the recipe.
+
+    Attributes:
+        step: uint32 ``[]``, updates taken, skipped ones included.
+        skipped_steps: int32 ``[]``, updates whose gradients were not finite.
+        opt_state: of ``tx``.
+        masters: fp32 copies of half-precision and quantized parameters, under the same names.
 
     Raises:
-        TypeError, ValueError: for numbers that are none or outside of their range.
+        ValueError: for kernels that are stored quantized already, whose exact values are gone.
 
-    Source: Megatron's defaults for GPT; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
+    Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 
-    >>> import jax.numpy as jnp
-    >>> tx = adamw_with_schedule(learning_rate_schedule(0.1, total_steps=10))
-    >>> params = {"bias": jnp.zeros(2)}
-    >>> updates, _ = tx.update({"bias": jnp.ones(2)}, tx.init(params), params)
-    >>> [round(float(update), 3) for update in updates["bias"]]
-    [-0.1, -0.1]
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.training import value_and_grad
+    >>> model = Linear(16, 16, params_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    >>> optimizer = Optimizer(model, optax.adam(1e-3))
+    >>> @nnx.jit
+    ... def train_step(model, optimizer, x):
+    ...     loss, grads = value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> losses = [float(train_step(model, optimizer, jnp.ones((16, 16), jnp.bfloat16))) for _ in range(3)]
+    >>> losses[2] < losses[0], optimizer.masters["kernel"].dtype
+    (True, dtype('float32'))
     """
-    # An array may be traced: optax.inject_hyperparams gives such ones.
-    if isinstance(clip_norm, int | float) and not clip_norm > 0.0:
-        raise ValueError(f"clip_norm must be > 0, or None for no clipping; got {clip_norm!r}")
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=weight_decay_mask)
-    return adamw if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any = nnx.Param,
+        scaler: LossScale | None = None,
+        fp8_param: bool = False,
+    ):
+        # Copies of the Variables: those of the model are about to change.
+        exact = jax.tree.map(lambda leaf: leaf, nnx.state(model, wrt))
+        for path, variable in nnx.to_flat_state(exact):
+            if isinstance(variable.get_value(), QuantizedKernel):
+                raise ValueError(
+                    f"{'/'.join(map(str, path))} is stored quantized: its exact value, which the optimizer needs, is "
+                    "gone. Create the optimizer before quantize_parameters, with fp8_param=True"
+                )
+        store_quantized(model, fp8_param)
+        stored = nnx.state(model, wrt)
+        masters = masters_of(exact, stored)
+        # optax relies on implicit promotion; a caller may have set "strict".
+        with jax.numpy_dtype_promotion("standard"):
+            super().__init__(full_precision(stored, masters), tx, wrt=wrt)
+        self.masters = nnx.data(jax.tree.map(_as_opt_state, masters, is_leaf=_is_variable))
+        self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
+        self._scaler = nnx.data(jax.tree.map(nnx.OptState, ConstantLossScale() if scaler is None else scaler))
+
+    @property
+    def scaler(self) -> LossScale:
+        """The loss scale to differentiate with next."""
+        return nnx.as_pure(self._scaler)
+
+    def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> PyTree:
+        """Update the model's parameters, the masters, the optimizer state and the scaler.
+
+        Args:
+            model: as given at creation, with the values of now.
+            grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled.
+            kwargs: what ``tx`` asks for besides, e.g. ``value=loss``.
+
+        Returns:
+            The updates of the parameters, fp32; zeros for a skipped step.
+        """
+        params = nnx.state(model, self.wrt)
+        full = nnx.as_pure(full_precision(params, self.masters))
+        wanted = nnx.as_pure(nnx.state(grads, self.wrt))
+        wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), wanted, full)
+        finite, opt_state = all_finite(wanted), nnx.as_pure(self.opt_state)
+        tx = optax.with_extra_args_support(self.tx)
+        new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **nnx.as_pure(kwargs))
+        nnx.update(model, as_created(select(finite, parameters_of(new, params, model), params)))
+        values = dict(nnx.to_flat_state(new))
+        _write(self.masters, [values[path] for path, _ in nnx.to_flat_state(self.masters)], finite)
+        _write(self.opt_state, new_opt_state, finite)
+        _write(self._scaler, self.scaler.update(finite))
+        _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))
+        return select(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
+    return nnx.OptVariable(variable.get_value(), **variable.get_metadata())
+
+
+def _write(variables: PyTree, values: PyTree, finite: Array | None = None) -> None:
+    """Set Variables to values, if these are ``finite``, in the sharding of each Variable."""
+    found = jax.tree.leaves(variables, is_leaf=_is_variable)
+    for variable, value in zip(found, jax.tree.leaves(values), strict=True):
+        value = value if finite is None else jnp.where(finite, value, variable.get_value())
+        variable.set_value(as_created(variable.replace(value)).get_value())
+
+
+def transformed(
+    tx: optax.GradientTransformationExtraArgs, grads: PyTree, opt_state: PyTree, params: PyTree, **kwargs: Any
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Return parameters and optimizer state after an update, and the updates."""
+    # optax relies on implicit promotion; a caller may have set "strict".
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
+        return optax.apply_updates(params, updates), opt_state, updates
+
+
+def select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Return ``new`` where ``finite``, bool ``[]``, is true, else ``old``."""
+    return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)

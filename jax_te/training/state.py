@@ -13,14 +13,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_te.layers import prepare_quantization, quantizable_modules, quantize_parameters
+from jax_te.layers import prepare_quantization
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, shardings_of
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of
+from jax_te.training.masters import full_precision, masters_of, store_quantized
 from jax_te.typing import Array, PyTree
 
 
@@ -229,12 +229,8 @@ def _builder(
             definition, params, quantizers, rest = split_model(model)
         exact = params
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
-        own = [module.module_recipe for _, module in quantizable_modules(model)]
-        config = getattr(model, "config", None)  # of the models of this package
-        hold = fp8_param or getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False)
-        if hold or any(recipe is not None and recipe.holds_kernels for recipe in own):
-            quantize_parameters(model, only_marked=not hold)
-            definition, params, quantizers, rest = split_model(model)
+        store_quantized(model, fp8_param)
+        definition, params, quantizers, rest = split_model(model)
         # Masters of the values before quantization, which loses them.
         masters = masters_of(exact, params)
         # optax relies on implicit promotion; a caller may have set "strict".

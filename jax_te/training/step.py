@@ -16,8 +16,9 @@ from jax_te.config.internal import check_positive
 from jax_te.quantize import write_back
 from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import ranks_of
-from jax_te.training.gradients import LossFn, accumulated_gradients, as_created, gradients, mean_loss
+from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
 from jax_te.training.masters import full_precision, parameters_of
+from jax_te.training.optimizer import select, transformed
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
@@ -77,26 +78,24 @@ def make_train_step(
         key = jax.random.fold_in(state.rng, state.step)
         # A scan over one microbatch would hold fp32 sums beside its gradients.
         if microbatches == 1:
-            loss, grads, quantizers, rest = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
+            found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
         else:
             batches = _shard_batch(batch, microbatches)
-            loss, grads, quantizers, rest = accumulated_gradients(
-                loss_fn, state, batches, key, microbatches, keep_kernels
-            )
-        grads = state.scaler.unscale(grads)
-        finite = _all_finite((loss, grads))
+            found = accumulated_gradients(loss_fn, state, batches, key, microbatches, keep_kernels)
+        grads = state.scaler.unscale(found.grads)
+        finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
-        next_quantizers = write_back(state.quantizers, quantizers, keep_old=~finite)
-        updated = _apply(tx, state, next_quantizers, grads, loss) | {"rest": rest}
+        next_quantizers = write_back(state.quantizers, found.quantizers, keep_old=~finite)
+        updated = _apply(tx, state, next_quantizers, grads, found.loss) | {"rest": found.rest}
         metrics = {
-            "loss": loss,
+            "loss": found.loss,
             "grad_norm": optax.tree.norm(grads),
             "skipped": 1.0 - finite.astype(jnp.float32),
             "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
         }
         state = dataclasses.replace(
             state,
-            **{name: _select(finite, new, getattr(state, name)) for name, new in updated.items()},
+            **{name: select(finite, new, getattr(state, name)) for name, new in updated.items()},
             step=state.step + 1,
             quantizers=next_quantizers,
             scaler=state.scaler.update(finite),
@@ -131,25 +130,14 @@ def _apply(
     tx: optax.GradientTransformationExtraArgs, state: TrainState, quantizers: PyTree, grads: PyTree, loss: Array
 ) -> dict[str, Any]:
     """Parameters, masters and optimizer state after an update."""
-    full: Any = full_precision(state.params, state.masters)
-    # optax relies on implicit promotion; a caller may have set "strict".
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = tx.update(grads, state.opt_state, full, value=loss)
-        full = optax.apply_updates(full, updates)
+    full = full_precision(state.params, state.masters)
+    full, opt_state, _ = transformed(tx, grads, state.opt_state, full, value=loss)
     flat = dict(nnx.to_flat_state(full))
     return {
         "params": parameters_of(full, state.params, nnx.merge(state.graphdef, state.params, quantizers, state.rest)),
         "masters": nnx.from_flat_state([(path, flat[path]) for path, _ in nnx.to_flat_state(state.masters)]),
         "opt_state": opt_state,
     }
-
-
-def _all_finite(tree: PyTree) -> Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def _select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
 
 
 def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:

@@ -1,6 +1,8 @@
-"""The optimizer composed from optax."""
+"""Flax's usual loop with `value_and_grad` and `Optimizer`: what a train step does, and Flax's own ways."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,62 +11,201 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.training import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
+from jax_te import DelayedScaling, Float8CurrentScaling, autocast
+from jax_te.layers import LayerNormMLP, Linear, LoRA, quantize_parameters
+from jax_te.quantize import QuantizedKernel, QuantizerState
+from jax_te.training import (
+    DynamicLossScale,
+    Optimizer,
+    WeightedMean,
+    create_train_state,
+    make_train_step,
+    value_and_grad,
+)
+from tests.support.meshes import use_mesh
+from tests.support.toy import assert_same
+
+RECIPE = DelayedScaling(amax_history_len=2)
+X = jnp.linspace(-1.0, 1.0, 16 * 32).reshape(16, 32)
 
 
-def test_schedule_warms_up_and_decays_to_a_fraction():
-    schedule = learning_rate_schedule(2.0, total_steps=100, warmup_steps=10, final_fraction=0.25)
-    rates = [float(schedule(count)) for count in range(120)]
-    np.testing.assert_allclose(rates[:11], np.arange(11) / 5, rtol=1e-6)
-    np.testing.assert_allclose(rates[55], 0.5 + 0.75, rtol=1e-6)
-    np.testing.assert_allclose(rates[100:], 0.5, rtol=1e-6)
-    assert np.all(np.diff(rates[10:101]) < 0)
+def build(dtype: Any = jnp.float32, seed: int = 0) -> LayerNormMLP:
+    return LayerNormMLP(32, 32, params_dtype=dtype, rngs=nnx.Rngs(seed))
 
 
-def test_no_warm_up_begins_at_the_top():
-    assert float(learning_rate_schedule(3.0, total_steps=5)(0)) == 3.0
+def loss_fn(model: Any, x: jax.Array, key: Any = None) -> jax.Array:
+    return jnp.mean(jnp.square(model(x).astype(jnp.float32) - 1.0))
 
 
-def test_only_matrices_decay():
-    """In a Flax state, too, where names lie under the Variables."""
-    params = nnx.State(
-        {
-            "layers": {0: {"kernel": nnx.Param(jnp.ones((2, 3, 4))), "bias": nnx.Param(jnp.ones((3, 4)))}},
-            "norm": {"scale": nnx.Param(jnp.ones(4)), "ln_bias": nnx.Param(jnp.ones(4))},
-            "embedding": nnx.Param(jnp.ones((8, 4))),
-        }
-    )
-    decayed = nnx.to_pure_dict(weight_decay_mask(params))
-    assert decayed["layers"][0] == {"bias": False, "kernel": True}
-    assert decayed["norm"] == {"ln_bias": False, "scale": False}
-    assert decayed["embedding"] is True
-
-
-def test_weight_decay_and_clipping():
-    params = {"kernel": jnp.full((2, 2), 2.0), "bias": jnp.full((2,), 2.0)}
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    tx = adamw_with_schedule(learning_rate_schedule(0.5, total_steps=10), weight_decay=0.1)
-    with jax.numpy_dtype_promotion("standard"):
-        updates, _ = tx.update(zeros, tx.init(params), params)
-    np.testing.assert_allclose(updates["kernel"], -0.5 * 0.1 * 2.0, rtol=1e-6)
-    np.testing.assert_array_equal(updates["bias"], 0.0)
-
-    grads = jax.tree.map(lambda leaf: 100.0 * leaf, params)
-    with jax.numpy_dtype_promotion("standard"):
-        _, state = tx.update(grads, tx.init(params), params)
-    clipped = state[1][0].mu
-    np.testing.assert_allclose(float(optax.tree.norm(clipped)), 0.1, rtol=1e-5)  # (1 - b1) times the norm of 1
+@nnx.jit
+def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+    loss, grads = value_and_grad(loss_fn, scaler=optimizer.scaler)(model, x)
+    optimizer.update(model, grads)
+    return loss
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("dtype", "recipe", "fp8_param", "mesh"),
     [
-        ({"learning_rate": 0.0}, "learning_rate must be > 0"),
-        ({"warmup_steps": 10}, r"warmup_steps must be in \[0, total_steps\)"),
-        ({"warmup_steps": -1}, "warmup_steps"),
-        ({"final_fraction": 1.5}, "final_fraction"),
+        (jnp.float32, None, False, "no mesh"),
+        (jnp.bfloat16, RECIPE, False, "no mesh"),
+        (jnp.bfloat16, RECIPE, True, "no mesh"),
+        (jnp.bfloat16, RECIPE, False, "auto"),
+        (jnp.bfloat16, RECIPE, False, "explicit"),
     ],
 )
-def test_options_outside_their_range(options, match):
-    with pytest.raises(ValueError, match=match):
-        learning_rate_schedule(**{"learning_rate": 0.1, "total_steps": 10, **options})
+def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
+    """Losses, parameters, masters, states, scaler and counters; the third step is skipped."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    scaler = DynamicLossScale(initial_scale=16.0, hysteresis=1)
+    x = X.reshape(4, 4, 32).repeat(4, 1).astype(dtype)
+    batches = [x, -x, x.at[0, 0, 0].set(jnp.nan), 0.5 * x]
+    with use_mesh(mesh), autocast(recipe):
+        model = build(dtype)
+        state = create_train_state(model, tx, key=jax.random.key(0), scaler=scaler, fp8_param=fp8_param)
+        step = make_train_step(loss_fn, tx)
+        optimizer = Optimizer(model, tx, scaler=scaler, fp8_param=fp8_param)
+        for batch in batches:
+            loss = train(model, optimizer, batch)
+            state, metrics = step(state, batch)
+            np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
+        assert (int(optimizer.step[...]), int(optimizer.skipped_steps[...])) == (4, 1)
+        assert float(optimizer.scaler.scale) == float(state.scaler.scale) == 8.0
+        kernels = jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=_is_quantized)
+        assert any(map(_is_quantized, kernels)) == fp8_param
+        # Two programs, whose sums XLA may order differently, and Adam's division by small moments.
+        bound = 2.0**-20 if dtype == jnp.float32 else 2.0**-7
+        for ours, theirs in ((nnx.state(model, QuantizerState), state.quantizers), (optimizer.masters, state.masters)):
+            for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_allclose(one, other, rtol=2.0**-10, atol=1e-5)
+                assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        for one, other in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(state.params), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=bound, atol=1e-5)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedKernel)
+
+
+def test_a_step_that_is_not_finite_changes_only_counters_and_scaler():
+    with autocast(RECIPE):
+        model = build(jnp.bfloat16)
+        optimizer = Optimizer(model, optax.adam(1e-2), scaler=DynamicLossScale(initial_scale=8.0, hysteresis=1))
+        train(model, optimizer, X.astype(jnp.bfloat16))
+        before = jax.tree.map(jnp.copy, (nnx.state(model), optimizer.masters, optimizer.opt_state))
+        train(model, optimizer, X.at[0, 0].set(jnp.inf).astype(jnp.bfloat16))
+    for old, new in zip(before, (nnx.state(model), optimizer.masters, optimizer.opt_state), strict=True):
+        assert_same(new, old)
+    assert (int(optimizer.step[...]), int(optimizer.skipped_steps[...]), float(optimizer.scaler.scale)) == (2, 1, 4.0)
+
+
+def test_masters_keep_what_half_precision_would_lose():
+    model = build(jnp.bfloat16)
+    optimizer = Optimizer(model, optax.sgd(1.0))
+    before = jax.tree.map(jnp.copy, optimizer.masters)
+    grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0**-12), nnx.state(model, nnx.Param))
+    for _ in range(4):
+        updates = optimizer.update(model, grads)
+    for old, new, update in zip(*map(jax.tree.leaves, (before, optimizer.masters, updates)), strict=True):
+        assert (update == -(2.0**-12)).all()
+        np.testing.assert_allclose(new, old - 2.0**-10, rtol=2.0**-22)
+
+
+def test_flax_own_optimizer_takes_the_gradients():
+    # Optax relies on implicit promotion.
+    with autocast(RECIPE), jax.numpy_dtype_promotion("standard"):
+        model = build()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss, grads = value_and_grad(loss_fn)(model, x)
+            optimizer.update(model, grads)
+            return loss
+
+        losses = [float(step(model, optimizer, X)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert all(jax.tree.leaves(jax.tree.map(lambda leaf: bool(jnp.all(leaf > 0.0)), nnx.state(model, QuantizerState))))
+
+
+def test_the_optimizer_is_flax_own_to_flax_tools():
+    model = build(jnp.bfloat16)
+    optimizer = Optimizer(model, optax.adam(1e-2))
+    train(model, optimizer, X.astype(jnp.bfloat16))
+    assert isinstance(optimizer, nnx.Optimizer)
+    other = Optimizer(build(jnp.bfloat16, seed=1), optax.adam(1e-2))
+    nnx.update(other, nnx.state(optimizer))
+    assert_same(nnx.state(other), nnx.state(optimizer))
+    assert int(other.step[...]) == 1
+
+
+class Shared(nnx.Module):
+    """A layer that runs twice, one that never runs, dropout, and a count of calls."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.twice, self.never = Linear(32, 32, rngs=rngs), Linear(32, 32, rngs=rngs)
+        self.dropout, self.calls = nnx.Dropout(0.5), nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> tuple[jax.Array, jax.Array]:
+        self.calls[...] += 1
+        inner = 64.0 * self.dropout(self.twice(x), rngs=rngs)
+        return self.twice(inner), inner
+
+
+def test_state_of_the_model_and_of_other_arguments_goes_on():
+    def loss(x: jax.Array, model: Shared, *, rngs: nnx.Rngs) -> tuple[WeightedMean, Any]:
+        y, inner = model(x, rngs)
+        return WeightedMean(jnp.sum(y), jnp.float32(2.0)), (y, inner)
+
+    with autocast(RECIPE):
+        model, rngs, plain = Shared(nnx.Rngs(0)), nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
+        expected, _ = nnx.jit(lambda model, rngs: model(X, rngs))(model, plain)
+        model.calls[...] = jnp.int32(0)
+        run = nnx.jit(lambda model, rngs: value_and_grad(loss, argnums=1, has_aux=True)(X, model, rngs=rngs))
+        (value, (y, inner)), grads = run(model, rngs)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value, jnp.sum(y) / 2.0, rtol=1e-5)
+    assert int(model.calls[...]) == 1
+    assert int(rngs.dropout.count[...]) == int(plain.dropout.count[...]) == 1
+    # The larger one of the two inputs' amaxes, not their sum; and the state of a layer that did not run.
+    amax = float(jnp.max(jnp.abs(inner)))
+    assert amax > 1.0
+    np.testing.assert_allclose(model.twice.quantizers["x"]["amax_history"][0], amax, rtol=1e-6)
+    assert float(model.twice.quantizers["x"]["scale"][...]) == 1.0
+    assert float(model.never.quantizers["x"]["amax_history"][...].max()) == 0.0
+    assert float(model.never.quantizers["x"]["scale"][...]) == 1.0
+    assert grads["never"]["kernel"][...].max() == 0.0
+    assert set(grads) == {"twice", "never"}
+
+
+def test_adapters_alone():
+    with autocast(RECIPE):
+        model = LoRA(Linear(32, 32, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
+        optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+        before = jax.tree.map(jnp.copy, nnx.state(model))
+        _, grads = nnx.jit(value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam)))(model, X)
+        optimizer.update(model, grads)
+    assert set(grads) == {"lora_a", "lora_b"}
+    assert_same(model.base.kernel, before["base"]["kernel"])
+    assert float(jnp.max(jnp.abs(model.lora_b[...]))) > 0.0
+    assert float(model.base.quantizers["x"]["amax_history"][...].max()) == 1.0
+
+
+def test_gradients_of_half_precision_kernels_are_not_rounded():
+    model = build(jnp.bfloat16)
+    _, grads = nnx.jit(value_and_grad(loss_fn))(model, X.astype(jnp.bfloat16))
+    kernel = grads["wo_kernel"][...]
+    assert kernel.dtype == jnp.float32
+    assert (kernel != kernel.astype(jnp.bfloat16).astype(jnp.float32)).any()
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"argument 0 must be the model, .* got ArrayImpl"):
+        value_and_grad(loss_fn)(X, X)
+    with pytest.raises(TypeError, match=r"argument 2 must be the model, .* got NoneType"):
+        value_and_grad(loss_fn, argnums=2)(build(), X)
+    with pytest.raises(ValueError, match="scalar"):
+        value_and_grad(lambda model, x: model(x))(build(), X)
+    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match=r"wi_kernel is stored quantized.*fp8_param"):
+        Optimizer(quantize_parameters(build()), optax.sgd(0.1))

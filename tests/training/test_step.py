@@ -334,3 +334,18 @@ def test_bad_batches_are_refused():
         state = new_state(optax.sgd(0.1))
         with pytest.raises(ValueError, match=r"data\*fsdp = 4; make the batch a multiple of 8"):
             make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
+
+
+def test_whether_gradients_are_finite_is_computed_once():
+    """And not anew in each parameter's update: the program, and the time to compile it, would grow quadratically."""
+    state = new_state(build=lambda rngs: nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(4)]))
+
+    def loss(layers, batch, key):
+        x = batch["x"]
+        for layer in layers:
+            x = jnp.tanh(layer(x))
+        return jnp.mean(x)
+
+    text = make_train_step(loss, optax.adam(1e-3)).lower(state, make_batch(0)).compile().as_text()
+    # One for each of 8 gradients and the loss; XLA may fuse some of them into kernels of their own.
+    assert text.count(" is-finite(") <= 9

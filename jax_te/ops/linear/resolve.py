@@ -117,12 +117,12 @@ def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, 
 
 _LEFT_OUT = (
     "a derivative under recipe {!r} leaves the quantizer state out, whose gradient is its next value: the scales would "
-    "never change. Differentiate the state with the rest, and write its gradient back. For an NNX model:\n"
-    "    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, QuantizerState)))"
-    "(model)\n"
-    "    nnx.update(model, nnx.state(grads, QuantizerState))  # and the optimizer gets nnx.state(grads, nnx.Param)\n"
-    "For Linen take jax_te.linen.value_and_grad, with the state in its first argument. make_train_step does it all. "
-    "For inference call model.eval(); if the scales are to stay, say so: `with jax_te.quantize.frozen_scales():`"
+    "never change. For an NNX model these two lines write it back, in place of nnx.value_and_grad:\n"
+    "    from jax_te import value_and_grad\n"
+    "    loss, grads = value_and_grad(loss_fn)(model)\n"
+    "For Linen take jax_te.linen.value_and_grad, with the state in its first argument; for functions differentiate the "
+    "state with the rest. For inference call model.eval(); if the scales are to stay, say so: "
+    "`with jax_te.quantize.frozen_scales():`"
 )
 
 
