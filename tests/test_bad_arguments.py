@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -136,6 +137,24 @@ def test_an_argument_of_another_kind_is_refused(constructor: Any) -> None:
 def test_numbers_out_of_range_are_refused(call: Any, message: str) -> None:
     with without_type_checker(), pytest.raises(ValueError, match=message):
         call()
+
+
+def test_flags_of_training_are_true_or_false() -> None:
+    tx = optax.sgd(0.1)
+    calls: dict[str, list[Any]] = {
+        "fp8_param": [
+            lambda flag: training.Optimizer(LINEAR, tx, fp8_param=flag),
+            lambda flag: training.create_train_state(LINEAR, tx, key=jax.random.key(0), fp8_param=flag),
+            lambda flag: training.abstract_train_state(LINEAR, tx, fp8_param=flag),
+        ],
+        "has_aux": [lambda flag: training.value_and_grad(len, has_aux=flag)],
+        "keep_kernels": [lambda flag: training.make_train_step(len, tx, keep_kernels=flag)],
+    }
+    with without_type_checker():
+        for name, functions in calls.items():
+            for call, flag in itertools.product(functions, BAD[bool]):
+                with pytest.raises(TypeError, match=f"{name} must be True or False"):
+                    call(flag)
 
 
 def test_scalars_of_numpy_and_traced_ones_are_what_they_were() -> None:

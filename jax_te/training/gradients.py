@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers.internal import drop_cached_kernels, quantizable_kernels, quantize_kernels, use_cached_kernels
 from jax_te.quantize import (
     QuantizedKernel,
@@ -79,6 +80,7 @@ Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
 """Graph definition, differentiated parameters, quantizer states, other state of a model; `split_model` gives them."""
 
 
+@checked
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.quantize import QuantizedKernel
 from jax_te.training.gradients import all_finite, as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
@@ -16,6 +17,7 @@ from jax_te.training.masters import full_precision, masters_of, parameters_of, s
 from jax_te.typing import Array, PyTree
 
 
+@checked
 class Optimizer(nnx.Optimizer):
     """``flax.nnx.Optimizer`` with fp32 masters, loss scaling and skipped steps.
 

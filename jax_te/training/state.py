@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_te.config.internal import checked
 from jax_te.layers import prepare_quantization
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState
@@ -74,6 +75,7 @@ def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State
     return graphdef, params, quantizers, rest
 
 
+@checked
 def create_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: optax.GradientTransformation,
@@ -165,6 +167,7 @@ def _is_quantized(module: Any, kernel: str) -> bool:
     return isinstance(getattr(module, kernel).get_value(), QuantizedKernel)
 
 
+@checked
 def abstract_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: optax.GradientTransformation,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.quantize import write_back
 from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import ranks_of
@@ -23,6 +23,7 @@ from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
 
+@checked
 def make_train_step(
     loss_fn: LossFn, tx: optax.GradientTransformation, *, microbatches: int = 1, keep_kernels: bool = True
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:

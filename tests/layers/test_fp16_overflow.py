@@ -64,7 +64,7 @@ def test_it_is_seen(layer, overflow, recipe):
             scaled = [(path, p.replace(p * factors.get(path[-1], one))) for path, p in nnx.to_flat_state(params)]
             y, backward = jax.vjp(forward, nnx.from_flat_state(scaled))
             (grads,) = backward(jnp.ones_like(y).at[7, 9].set(grad_at))
-            found = {path[-1]: grad[...] for path, grad in nnx.to_flat_state(grads) if path[-1].endswith("kernel")}
+            found = {path[-1]: grad[...] for path, grad in nnx.to_flat_state(grads) if str(path[-1]).endswith("kernel")}
             return jax.tree.map(lambda x: jnp.isfinite(x).all(), {"y": y, **found})
 
         one = jnp.float16(1.0)

@@ -144,10 +144,11 @@ class Shared(nnx.Module):
     """A layer that runs twice, one that never runs, dropout, and a count of calls."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.twice, self.never = Linear(32, 32, rngs=rngs), Linear(32, 32, rngs=rngs)
+        self.twice: Any = Linear(32, 32, rngs=rngs)
+        self.never: Any = Linear(32, 32, rngs=rngs)
         self.dropout, self.calls = nnx.Dropout(0.5), nnx.BatchStat(jnp.zeros((), jnp.int32))
 
-    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> Any:
         self.calls[...] += 1
         inner = 64.0 * self.dropout(self.twice(x), rngs=rngs)
         return self.twice(inner), inner
@@ -181,7 +182,7 @@ def test_state_of_the_model_and_of_other_arguments_goes_on():
 
 def test_adapters_alone():
     with autocast(RECIPE):
-        model = LoRA(Linear(32, 32, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
+        model: Any = LoRA(Linear(32, 32, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
         optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
         before = jax.tree.map(jnp.copy, nnx.state(model))
         _, grads = nnx.jit(value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam)))(model, X)
