@@ -25,6 +25,7 @@ from jax_te.ops import use_backend
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.training import split_model
 from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
+from tests.support.overflow import OVERFLOW_CASES, check_overflow_is_seen
 
 pytestmark = pytest.mark.gpu
 
@@ -154,3 +155,10 @@ def test_core_attention_recomputed():
             results.append(quick_jit(lambda *a, run=run: with_vjp(run, *a))((params, x), g))
     for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
         assert relative_l2(actual, expected) < 0.01
+
+
+# MXFP8 and NVFP4 need a newer GPU than Hopper.
+@pytest.mark.parametrize(("layer", "overflow", "recipe"), [case for case in OVERFLOW_CASES if "fp" not in case[2]])
+def test_an_overflow_of_fp16_is_seen(layer, overflow, recipe):
+    with use_backend("te"):
+        check_overflow_is_seen(layer, overflow, recipe)

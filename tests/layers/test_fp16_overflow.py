@@ -1,74 +1,12 @@
-"""An overflow of fp16 reaches the gradients under every recipe, where loss scaling looks for it."""
+"""An overflow of fp16 reaches the output or the gradients under every recipe, where loss scaling looks for it."""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
-from jax.nn.initializers import normal, ones
 
-from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear
-from jax_te.quantize import frozen_scales
-from jax_te.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    autocast,
-)
-
-RECIPES = {
-    "none": None,
-    "delayed": DelayedScaling(amax_history_len=2),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
-LAYERS = {"linear": Linear, "layernorm_linear": LayerNormLinear, "layernorm_mlp": LayerNormMLP}
-# Factors of one input, of one output gradient, and of a kernel. Where a kernel's is not 1, what it computes overflows.
-OVERFLOWS = {
-    "the input": (np.inf, 1.0, {}),
-    "the output's gradient": (1.0, np.inf, {}),
-    "a kernel": (1.0, 1.0, {"kernel": np.inf, "wo_kernel": np.inf}),
-    "the first GEMM's output": (1.0, 1.0, {"wi_kernel": 1e4}),
-    "the second GEMM's input gradient": (1.0, 1.0, {"wi_kernel": 1e-3, "wo_kernel": 1e4}),
-}
-CASES = [(layer, overflow, recipe) for layer in LAYERS for overflow in list(OVERFLOWS)[:3] for recipe in RECIPES]
-# Not delayed scaling, under whose first scales the large kernels would be clipped.
-CASES += [("layernorm_mlp", overflow, recipe) for overflow in list(OVERFLOWS)[3:] for recipe in ("current", "block")]
+from tests.support.overflow import OVERFLOW_CASES, check_overflow_is_seen
 
 
-@pytest.mark.parametrize(("layer", "overflow", "recipe"), CASES)
+@pytest.mark.parametrize(("layer", "overflow", "recipe"), OVERFLOW_CASES)
 def test_it_is_seen(layer, overflow, recipe):
-    """Without biases, whose gradients are sums of what was not quantized, and no norm's parameters."""
-    x = jnp.linspace(0.5, 1.0, 32 * 32, dtype=jnp.float16).reshape(32, 32)
-    with autocast(RECIPES[recipe]), frozen_scales():
-        options = {"bias": False, "init_method": normal(1.0), "params_dtype": jnp.float16}
-        if layer == "layernorm_mlp":
-            # All of this keeps inf from becoming nan by itself: no 0 and no -inf beside it.
-            options |= {"activation": "relu", "normalization": "RMSNorm", "init_method": ones}
-            options |= {"output_layer_init_method": ones}
-        model = LAYERS[layer](32, 32, **options, rngs=nnx.Rngs(0))
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        at, grad_at, changed = OVERFLOWS[overflow]
-
-        @jax.jit
-        def finite(at, grad_at, factors):
-            def forward(params):
-                return nnx.merge(graphdef, params, rest)(x.at[3, 5].multiply(at))
-
-            scaled = [(path, p.replace(p * factors.get(path[-1], one))) for path, p in nnx.to_flat_state(params)]
-            y, backward = jax.vjp(forward, nnx.from_flat_state(scaled))
-            (grads,) = backward(jnp.ones_like(y).at[7, 9].set(grad_at))
-            found = {path[-1]: grad[...] for path, grad in nnx.to_flat_state(grads) if str(path[-1]).endswith("kernel")}
-            return jax.tree.map(lambda x: jnp.isfinite(x).all(), {"y": y, **found})
-
-        one = jnp.float16(1.0)
-        factors = {"kernel": one, "wi_kernel": one, "wo_kernel": one}
-        assert all(finite(one, one, factors).values())
-        factors |= {name: jnp.float16(factor) for name, factor in changed.items()}
-        assert not all(finite(jnp.float16(at), jnp.float16(grad_at), factors).values())
+    check_overflow_is_seen(layer, overflow, recipe)

@@ -42,6 +42,7 @@ from tests.support.numerics import (
     relative_l2,
     with_vjp,
 )
+from tests.support.overflow import OVERFLOW_CASES, check_overflow_is_seen
 
 pytestmark = pytest.mark.te
 
@@ -247,3 +248,12 @@ def test_split_accumulation_reaches_the_call_that_asks_for_it(kind, gemm, monkey
         case.g,
     )
     assert found == {name: name == gemm for name in ("fprop", "dgrad", "wgrad")}
+
+
+# te.jax's own JAX code, not its kernels, computes current scales in fp16, which overflow without any other's doing.
+@pytest.mark.parametrize(
+    ("layer", "overflow", "recipe"), [case for case in OVERFLOW_CASES if case[2] in ("none", "delayed", "block")]
+)
+def test_an_overflow_of_fp16_is_seen(layer, overflow, recipe):
+    with use_backend("te"):
+        check_overflow_is_seen(layer, overflow, recipe)
