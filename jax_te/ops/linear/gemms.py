@@ -75,19 +75,11 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     """
     precision = getattr(spec.precision, role)
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
-    # A fused kernel writes quantized values only: statistics and GEMMs in high precision need the tensor itself.
+    # A fused kernel writes quantized values only: statistics, GEMMs in high precision and `show_overflow` need the
+    # tensor itself.
     read = spec.observer is not None or precision.read_unquantized or (dims and not precision.one_scale)
+    read = read or spec.x_dtype == jnp.float16
     return None if read and precision.quantizer is not None else quantization(spec, state, role)
-
-
-def show_overflow(x: Array, how: Quantization) -> Array:
-    """Return ``x``, with nan for inf where fp16 is quantized.
-
-    Quantization clips inf to a finite value, and dynamic loss scaling would not see that a gradient has overflowed; nan
-    stays nan in every format and on every backend.
-    """
-    # bf16 has the range of fp32: it overflows where fp32 does, and nothing scales its loss.
-    return x if x.dtype != jnp.float16 or how.quantizer is None else jnp.where(jnp.isinf(x), jnp.nan, x)
 
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
@@ -203,8 +195,6 @@ def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[O
         # Cotangents come without a constraint of their own, and the compiler may have split them in another way.
         g = constrain(g, spec.options.out_axes)
     axis, how = g.ndim - spec.kernel_rank + 1, fused_quantization(spec, state, "grad")
-    if how is not None:
-        g = show_overflow(g, how)
     # The bias gradient sums unquantized values either way, as TE's fused kernel does.
     written, dbias, amax = spec.backend.quantize_dbias(g, how or Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
     if how is None:
@@ -269,6 +259,16 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     return spec.precision.next_state(residuals.state, dict(zip(ROLES, zip(scales, amaxes, strict=True), strict=True)))
 
 
+def show_overflow(x: Array) -> Array:
+    """Return ``x``, which is to be quantized, in fp16 with nan for inf.
+
+    Quantization clips inf to a finite value, and dynamic loss scaling would not see that a gradient has overflowed; nan
+    stays nan in every format and on every backend.
+    """
+    # bf16 has the range of fp32: it overflows where fp32 does, and nothing scales its loss.
+    return jnp.where(jnp.isinf(x), jnp.nan, x) if x.dtype == jnp.float16 else x
+
+
 def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
     """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
     precision, how = getattr(spec.precision, role), quantization(spec, state, role)
@@ -278,5 +278,5 @@ def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | 
     if how.quantizer is not None and precision.read_quantized:
         if spec.observer is not None:
             spec.observer.record(spec.options.name, role, x, how.quantizer, how.scale, axis=axis)
-        quantized, seen = spec.backend.quantize_operand(show_overflow(x, how), how, axis=axis)
+        quantized, seen = spec.backend.quantize_operand(show_overflow(x), how, axis=axis)
     return Operand(unquantized, quantized, (how.scale, seen))

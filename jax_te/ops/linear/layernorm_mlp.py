@@ -113,7 +113,7 @@ def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
     how = gemms.fused_quantization(linear, state, "x")
     if how is None:
         return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), state, axis=-1)
-    written, amax = linear.backend.act_quantize(gemms.show_overflow(pre, how), spec.activation, how)
+    written, amax = linear.backend.act_quantize(pre, spec.activation, how)
     return gemms.adopt(linear, "x", written, (how.scale, amax))
 
 
@@ -141,7 +141,7 @@ def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState |
     if how is None:
         return gemms.grad_operand(linear, linear.backend.act_backward(dz, pre, spec.activation), state)
     written, dbias, amax = linear.backend.act_backward_quantize(
-        gemms.show_overflow(dz, how), pre, spec.activation, how, bias_dtype=linear.bias_dtype
+        dz, pre, spec.activation, how, bias_dtype=linear.bias_dtype
     )
     return gemms.adopt(linear, "grad", written, (how.scale, amax)), dbias
 

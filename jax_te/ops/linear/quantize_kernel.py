@@ -62,7 +62,7 @@ def quantize_kernel(
     quantizer = precision.kernel.quantizer
     if quantizer is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
-    kernel = show_overflow(kernel, Quantization(quantizer))
+    kernel = show_overflow(kernel)
     chosen = backend_for("dense", backend or ambient_backend.value, recipe)
     # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
     scale = precision.scale(as_float32(state), "kernel")
