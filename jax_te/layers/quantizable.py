@@ -72,8 +72,10 @@ class QuantizableModule(nnx.Module):
         return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
     def axes_of(self, kernel: str) -> LogicalAxes:
-        """Logical axes of a kernel."""
-        return getattr(self, kernel).get_metadata("logical_axes")
+        """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""
+        variable = getattr(self, kernel)
+        axes = variable.get_metadata().get("logical_axes")
+        return (None,) * len(variable.get_value().shape) if axes is None else axes
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""

@@ -207,7 +207,9 @@ def test_each_block_leaves_the_tensor_cores_before_it_is_added(square):
     products = [names for names in scopes if "wgmma_ref" in names]
     assert products
     for names in products:
-        assert (names.count("wgmma_ref"), names.count("wgmma_accumulator_deref")) == (1, 1)
+        # JAX 0.11 has the second name with a "_p" behind it.
+        derefs = [name for name in names if name.startswith("wgmma_accumulator_deref")]
+        assert (names.count("wgmma_ref"), len(derefs)) == (1, 1)
 
 
 @interpreted
