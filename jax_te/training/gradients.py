@@ -111,7 +111,7 @@ def value_and_grad(
         ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
 
     Raises:
-        TypeError: when called, if the argument at ``argnums`` is no NNX module.
+        TypeError: for several ``argnums``; when called, if the argument there is no NNX module.
         ValueError: when called, for a loss that is no scalar.
 
     Source: ``flax.nnx.value_and_grad``.
@@ -125,6 +125,8 @@ def value_and_grad(
     ((16, 16), [1.0])
     """
     position, wrt = (argnums.argnum, argnums.filter) if isinstance(argnums, nnx.DiffState) else (argnums, nnx.Param)
+    if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+        raise TypeError(f"argnums must be the position of one model, an int >= 0 or an nnx.DiffState, got {argnums!r}")
     scaler = ConstantLossScale() if scaler is None else scaler
 
     @functools.wraps(loss_fn)
@@ -302,8 +304,13 @@ def all_finite(tree: PyTree) -> Array:
     """Return whether all values of all arrays are finite, bool ``[]``."""
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
     # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
-    # parameter's update: a step then takes three times as long to compile.
-    return jax.lax.optimization_barrier(finite)
+    # parameter's update: a step then takes two to three times as long to compile. On CPUs the XLA of JAX 0.10 drops
+    # barriers before it fuses; elsewhere a conditional would make the host wait for the device.
+    return jax.lax.platform_dependent(finite, cpu=_behind_a_conditional, default=jax.lax.optimization_barrier)
+
+
+def _behind_a_conditional(flag: Array) -> Array:
+    return jax.lax.cond(flag, lambda: jnp.ones((), bool), lambda: jnp.zeros((), bool))
 
 
 def mean_loss(loss: Array | WeightedMean) -> Array:

@@ -250,7 +250,8 @@ def test_split_accumulation_reaches_the_call_that_asks_for_it(kind, gemm, monkey
     assert found == {name: name == gemm for name in ("fprop", "dgrad", "wgrad")}
 
 
-# te.jax's own JAX code, not its kernels, computes current scales in fp16, which overflow without any other's doing.
+# Not current scaling: the JAX code that runs here in place of TE's kernels computes its scales in fp16, where they
+# overflow although the input does not. tests/gpu has it.
 @pytest.mark.parametrize(
     ("layer", "overflow", "recipe"), [case for case in OVERFLOW_CASES if case[2] in ("none", "delayed", "block")]
 )

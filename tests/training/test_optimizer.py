@@ -202,6 +202,9 @@ def test_gradients_of_half_precision_kernels_are_not_rounded():
 
 
 def test_what_is_refused():
+    for argnums in ((0, 1), -1, True, "model"):
+        with pytest.raises(TypeError, match="argnums"):
+            value_and_grad(loss_fn, argnums=argnums)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"argument 0 must be the model, .* got ArrayImpl"):
         value_and_grad(loss_fn)(X, X)
     with pytest.raises(TypeError, match=r"argument 2 must be the model, .* got NoneType"):

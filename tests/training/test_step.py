@@ -336,7 +336,6 @@ def test_bad_batches_are_refused():
             make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of JAX 0.10 drops barriers before it fuses on CPUs")
 def test_whether_gradients_are_finite_is_computed_once():
     """And not anew in each parameter's update: the program, and the time to compile it, would grow quadratically."""
     state = new_state(build=lambda rngs: nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(4)]))
