@@ -167,6 +167,7 @@ POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) f
 FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))
 MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
 FILE = Text("FILE", str)
+_EVAL_BATCHES = Text("N", number(int, 1, below=10**6))  # an evaluation of more would seem to hang
 _MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
 _SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones
 _MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
@@ -317,7 +318,7 @@ class OutputOptions:
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "newest checkpoints kept", 3)
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
-    eval_batches: int = _free(SIZE, "batches of a held-out loss", 16)
+    eval_batches: int = _free(_EVAL_BATCHES, "batches of a held-out loss", 16)
     log_every: int = _free(SIZE, "steps between lines and TensorBoard points", 10, shown=_PRESET)
     inspect_every: int = _free(COUNT, "steps between statistics of quantized tensors", 0, shown="0, never")
 
