@@ -24,7 +24,7 @@ from jax_te.bench.internal import (
 )
 from jax_te.cli.build import build_model
 from jax_te.cli.compile_cache import keep_compiled_programs
-from jax_te.cli.memory import check_fits, check_memory
+from jax_te.cli.memory import check_fits, least_memory
 from jax_te.cli.options import CP_COMM_TYPES, MESH, METHODS, POLICIES, SIZE, flag, some_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
@@ -243,7 +243,8 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     for stack in args.stack:
         for way in args.recompute:
             config = train_step_config(args.model, recipe, way, args.layers)
-            check_memory(config, training=False)
+            needed = least_memory(config, training=False, vocabulary=args.vocabulary)
+            check_fits(needed, 1, "--layers or --vocabulary, or take a smaller --model")
             execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
             build = build_model(config, vocab_size=args.vocabulary, execution=execution)
             name = f"{recipe}, {stack}, recompute {way}"

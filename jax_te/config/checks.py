@@ -26,7 +26,7 @@ _KINDS: dict[Any, tuple[str, Any]] = {
 }
 
 COMPUTE_DTYPES = (*FLOAT_DTYPES, "float64")
-"""Names of the dtypes that inputs may have: kernels are cast to them, which is no computation in integers or FP8."""
+"""Names of the dtypes that inputs and kernels may have: the ops cast kernels to inputs' dtypes."""
 
 
 def float_dtype(name: str, value: DTypeLike) -> np.dtype:
@@ -48,12 +48,19 @@ def float_dtype(name: str, value: DTypeLike) -> np.dtype:
     return dtype
 
 
-def input_error(name: str, dtype: DTypeLike) -> TypeError:
-    """Return the error for an input of a dtype that is not in `COMPUTE_DTYPES`."""
-    return TypeError(
-        f"{name} takes an input of {', '.join(FLOAT_DTYPES)}, in which it computes, and not of {np.dtype(dtype).name}; "
-        "cast it first, for example x.astype(jnp.float32)"
-    )
+def check_float(op: str, *arrays: Any) -> None:
+    """Raise TypeError for an array, None apart, whose dtype is not in `COMPUTE_DTYPES`.
+
+    Args:
+        op: what takes the arrays, for the message.
+        arrays: arrays or `QuantizedKernel`, with the dtype that it was quantized from.
+    """
+    for array in arrays:
+        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
+            raise TypeError(
+                f"{op} takes arrays of {', '.join(FLOAT_DTYPES)}, in which it computes, and not of {array.dtype.name} "
+                f"(here of shape {array.shape}); cast it first, for example x.astype(jnp.float32)"
+            )
 
 
 def check_positive(**sizes: int) -> None:

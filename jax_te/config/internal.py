@@ -1,16 +1,15 @@
 """Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.config.checks import (
-    COMPUTE_DTYPES,
     FLOAT_DTYPES,
     check_annotations,
     check_bool,
     check_choice,
+    check_float,
     check_positive,
     check_rate,
     checked,
     float_dtype,
-    input_error,
     literal_names,
     log_hints,
 )
@@ -22,7 +21,6 @@ from jax_te.config.recompute import RECOMPUTE_POLICIES
 from jax_te.config.transformer import POSITION_EMBEDDINGS
 
 __all__ = [
-    "COMPUTE_DTYPES",
     "FLOAT_DTYPES",
     "POSITION_EMBEDDINGS",
     "RECOMPUTE_POLICIES",
@@ -31,12 +29,12 @@ __all__ = [
     "check_annotations",
     "check_bool",
     "check_choice",
+    "check_float",
     "check_mesh_axis",
     "check_positive",
     "check_rate",
     "checked",
     "float_dtype",
-    "input_error",
     "literal_names",
     "log_hints",
     "normal_init",

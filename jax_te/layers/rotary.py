@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import COMPUTE_DTYPES, input_error
+from jax_te.config.internal import check_float
 from jax_te.layers.rotary_scaling import RotaryScaling
 from jax_te.typing import Array
 
@@ -105,8 +105,7 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
     [1.0, 1.0]
     """
     cos, sin = rotary.cos, rotary.sin
-    if x.dtype.name not in COMPUTE_DTYPES:
-        raise input_error("apply_rotary", x.dtype)
+    check_float("apply_rotary", x)
     if x.shape[-1] != rotary.head_size:
         raise ValueError(f"rotary embedding of head size {rotary.head_size} for heads of size {x.shape[-1]}")
     if cos.ndim == 2:

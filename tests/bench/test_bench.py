@@ -197,6 +197,12 @@ def test_shapes_that_cannot_fit_are_refused_before_anything_is_allocated(argv, c
     assert_refused(main(["bench", *argv]), capsys.readouterr().err, "take at least", "lower --shape")
 
 
+def test_a_vocabulary_that_cannot_fit_is_refused_before_anything_is_allocated(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "build_model", lambda *_, **__: pytest.fail("built"))
+    status = main(["bench", "--model", "tiny", "--vocabulary", "2000000000"])
+    assert_refused(status, capsys.readouterr().err, "take at least", "lower --layers or --vocabulary")
+
+
 def test_recomputations_that_are_none_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["bench", *MODEL, "--recompute", "mlp,full"])

@@ -1,4 +1,4 @@
-"""Inputs in whose dtype nothing can be computed: integers, bools, FP8."""
+"""Inputs, kernels, biases and norm scales in whose dtype nothing can be computed: integers, bools, complex, FP8."""
 
 from __future__ import annotations
 
@@ -45,10 +45,17 @@ CALLS: dict[str, Any] = {
     "MultiheadAttention": lambda: MultiheadAttention(H, 1, rngs=nnx.Rngs(0)),
     "TransformerLayer": lambda: TransformerLayer(H, H, 1, rngs=nnx.Rngs(0)),
     "dense": lambda: lambda x: dense(x, KERNEL),
+    "dense's kernel": lambda: lambda x: dense(KERNEL[:, :4], x[0]),
+    "dense's bias": lambda: lambda x: dense(KERNEL, KERNEL, bias=x[0, 0]),
     "layernorm": lambda: lambda x: layernorm(x, ONES, ONES),
+    "layernorm's scale": lambda: lambda x: layernorm(KERNEL, x[0, 0], ONES),
+    "layernorm_dense's bias": lambda: lambda x: layernorm_dense(KERNEL, ONES, x[0, 0], LinearWeights(KERNEL)),
     "layernorm_dense": lambda: lambda x: layernorm_dense(x, ONES, ONES, LinearWeights(KERNEL)),
     "layernorm_mlp": lambda: (
         lambda x: layernorm_mlp(x, ONES, ONES, LinearWeights(KERNEL[:, None]), LinearWeights(KERNEL))
+    ),
+    "layernorm_mlp's second kernel": lambda: (
+        lambda x: layernorm_mlp(KERNEL, ONES, ONES, LinearWeights(KERNEL[:, None, :4]), LinearWeights(x[0]))
     ),
     "activation": lambda: lambda x: activation(x[:, :, None], "gelu"),
     "apply_rotary": lambda: lambda x: apply_rotary(x[:, :, None], rotary_embedding(jnp.arange(4), H)),
@@ -63,8 +70,8 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_inputs_that_are_not_floating_point_are_refused(name: str) -> None:
+def test_arrays_that_are_not_floating_point_are_refused(name: str) -> None:
     call = CALLS[name]()
-    for dtype in (jnp.int32, jnp.bool_, jnp.uint8, jnp.float8_e4m3fn):
-        with pytest.raises(TypeError, match=r"takes an input of float32, bfloat16, float16.*cast it first"):
+    for dtype in (jnp.int32, jnp.bool_, jnp.uint8, jnp.complex64, jnp.float8_e4m3fn):
+        with pytest.raises(TypeError, match=r"takes arrays of float32, bfloat16, float16.*cast it first"):
             call(jnp.ones((2, 4, H), dtype))

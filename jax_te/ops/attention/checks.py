@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import COMPUTE_DTYPES, input_error
+from jax_te.config.internal import check_float
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     BIAS_TYPES,
@@ -88,9 +88,7 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
         ValueError: for shapes that do not go together.
         TypeError: for arrays that are not floating point.
     """
-    for array in qkv:
-        if array.dtype.name not in COMPUTE_DTYPES:
-            raise input_error("dot_product_attention", array.dtype)
+    check_float("dot_product_attention", *qkv)
     if len(qkv) == 1:
         shape = qkv[0].shape
         if len(shape) != 5 or shape[2] != 3:

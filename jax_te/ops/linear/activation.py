@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jax_te.config import ActivationParams
-from jax_te.config.internal import COMPUTE_DTYPES, input_error
+from jax_te.config.internal import check_float
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import row_plan
 from jax_te.ops.linear.spec import Activation
@@ -57,8 +57,7 @@ def activation(
     n_act = len(function.parts())
     if x.ndim < 2 or x.shape[-2] != n_act:
         raise ValueError(f"activation: x must be [..., {n_act}, f] for {name!r}, got {x.shape}")
-    if x.dtype.name not in COMPUTE_DTYPES:
-        raise input_error("activation", x.dtype)
+    check_float("activation", x)
     axes = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
     plan = row_plan(x.shape, axes, out_axes, whole=0)
     chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te.config.internal import COMPUTE_DTYPES, input_error
+from jax_te.config.internal import check_float
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.dense import norm_backward
 from jax_te.ops.linear.plan import Plan, row_plan
@@ -49,8 +49,7 @@ def layernorm(
     >>> layernorm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2)).round(3).tolist()
     [[-1.0, 1.0]]
     """
-    if x.dtype.name not in COMPUTE_DTYPES:
-        raise input_error("layernorm", x.dtype)
+    check_float("layernorm", x, scale, bias)
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
     plan = row_plan(x.shape, out_axes, out_axes, whole=1)
     chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)

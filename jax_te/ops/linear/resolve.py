@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import COMPUTE_DTYPES, input_error
+from jax_te.config.internal import check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import Plan, linear_plan
@@ -71,9 +71,9 @@ def run_op(
     Raises:
         ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
     """
-    if x.dtype.name not in COMPUTE_DTYPES:
-        raise input_error(name, x.dtype)
+    check_float(name, x, *(array for layer in layers for array in layer.weights[:2]))
     if norm is not None:
+        check_float(name, norm.scale, norm.bias)
         check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
     precision, plans, weights, specs, sinks = precision_of(recipe), [], [], [], []
     for _, shape, given, options in layers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_choice, check_rate, input_error
+from jax_te.config.internal import check_choice, check_float, check_rate
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 
@@ -64,9 +64,7 @@ def reduced_loss(
         ValueError: for an unknown reduction, or weights that do not have the labels' shape.
         TypeError: for arrays that are not floating point.
     """
-    for array in arrays:
-        if array.dtype.name not in COMPUTE_DTYPES:
-            raise input_error("a cross-entropy", array.dtype)
+    check_float("a cross-entropy", *arrays)
     check_choice(("none", "sum", "mean"), reduction=reduction)
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must have the shape of the labels {labels.shape}, got {weights.shape}")
