@@ -7,6 +7,8 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te.layers.mode import TrainingMode
+
 CONTEXT_AXIS = "context"
 """Mesh axis that takes the place of Transformer Engine's context-parallel process group."""
 
@@ -33,7 +35,7 @@ def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = 
         )
 
 
-class ContextParallelModule(nnx.Module):
+class ContextParallelModule(TrainingMode):
     """Base of the layers that have attention inside."""
 
     def set_context_parallel_group(

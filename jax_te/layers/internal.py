@@ -1,5 +1,6 @@
 """Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
 
+from jax_te.layers.mode import TrainingMode
 from jax_te.layers.norm import norm_spec
 from jax_te.layers.parameters import parameter
 from jax_te.layers.qkv import merge_heads
@@ -19,6 +20,7 @@ from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, ch
 __all__ = [
     "CachedKernel",
     "TensorParallel",
+    "TrainingMode",
     "cache_name",
     "check_context_size",
     "check_tp_group",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, checked
+from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import constant, value_or_none
 from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import NormSpec, layernorm
@@ -40,7 +41,7 @@ def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple
 
 
 @checked
-class _Norm(nnx.Module):
+class _Norm(TrainingMode):
     """What `LayerNorm` and `RMSNorm` share."""
 
     normalization: str

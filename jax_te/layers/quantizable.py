@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.ops.internal import WgradProbe
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for
@@ -22,7 +23,7 @@ class CachedKernel(nnx.Variable):
     """NNX Variable that caches a kernel's quantized form between microbatches, and its ``grad_sink``."""
 
 
-class QuantizableModule(nnx.Module):
+class QuantizableModule(TrainingMode):
     """Base of the layers with linear operations.
 
     Class attributes:
@@ -33,8 +34,8 @@ class QuantizableModule(nnx.Module):
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
         deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
             recipes holds.
-        is_first_microbatch: what a call that does not say takes: True: quantize the kernels anew and keep them; False:
-            use those kept; None: keep nothing.
+        is_first_microbatch: what a call that does not say takes: True: quantize the kernels anew and keep them, for
+            this call alone, after which the attribute is False; False: use those kept; None: keep nothing.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
     """
 
@@ -43,7 +44,6 @@ class QuantizableModule(nnx.Module):
     def _init_quantization(self) -> None:
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
-        self.deterministic = False
         self.is_first_microbatch: bool | None = None
         self.module_name: str | None = None
         for kernel, quantizers in self.kernels.items():
@@ -56,7 +56,7 @@ class QuantizableModule(nnx.Module):
         ambient = None if self.high_precision else ambient_recipe.value
         if self.module_recipe is None:
             return ambient
-        return self.module_recipe.resolve(ambient, training=not self.deterministic)
+        return self.module_recipe.resolve(ambient, training=self.training)
 
     @property
     def kernel_quantizer(self) -> Quantizer | None:
@@ -132,6 +132,9 @@ class QuantizableModule(nnx.Module):
         if first:
             cached = self.quantized(kernel, value)  # type: ignore[arg-type]
             setattr(self, cache_name(kernel), CachedKernel((cached, None)))
+            # Armed for one call, as Megatron's layers: the last kernel's use disarms it, since all are of one call.
+            if is_first_microbatch is None and kernel == tuple(self.kernels)[-1]:
+                self.is_first_microbatch = False
         if cached is None:
             raise ValueError(
                 f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "

@@ -45,6 +45,7 @@ from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
 from jax_te.megatron.quant_recipe import TEQuantizationRecipe, resolve_factory
 from jax_te.megatron.recompute import te_checkpoint
 from jax_te.megatron.rng import (
+    InferenceCudaRNGStatesTracker,
     TECudaRNGStatesTracker,
     get_all_rng_states,
     get_cuda_rng_tracker,
@@ -68,6 +69,7 @@ __all__ = [
     "Fp8Recipe",
     "GlobMatcher",
     "IncompatibleKeys",
+    "InferenceCudaRNGStatesTracker",
     "MatchContext",
     "Matcher",
     "MegatronModule",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -88,6 +88,8 @@ class TEDotProductAttention(DotProductAttention):
     >>> core(*(jnp.ones((2, 8, 4, 8)),) * 3, None).shape
     (2, 8, 32)
     """
+
+    cp_stream: ClassVar[None] = None  # Megatron's stream for the exchange of keys and values; XLA schedules it here
 
     def __init__(
         self,

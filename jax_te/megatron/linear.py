@@ -46,8 +46,8 @@ class TELinear(TELayer, Linear):
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
-        is_first_microbatch: None; `MegatronModule.set_is_first_microbatch` sets it, see `QuantizableModule`.
-            Megatron's starts as True, and each call sets it to False, which a function under ``jit`` cannot do.
+        is_first_microbatch: None, which keeps no quantized kernels; `MegatronModule.set_is_first_microbatch` sets it to
+            True and the next call to False, see `QuantizableModule`. Megatron's starts as True.
         module_recipe, deterministic, save_original_input, module_name: see `Linear`.
 
     Raises:

@@ -20,10 +20,8 @@ from jax_te.recipe import (
 _FORMATS = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}
 
 
-def TEDelayedScaling(
-    config: Any, fp8_format: Format, override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-) -> DelayedScaling:
-    """Return the model-wide delayed-scaling recipe of a Megatron configuration.
+class TEDelayedScaling(DelayedScaling):
+    """The model-wide delayed-scaling recipe of a Megatron configuration, equal to a `DelayedScaling` of its fields.
 
     Args:
         config: any object; its attributes ``fp8_margin`` (default 0), ``fp8_amax_history_len`` (1),
@@ -33,6 +31,7 @@ def TEDelayedScaling(
         override_linear_precision: whether the forward GEMM, the input gradient's and the weight gradient's stay in high
             precision. Megatron passes ``(False, False, not config.fp8_wgrad)``, which Transformer Engine ignores, so
             its weight gradients are in FP8 nevertheless; here the argument has its effect.
+        fields: of `DelayedScaling`, in place of the configuration's.
 
     Raises:
         ValueError: for ``fp8_interval`` other than 1 (Megatron warns: scales follow every step); if
@@ -40,27 +39,42 @@ def TEDelayedScaling(
             here; for values that `DelayedScaling` refuses.
         TypeError: for a format that is no `Format`.
 
-    Source: ``megatron.core.extensions.transformer_engine.TEDelayedScaling``, there a class.
+    Source: ``megatron.core.extensions.transformer_engine.TEDelayedScaling``.
 
     >>> TEDelayedScaling(object(), Format.HYBRID).amax_compute_algo
     'most_recent'
     """
-    # By getattr: Megatron's older configurations and argparse namespaces lack some of these fields.
-    interval = getattr(config, "fp8_interval", 1)
-    if interval != 1:
-        raise ValueError(f"fp8_interval must be 1, got {interval!r}: scales follow the amaxes of every step")
-    # Refused, not ignored: attention in the compute dtype would change numbers silently.
-    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-        if getattr(config, name, False):
-            raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
-    return DelayedScaling(
-        margin=getattr(config, "fp8_margin", 0),
-        fp8_format=fp8_format,
-        amax_history_len=getattr(config, "fp8_amax_history_len", 1),
-        amax_compute_algo=getattr(config, "fp8_amax_compute_algo", "most_recent"),
-        override_linear_precision=override_linear_precision,
-        tp_only_amax_red=getattr(config, "tp_only_amax_red", False),
-    )
+
+    def __init__(
+        self,
+        config: Any = None,
+        fp8_format: Format = Format.HYBRID,
+        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
+        **fields: Any,
+    ):
+        # By getattr: Megatron's older configurations and argparse namespaces lack some of these fields.
+        interval = getattr(config, "fp8_interval", 1)
+        if interval != 1:
+            raise ValueError(f"fp8_interval must be 1, got {interval!r}: scales follow the amaxes of every step")
+        # Refused, not ignored: attention in the compute dtype would change numbers silently.
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            if getattr(config, name, False):
+                raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
+        of_config = {
+            "margin": getattr(config, "fp8_margin", 0),
+            "amax_history_len": getattr(config, "fp8_amax_history_len", 1),
+            "amax_compute_algo": getattr(config, "fp8_amax_compute_algo", "most_recent"),
+            "tp_only_amax_red": getattr(config, "tp_only_amax_red", False),
+        }
+        # dataclasses.replace calls the class with all fields and no configuration.
+        precision: Any = {"fp8_format": fp8_format, "override_linear_precision": override_linear_precision}
+        super().__init__(**of_config | precision | fields)
+
+    # A dataclass equals none of another class. As a jit cache key this recipe is that of its fields.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DelayedScaling) and vars(self) == vars(other)
+
+    __hash__ = DelayedScaling.__hash__
 
 
 def recipe_from_config(config: PrecisionConfig) -> Recipe | None:

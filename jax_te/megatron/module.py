@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te.config.internal import SYMMETRIC_AR_TYPES
-from jax_te.layers.internal import drop_cached_kernels
+from jax_te.layers.internal import TrainingMode, drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 
@@ -30,7 +30,7 @@ def param_is_not_shared(param: nnx.Variable) -> bool:
     return not param.get_metadata("shared", False)
 
 
-class MegatronModule(nnx.Module):
+class MegatronModule(TrainingMode):
     """An NNX module with a configuration and the methods that Megatron expects of every model.
 
     Args:
@@ -94,8 +94,10 @@ class MegatronModule(nnx.Module):
         """Set ``is_first_microbatch`` on every submodule that has this attribute, if the configuration quantizes.
 
         A configuration quantizes if ``fp8``, ``fp4`` or ``quant_recipe`` exists and is not None. Submodules whose
-        ``disable_parameter_transpose_cache`` is true are skipped. The attribute is static: a jitted function is traced
-        again when it changes.
+        ``disable_parameter_transpose_cache`` is true are skipped. A layer's next call quantizes its kernels, keeps them
+        and sets the attribute to False, so that later calls use what was kept: call this method once a step, before
+        the first microbatch. The attribute is static: a jitted function is traced again when it changes, and gives it
+        and the kept kernels back only with its model (``nnx.jit`` does).
         """
         # Looked up in each call: nnx.merge makes new modules, so the first call's, which Megatron caches, may be gone.
         if any(getattr(self.config, name, None) is not None for name in _QUANTIZED_BY):

@@ -62,7 +62,7 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
         return is_context_quantized
     # Through resolve, which layers use, so that this answer and a call cannot differ.
     ambient = _ANY_RECIPE if is_context_quantized else None
-    return module.module_recipe.resolve(ambient, training=not module.deterministic) is not None
+    return module.module_recipe.resolve(ambient, training=module.training) is not None
 
 
 def set_save_original_input(module: nnx.Module) -> None:

@@ -17,7 +17,6 @@ from jax_te.random import (
     StreamState,
     model_parallel_seed,
 )
-from jax_te.typing import Array
 
 
 @register_pytree_with_keys_class
@@ -25,8 +24,8 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
     """`jax_te.random.RNGStatesTracker` under Megatron's name.
 
     Args:
-        is_inference_rng_tracker: True: `add` and `set_states` do nothing, and a `fork` of any name gives None, which
-            means no dropout as a ``dropout_key``.
+        is_inference_rng_tracker: stored, as in Megatron, whose CUDA graphs read it; `InferenceCudaRNGStatesTracker`
+            draws nothing.
 
     Raises:
         RuntimeError: from `add`, for a name or seed that is taken.
@@ -44,25 +43,34 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
         self.is_inference_rng_tracker = is_inference_rng_tracker
         super().__init__()
 
+
+@register_pytree_with_keys_class
+class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
+    """A tracker without streams: `add` and `set_states` do nothing, and a `fork` of any name gives None.
+
+    As a ``dropout_key``, None means no dropout.
+
+    Source: ``InferenceCudaRNGStatesTracker`` of ``megatron.core.tensor_parallel.random``.
+
+    >>> with InferenceCudaRNGStatesTracker().fork() as key:
+    ...     print(key)
+    None
+    """
+
+    def __init__(self) -> None:
+        super().__init__(is_inference_rng_tracker=True)
+
     def add(self, name: str, seed: int) -> None:
-        """Add a stream, see `RNGStatesTracker.add`."""
-        if not self.is_inference_rng_tracker:
-            super().add(name, seed)
+        """Do nothing."""
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Replace the streams by those of a `get_states`, see `RNGStatesTracker.set_states`."""
-        if not self.is_inference_rng_tracker:
-            super().set_states(states)
+        """Do nothing."""
 
+    # The base's fork yields a key, and this one never does.
     @contextlib.contextmanager
-    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array | None]:
-        """Yield the stream's next key, see `RNGStatesTracker.fork`."""
-        if self.is_inference_rng_tracker:
-            # Inference draws nothing, and layers take None as "no dropout".
-            yield None
-            return
-        with super().fork(name) as key:
-            yield key
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Any]:
+        """Yield None, whatever the name."""
+        yield None
 
 
 # The one mutable global of this package: Megatron's functions, whose signatures stay, have no other place for it.
@@ -80,7 +88,7 @@ def initialize_rng_tracker(
 
     Args:
         use_te_rng_tracker, use_cudagraphable_rng: choose between CUDA implementations in Megatron; without effect.
-        inference_rng_tracker: as ``is_inference_rng_tracker`` of `TECudaRNGStatesTracker`.
+        inference_rng_tracker: the tracker is an `InferenceCudaRNGStatesTracker`, which draws nothing.
         force_reset: replace an existing tracker.
 
     Source: ``megatron.core.tensor_parallel.random.initialize_rng_tracker``.
@@ -92,7 +100,7 @@ def initialize_rng_tracker(
     log_hints(use_te_rng_tracker=use_te_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng)
     global _tracker
     if _tracker is None or force_reset:
-        _tracker = TECudaRNGStatesTracker(inference_rng_tracker)
+        _tracker = InferenceCudaRNGStatesTracker() if inference_rng_tracker else TECudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker(

@@ -207,3 +207,8 @@ def test_sharded_state_dict_has_the_learnable_offset_split_over_heads():
 def test_bad_arguments_say_what_is_allowed(call, error, message):
     with without_type_checker(), pytest.raises(error, match=message):
         call()
+
+
+def test_there_is_no_stream():
+    """Megatron sets one for the exchange of keys and values; code that asks whether there is one is told that not."""
+    assert TEDotProductAttention.cp_stream is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,22 @@ from tests.support.numerics import without_type_checker
 def test_defaults_are_megatrons():
     expected = DelayedScaling(margin=0, amax_history_len=1, amax_compute_algo="most_recent", fp8_format=Format.E4M3)
     assert TEDelayedScaling(SimpleNamespace(), Format.E4M3) == expected
+
+
+def test_it_is_a_class():
+    class Own(TEDelayedScaling):
+        pass
+
+    recipe = Own(SimpleNamespace(fp8_margin=1), Format.E4M3)
+    plain = DelayedScaling(margin=1, amax_history_len=1, amax_compute_algo="most_recent", fp8_format=Format.E4M3)
+    assert isinstance(recipe, TEDelayedScaling)
+    assert isinstance(recipe, DelayedScaling)
+    assert not isinstance(plain, TEDelayedScaling)
+    # The same jit cache key as the recipe of these fields, whichever of the two comes first.
+    assert recipe == plain
+    assert plain == recipe
+    assert hash(recipe) == hash(plain)
+    assert dataclasses.replace(recipe, margin=2) == dataclasses.replace(plain, margin=2) != recipe
 
 
 def test_fields_are_mapped():

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_te.layers import Linear, TransformerLayer
+from jax_te.layers import LayerNorm, Linear, TransformerLayer
 from jax_te.megatron import (
     IncompatibleKeys,
     MegatronModule,
@@ -184,6 +184,19 @@ def test_set_symmetric_ar(kind: str | None):
 def test_unknown_all_reduce():
     with pytest.raises(AssertionError, match=r"set_to.*'two_shot'.* 'three_shot'"):
         Model().set_symmetric_ar("three_shot")
+
+
+def test_modules_tell_whether_they_train():
+    """`eval` reaches every module, in the model and of the package."""
+    model = Model()
+    layer = model.layers.append(TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0))) or model.layers[-1]
+    modules = (model, layer, layer.self_attention.core_attention, layer.self_attention.qkv, layer.layernorm_mlp)
+    modules += (LayerNorm(8, rngs=nnx.Rngs(0)),)
+    assert [module.training for module in modules] == [True] * 6
+    model.eval()
+    assert [module.training for module in modules] == [False] * 5 + [True]
+    model.train()
+    assert all(module.training for module in modules)
 
 
 def test_config_must_be_hashable():

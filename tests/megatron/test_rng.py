@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jax_te.megatron import (
+    InferenceCudaRNGStatesTracker,
     TECudaRNGStatesTracker,
     get_all_rng_states,
     get_cuda_rng_tracker,
@@ -54,8 +55,22 @@ def test_it_is_a_pytree():
     assert again.is_initialized()
 
 
-def test_the_inference_tracker_draws_nothing():
+def test_a_tracker_with_the_inference_mark_tracks():
     tracker = TECudaRNGStatesTracker(is_inference_rng_tracker=True)
+    assert tracker.is_inference_rng_tracker
+    tracker.add("model-parallel-rng", 1)
+    assert tracker.is_initialized()
+    with pytest.raises(RuntimeError, match="is taken"):
+        tracker.add("other", 1)
+    with tracker.fork() as key:
+        assert key is not None
+
+
+def test_the_inference_tracker_draws_nothing():
+    tracker = InferenceCudaRNGStatesTracker()
+    assert isinstance(tracker, TECudaRNGStatesTracker)
+    assert tracker.is_inference_rng_tracker
+    assert type(jax.tree.map(lambda leaf: leaf, tracker)) is InferenceCudaRNGStatesTracker
     tracker.add("model-parallel-rng", 1)
     tracker.add("model-parallel-rng", 1)
     tracker.set_states(model_parallel_seed(1).get_states())
@@ -82,7 +97,7 @@ def test_the_process_has_one():
         np.testing.assert_array_equal(*(jax.random.key_data(s.key) for s in (state, expected[name])))
     assert {get_data_parallel_rng_tracker_name(), get_expert_parallel_rng_tracker_name()} < expected.keys()
     model_parallel_cuda_manual_seed(1234, inference_rng_tracker=True, force_reset_rng=True)
-    assert get_cuda_rng_tracker().is_inference_rng_tracker
+    assert isinstance(get_cuda_rng_tracker(), InferenceCudaRNGStatesTracker)
     initialize_rng_tracker(force_reset=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig, NormalInit, TransformerConfig
-from jax_te.layers import LayerNorm, LayerNormLinear, Linear, RMSNorm
+from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from jax_te.megatron import (
     MegatronModule,
     TEColumnParallelLinear,
@@ -230,11 +230,39 @@ def test_kernels_are_kept_between_microbatches_unless_disabled():
         for model in (block, without):
             model.set_is_first_microbatch()
             model.fc1(x)
-        assert (block.fc1.is_first_microbatch, without.fc1.is_first_microbatch) == (True, None)
+        assert (block.fc1.is_first_microbatch, without.fc1.is_first_microbatch) == (False, None)
         assert without.fc1.kernel_cache is None
         first = block.fc1(x)[0]
         block.fc1.kernel.set_value(jnp.zeros((H, F)))
+        assert_bitwise(block.fc1(x)[0], first)
         assert_bitwise(block.fc1(x, is_first_microbatch=False)[0], first)
+        # Armed again, as on the first microbatch of the next step.
+        block.set_is_first_microbatch()
+        assert_bitwise(block.fc1(x)[0], jnp.zeros_like(first))
+
+
+class Gated(MegatronModule):
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config)
+        self.mlp = LayerNormMLP(H, F, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_of_two_kernels_is_armed_for_both_of_a_call():
+    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2, fp8="hybrid")
+    model, x = Gated(config), draw("x", (16, H))
+    model.set_is_first_microbatch()
+    model.mlp(x)  # in high precision: nothing to keep, so it stays armed
+    assert model.mlp.is_first_microbatch is True
+    with autocast(Float8CurrentScaling()):
+        first = model.mlp(x)
+        assert model.mlp.is_first_microbatch is False
+        for kernel in (model.mlp.wi_kernel, model.mlp.wo_kernel):
+            kernel.set_value(jnp.zeros_like(kernel[...]))
+        assert_bitwise(model.mlp(x), first)
+        # nnx.jit gives back what a call changes.
+        model.set_is_first_microbatch()
+        assert_bitwise(nnx.jit(lambda model, x: model.mlp(x))(model, x), jnp.zeros_like(first))
+        assert model.mlp.is_first_microbatch is False
 
 
 def test_backward_dw_has_nothing_to_do_or_says_who_does():
