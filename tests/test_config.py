@@ -3,6 +3,7 @@ import importlib.util
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -45,6 +46,26 @@ def test_defaults_follow_from_the_sizes():
 def test_a_wrong_value_is_named(changes, message):
     with without_type_checker(), pytest.raises(ValueError, match=message):
         TransformerConfig(**{**SIZES, **changes})
+
+
+def test_megatrons_words_for_the_activation():
+    def named(**fields):
+        return TransformerConfig(**SIZES, **fields).activation
+
+    assert named(activation_func=jax.nn.silu, gated_linear_unit=True) == "swiglu"
+    assert named(activation_func=jax.nn.gelu) == "gelu"
+    assert named(activation_func="squared_relu") == "srelu"
+    assert named(gated_linear_unit=True) == "geglu"
+    assert named(activation="silu", gated_linear_unit=True) == "swiglu"
+    assert named(activation_func=jnp.tanh, gated_linear_unit=True) == (jnp.tanh, "linear")
+    assert named(activation=("silu", "linear")) == "swiglu"
+    config = TransformerConfig(**SIZES, activation_func=jax.nn.silu, gated_linear_unit=True)
+    assert dataclasses.replace(config, num_layers=3).activation == "swiglu"
+    assert dataclasses.replace(config, activation_func=jax.nn.relu, activation="gelu").activation == "reglu"
+    with pytest.raises(ValueError, match=r"activation='relu' and activation_func=.*name different functions; give one"):
+        dataclasses.replace(config, activation="relu")
+    with without_type_checker(), pytest.raises(TypeError, match="must be a name, a function that can be hashed"):
+        TransformerConfig(**SIZES, activation=3)
 
 
 def test_unknown_fields_are_refused():

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jax_te._names import late_names
-from jax_te.config.activation import ACTIVATIONS, ActivationParams
+from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.initializers import NormalInit
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
@@ -17,6 +17,7 @@ __all__ = [
     "CP_COMM_TYPES",
     "MESH_AXES",
     "RECOMPUTE_MODULES",
+    "ActivationLike",
     "ActivationParams",
     "AttentionConfig",
     "ModelParallelConfig",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -17,8 +20,50 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "swiglu": ("silu", "linear"),
     "glu": ("sigmoid", "linear"),
     "clamped_swiglu": ("clamped_silu", "clamped_linear"),
+    "gelu_exact": ("gelu_exact",),
 }
-"""Transformer Engine's activation names and the functions applied to each component of the first MLP projection."""
+"""Names of activations, which are Transformer Engine's and ``gelu_exact``, and the functions that each applies to the
+components of the first MLP projection."""
+
+ActivationLike: TypeAlias = str | Callable[..., Any] | tuple[str | Callable[..., Any], ...]
+"""A key of `ACTIVATIONS`; a function of one array, elementwise; or, as in te.jax, a function for each component, by
+name or itself."""
+
+
+def activation_parts(activation: ActivationLike) -> tuple[Any, ...]:
+    """Return the functions applied to each component, by name where they have one.
+
+    ``jax.nn.gelu``, ``relu``, ``sigmoid`` and ``silu`` have, so that Transformer Engine's kernels run for them.
+
+    Raises:
+        ValueError: for an unknown name, or no function at all.
+        TypeError: for what is neither a name nor a function that can be hashed: ``jax.jit`` compiles once for each.
+
+    >>> activation_parts("swiglu"), activation_parts(("gelu_exact", "linear"))
+    (('silu', 'linear'), ('gelu_exact', 'linear'))
+    """
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}, or a function")
+    given = activation if isinstance(activation, tuple) else (activation,)
+    parts = ACTIVATIONS[activation] if isinstance(activation, str) else given
+    known = sorted({part for parts in ACTIVATIONS.values() for part in parts})
+    if not parts or any(isinstance(part, str) and part not in known for part in parts):
+        raise ValueError(f"unknown function in activation {activation!r}; allowed: {', '.join(known)}, or functions")
+    if not all(isinstance(part, str) or (callable(part) and type(part).__hash__) for part in parts):
+        raise TypeError(f"activation must be a name, a function that can be hashed, or a tuple of them: {activation!r}")
+    # Looked up, not imported: a configuration does not need JAX, and whoever has these functions has imported it.
+    nn = sys.modules.get("jax.nn")
+    names = {getattr(nn, name): name for name in ("gelu", "relu", "sigmoid", "silu")} if nn else {}
+    return tuple(part if isinstance(part, str) else names.get(part, part) for part in parts)
+
+
+def named_activation(parts: tuple[Any, ...]) -> ActivationLike:
+    """Return the key of `ACTIVATIONS` for functions of the components, or the functions if there is none.
+
+    >>> named_activation(("gelu", "linear"))
+    'geglu'
+    """
+    return next((name for name, known in ACTIVATIONS.items() if known == parts), parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
 
+from jax_te.config.activation import activation_parts
 from jax_te.config.checks import (
     FLOAT_DTYPES,
     check_annotations,
@@ -25,6 +26,7 @@ __all__ = [
     "POSITION_EMBEDDINGS",
     "RECOMPUTE_POLICIES",
     "SYMMETRIC_AR_TYPES",
+    "activation_parts",
     "brief",
     "check_annotations",
     "check_bool",

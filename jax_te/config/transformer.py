@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te.config.activation import ACTIVATIONS
+from jax_te.config.activation import ActivationLike, activation_parts, named_activation
 from jax_te.config.attention import AttentionConfig
 from jax_te.config.checks import check_annotations, check_positive, check_rate, float_dtype
 from jax_te.config.initializers import FilledInit
@@ -36,7 +36,10 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         layernorm_epsilon: added to the variance.
         layernorm_zero_centered_gamma: store the norm's scale as an offset from 1.
-        activation: a key of `ACTIVATIONS`; the gated ones have two components.
+        activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
+            or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
+        activation_func: Megatron-Core's way to say the same: a function, or its name. It sets ``activation``.
+        gated_linear_unit: multiply the function of a first component by a second one: ``"silu"`` becomes ``"swiglu"``.
         add_bias_linear: biases in all linear layers.
         attention_dropout, hidden_dropout: probabilities in [0, 1).
         init_method_std: standard deviation of initial weights.
@@ -47,10 +50,11 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         compute_dtype: dtype of activations. None: ``params_dtype``.
 
     Raises:
-        ValueError: for a size that is not positive or does not divide, or an unknown name;
+        ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` beside
+            an ``activation_func`` that says something else;
             ``distribute_saved_activations`` under sequence parallelism, which splits them already; and as the other
             four.
-        TypeError: for an initializer that cannot be called or hashed; and as the other four.
+        TypeError: for an initializer or activation that cannot be called or hashed; and as the other four.
         AssertionError: as `AttentionConfig` and `RecomputeConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
@@ -68,7 +72,9 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
-    activation: str = "gelu"
+    activation: ActivationLike = "gelu"
+    activation_func: ActivationLike | None = None
+    gated_linear_unit: bool = False
     add_bias_linear: bool = True
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -114,8 +120,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         fill(self, "ffn_hidden_size", ffn)
         fill(self, "kv_channels", channels)
         check_annotations(self, TransformerConfig)
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {self.activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        fill(self, "activation", self._activation())
         if not self.layernorm_epsilon > 0.0:
             raise ValueError(f"layernorm_epsilon must be > 0, got {self.layernorm_epsilon!r}")
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
@@ -127,6 +132,21 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         self._fill_initializers()
         compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
+
+    def _activation(self) -> ActivationLike:
+        """Return the activation that the three fields name."""
+        func, given = self.activation_func, named_activation(activation_parts(self.activation))
+        parts = activation_parts(self.activation if func is None else func if isinstance(func, tuple) else (func,))
+        if self.gated_linear_unit and len(parts) == 1:
+            parts = (*parts, "linear")
+        chosen = named_activation(parts)
+        # What was filled in before, or the default: dataclasses.replace gives both fields again.
+        if func is not None and given not in ("gelu", chosen):
+            raise ValueError(
+                f"activation={given!r} and activation_func={func!r}, gated_linear_unit={self.gated_linear_unit} name "
+                "different functions; give one of the two"
+            )
+        return chosen
 
     def _fill_initializers(self) -> None:
         # Each layer adds two outputs to the residual stream; so scaled, its variance does not grow with the depth.

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jax_te.config import ActivationParams
+from jax_te.config import ActivationLike, ActivationParams
 from jax_te.config.internal import check_positive, checked, log_hints, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter, value_or_none
@@ -39,7 +40,8 @@ class LayerNormMLP(TensorParallelModule):
         ffn_hidden_size: ``f``.
         eps: added to the variance or mean square.
         bias: learn biases in both projections.
-        activation: a key of `jax_te.config.ACTIVATIONS`, see `jax_te.ops.activation`.
+        activation: a key of `jax_te.config.ACTIVATIONS`, an elementwise function, or a tuple with one for each
+            component, see `jax_te.ops.activation`.
         activation_params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: store the norm's scale as an offset from 1.
@@ -60,8 +62,9 @@ class LayerNormMLP(TensorParallelModule):
 
     Raises:
         TypeError: for another ``tp_group`` than None and ``"tensor"``.
-        ValueError: for a size that is not positive, an unknown activation, normalization or dtype, parameters of an
-            activation that has none, ``sequence_parallel`` without ``set_parallel_mode``; when called, as `Linear`.
+        ValueError: for a size that is not positive, an unknown activation, normalization or dtype, an activation that
+            is not elementwise, parameters of one that has none, ``sequence_parallel`` without ``set_parallel_mode``;
+            when called, as `Linear`.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.LayerNormMLP``; Shazeer 2020, "GLU variants improve Transformer".
@@ -79,7 +82,7 @@ class LayerNormMLP(TensorParallelModule):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        activation: str = "gelu",
+        activation: ActivationLike = "gelu",
         activation_params: ActivationParams | None = None,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
@@ -101,7 +104,7 @@ class LayerNormMLP(TensorParallelModule):
         warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in warm_up.items() if size is not None})
         log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation, **warm_up)
-        n_act = len(Activation(activation, activation_params).parts())
+        n_act = _components(Activation(activation, activation_params))
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
@@ -188,3 +191,20 @@ class LayerNormMLP(TensorParallelModule):
 def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: LinearOptions) -> Array:
     kernel, bias, state, grad_sink = linear
     return dense(x, kernel, bias, recipe=recipe, state=state, grad_sink=grad_sink, options=options)
+
+
+def _components(activation: Activation) -> int:
+    """Return the activation's number of components; raises ValueError for a function that is not elementwise."""
+    for function in (part for part in activation.parts() if not isinstance(part, str)):
+        # A softmax would give other values on a mesh, where a device has a part of the features, and no error.
+        with jax.ensure_compile_time_eval():
+            x = jnp.asarray([-1.5, -0.5, 0.25, 2.0], jnp.float32)
+            whole, each = function(x), [function(x[i : i + 1]) for i in range(4)]
+            same = [jnp.shape(y) for y in (whole, *each)] == [(4,), *4 * [(1,)]]
+            close = same and np.allclose(whole, np.concatenate(each), rtol=1e-4, atol=1e-4, equal_nan=True)
+        if not close:
+            raise ValueError(
+                f"the activation function {function!r} is not elementwise: f([a, b]) is not [f(a), f(b)]. Devices "
+                "call it with parts of an array; give a function of each element, or a tuple of them if it is gated"
+            )
+    return len(activation.parts())

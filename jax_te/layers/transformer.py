@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te.config import ActivationLike
 from jax_te.config.internal import check_positive, check_rate, checked, log_hints
 from jax_te.layers.context_parallel import ContextParallelModule
 from jax_te.layers.dropout import drop_path, dropout
@@ -63,7 +64,7 @@ class TransformerLayer(ContextParallelModule):
         num_gqa_groups: key/value heads ``g``. None: ``n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: store the norms' scales as offsets from 1.
-        activation: a key of `jax_te.config.ACTIVATIONS`.
+        activation: a key of `jax_te.config.ACTIVATIONS`, or a function, as in `LayerNormMLP`.
         bias: biases in all linear layers.
         seq_length, micro_batch_size: without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
@@ -122,7 +123,7 @@ class TransformerLayer(ContextParallelModule):
         num_gqa_groups: int | None = None,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
-        activation: str = "gelu",
+        activation: ActivationLike = "gelu",
         bias: bool = True,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,

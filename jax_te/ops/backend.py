@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 import jax
 
+from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
@@ -161,6 +162,7 @@ def explain_backend(
     *,
     recipe: Recipe | None = None,
     attention: AttentionSpec | None = None,
+    activation: ActivationLike | None = None,
     backend: BackendName | None = None,
     unsharded: str | None = None,
 ) -> BackendChoice:
@@ -171,6 +173,7 @@ def explain_backend(
             ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
+        activation: of an op that has one: the reason says if TE's backend computes it in JAX.
         backend: None for the ambient one (`use_backend`).
         unsharded: on a mesh, why the op cannot run on each device by itself; None: it can, or there is no mesh.
 
@@ -194,12 +197,19 @@ def explain_backend(
     if asked == "te":
         if not supported:
             raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use backend 'xla' or 'auto'")
-        return BackendChoice(op, "te", "asked for")
+        return BackendChoice(op, "te", f"asked for{_in_jax(activation)}")
     if not supported:
         return BackendChoice(op, "xla", f"TE cannot: {reason}")
     if jax.default_backend() != "gpu":
         return BackendChoice(op, "xla", "no GPU; TE's kernels would run as plain JAX")
-    return BackendChoice(op, "te", "TE supports it on this GPU")
+    return BackendChoice(op, "te", f"TE supports it on this GPU{_in_jax(activation)}")
+
+
+def _in_jax(activation: ActivationLike | None) -> str:
+    """Return what `explain_backend` adds to its reason for an activation that TE has no kernel for."""
+    if activation is None or te.primitives().has_kernel(Activation(activation)):
+        return ""
+    return f"; but the activation {activation!r} in JAX, since TE has no kernel for it"
 
 
 OPS = (

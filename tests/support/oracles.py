@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -166,6 +167,7 @@ def norm_vjp(
 
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0))),
     "quick_gelu": lambda x: x / (1.0 + np.exp(-1.702 * x)),
     "relu": lambda x: np.where(x > 0, x, 0.0),
     "squared_relu": lambda x: np.where(x > 0, x * x, 0.0),
@@ -175,6 +177,7 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 COMPONENTS = {
     "gelu": ("gelu",),
+    "gelu_exact": ("gelu_exact",),
     "geglu": ("gelu", "linear"),
     "qgelu": ("quick_gelu",),
     "qgeglu": ("quick_gelu", "linear"),

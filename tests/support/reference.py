@@ -160,6 +160,7 @@ def mlp_block(xp: ModuleType, p: dict[str, Any], x: Any, form: Form) -> Any:
         "swiglu": lambda a: a / (1.0 + xp.exp(-a)),
         "reglu": lambda a: xp.where(a > 0, a, 0.0),
         "relu": lambda a: xp.where(a > 0, a, 0.0),
+        "tanh": xp.tanh,
     }[form.activation](parts[0])
     y = (first * parts[1] if len(parts) == 2 else first) @ p["wo_kernel"]
     return y if p.get("wo_bias") is None else y + p["wo_bias"]

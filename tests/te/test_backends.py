@@ -19,7 +19,7 @@ import pytest
 
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import NormSpec, activation, dot_product_attention, explain_backend, use_backend
+from jax_te.ops import Activation, NormSpec, activation, dot_product_attention, explain_backend, use_backend
 from jax_te.ops.te import gemm as te_gemm
 from jax_te.recipe import (
     DelayedScaling,
@@ -135,10 +135,10 @@ def test_activations(name):
         assert_close(actual, wanted, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("name", ["srelu", "glu", "clamped_swiglu"])
+@pytest.mark.parametrize("name", ["srelu", "glu", "clamped_swiglu", "gelu_exact", jnp.tanh])
 def test_activations_written_quantized(name):
-    """Delayed scaling, where TE's kernels activate and quantize in one go."""
-    parts, recipe = len(ACTIVATIONS[name]), RECIPES["delayed"]
+    """Delayed scaling, where TE's kernels activate and quantize in one go; those that TE lacks are computed in JAX."""
+    parts, recipe = len(Activation(name).parts()), RECIPES["delayed"]
     params = ActivationParams(limit=1.5, alpha=1.2) if name == "clamped_swiglu" else None
     x, g = draw("x", (32, 16)), draw("g", (32, 16))
     wi, wi_bias, wo = draw("wi", (16, parts, 32)), draw("wi_bias", (parts, 32)), draw("wo", (32, 16))
@@ -155,6 +155,14 @@ def test_activations_written_quantized(name):
 
     for actual, wanted in zip(jax.tree.leaves(on("te")), jax.tree.leaves(on("xla")), strict=True):
         assert_close(actual, wanted, TOLERANCE["float32"])
+
+
+def test_explain_backend_names_an_activation_in_jax():
+    assert explain_backend("layernorm_mlp", activation="swiglu", backend="te").reason == "asked for"
+    assert explain_backend("layernorm_mlp", activation=jax.nn.silu, backend="te").reason == "asked for"
+    reason = explain_backend("layernorm_mlp", activation="gelu_exact", backend="te").reason
+    assert reason == "asked for; but the activation 'gelu_exact' in JAX, since TE has no kernel for it"
+    assert explain_backend("activation", activation="gelu_exact", backend="xla").reason == "asked for"
 
 
 def test_states_over_steps():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te.config import ActivationParams
+from jax_te.config import ActivationLike, ActivationParams
 from jax_te.config.internal import check_float
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import row_plan
@@ -15,7 +15,7 @@ from jax_te.typing import Array, BackendName, LogicalAxes
 
 def activation(
     x: Array,
-    name: str,
+    name: ActivationLike,
     *,
     params: ActivationParams | None = None,
     out_axes: LogicalAxes | None = None,
@@ -25,16 +25,22 @@ def activation(
 
     With one component, ``n_act = 1``:
 
-    - ``"gelu"``: GELU in its tanh form; ``"qgelu"``: ``x sigmoid(1.702 x)``;
+    - ``"gelu"``: GELU in its tanh form; ``"gelu_exact"``: in its erf form, as in BERT; ``"qgelu"``:
+      ``x sigmoid(1.702 x)``;
     - ``"relu"``: ``max(x, 0)``; ``"srelu"``: its square;
     - ``"silu"``: ``x sigmoid(x)``.
 
     With two, where the second multiplies a function of the first: ``"geglu"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``,
     ``"swiglu"`` (SiLU), ``"glu"`` (the sigmoid) and ``"clamped_swiglu"``, see `jax_te.config.ActivationParams`.
 
+    A function of one array in place of the name is called with fp32 values and differentiated by ``jax.vjp``. It must
+    be elementwise, and have no arrays of its own that are to be learned. With several components there is a tuple of
+    functions or names, as in te.jax: ``("gelu_exact", "linear")``. Transformer Engine has kernels for its own names,
+    and no exact GELU: backend ``"te"`` computes that and users' functions in JAX, and so it says in `explain_backend`.
+
     Args:
         x: ``[..., n_act, f]``, fp32, bf16 or fp16; computed in fp32.
-        name: a key of `jax_te.config.ACTIVATIONS`.
+        name: a key of `jax_te.config.ACTIVATIONS`, a function, or a tuple of them.
         params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
         backend: None for the ambient one.
@@ -44,7 +50,7 @@ def activation(
 
     Raises:
         ValueError: for an unknown name, another number of components, or parameters of an activation that has none.
-        TypeError: for an input that is not floating point.
+        TypeError: for an input that is not floating point, or an activation that is neither name nor function.
 
     Source: ``transformer_engine.jax.activation.activation``; Shazeer 2020 (with two components); So et al. 2021
     (``srelu``).

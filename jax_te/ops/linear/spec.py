@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jax_te.config import ACTIVATIONS, ActivationParams
+from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams
+from jax_te.config.internal import activation_parts
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.quantize import GemmState, Observer, QuantizedKernel
 from jax_te.quantize.internal import Precision
@@ -130,28 +131,30 @@ class WgradProbe:
 
 
 class Activation(NamedTuple):
-    """An activation function: its name in `jax_te.config.ACTIVATIONS`, and the parameters of ``"clamped_swiglu"``.
+    """An activation function by name or itself, see `jax_te.ops.activation`, and parameters of ``"clamped_swiglu"``.
 
     >>> Activation("swiglu").parts()
     ('silu', 'linear')
     """
 
-    name: str
+    name: ActivationLike
     params: ActivationParams | None = None
 
-    def parts(self) -> tuple[str, ...]:
+    def parts(self) -> tuple[Any, ...]:
         """Return the functions applied to each component of the pre-activation; the results are multiplied.
 
         Raises:
             ValueError: for an unknown activation, or for parameters that it does not have.
+            TypeError: for what is neither a name nor a function.
         """
-        if self.name not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {self.name!r}; allowed: {', '.join(ACTIVATIONS)}")
-        if self.params is not None and self.name != "clamped_swiglu":
+        # Not `activation_parts` for every call of a layer: a name is looked up.
+        known = ACTIVATIONS.get(self.name) if isinstance(self.name, str) else None
+        parts = activation_parts(self.name) if known is None else known
+        if self.params is not None and parts != ACTIVATIONS["clamped_swiglu"]:
             raise ValueError(
                 f"activation {self.name!r} has no parameters, got {self.params}; only 'clamped_swiglu' has"
             )
-        return ACTIVATIONS[self.name]
+        return parts
 
 
 class OpSpec(NamedTuple):

@@ -24,9 +24,14 @@ from jax_te.quantize.internal import Quantization
 from jax_te.typing import Array, DTypeLike
 
 
+def has_kernel(activation: Activation) -> bool:
+    """Return whether TE has one: not for the exact GELU, nor for a user's function."""
+    return activation.parts() in ActivationEnum
+
+
 def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Any, Array | None]:
     """Return ``x [..., n_act, f]`` activated, ``[..., f]``, as an operand, and its amax where reported."""
-    if not is_te_quantizer(how.quantizer) or needs_amax(how):
+    if not is_te_quantizer(how.quantizer) or needs_amax(how) or not has_kernel(activation):
         return quantize_operand(act(x, activation), how, axis=-1)
     with inside_te():
         te_q = te_quantizer(how.quantizer, how.scale)
@@ -45,6 +50,8 @@ def _te_params(params: ActivationParams | None) -> TEActivationParams:
 
 def act(x: Array, activation: Activation) -> Array:
     """Return `act_quantize`'s result without quantization: an array in the dtype of ``x``."""
+    if not has_kernel(activation):
+        return xla.act(x, activation)
     return act_quantize(x, activation, Quantization())[0].data
 
 
@@ -62,6 +69,7 @@ def act_backward_quantize(
         isinstance(quantizer, TensorQuantizer)
         and quantizer.scaling == "delayed"
         and len(parts) == 1
+        and has_kernel(activation)
         and bias_dtype is not None
         and DActLuDBiasQuantizePrimitive.enabled()
     ):

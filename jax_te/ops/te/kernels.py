@@ -1,6 +1,6 @@
 """Everything a backend offers, for Transformer Engine."""
 
-from jax_te.ops.te.activation import act, act_backward, act_backward_quantize, act_quantize
+from jax_te.ops.te.activation import act, act_backward, act_backward_quantize, act_quantize, has_kernel
 from jax_te.ops.te.attention import attention, attention_backward, attention_forward, attention_supports
 from jax_te.ops.te.gemm import (
     all_gather_kernel,
@@ -33,6 +33,7 @@ __all__ = [
     "gemm_dgrad",
     "gemm_fprop",
     "gemm_wgrad",
+    "has_kernel",
     "norm",
     "norm_backward",
     "norm_quantize",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax_te.typing import Array, DTypeLike
 
 _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
@@ -42,7 +44,10 @@ def _at_most(x: Array, limit: float) -> Array:
     return jnp.where(x > limit, limit, x)
 
 
-def _apply(part: str, x: Array, params: ActivationParams) -> Array:
+def _apply(part: Any, x: Array, params: ActivationParams) -> Array:
+    if callable(part):
+        y: Any = part(x)
+        return y.astype(x.dtype)
     if part == "clamped_silu":
         return _clamped_silu(x, params)
     return _clamped_linear(x, params) if part == "clamped_linear" else _FUNCTIONS[part](x)

@@ -1,8 +1,11 @@
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jax_te.config import ACTIVATIONS, ActivationParams
-from jax_te.ops import activation
+from jax_te.ops import Activation, activation
 from tests.support import oracles
 from tests.support.numerics import TOLERANCE, assert_close, draw, optimized_jit, value_and_vjp, wide, with_vjp
 
@@ -51,6 +54,35 @@ def test_eager_float16():
     assert_close(activation(x, "swiglu", backend="xla"), oracles.activation(wide(x), "swiglu"), TOLERANCE["float16"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_functions_of_the_users_own(dtype):
+    x, dz = draw("x", (4, 2, 32), dtype, scale=2.0), draw("dz", (4, 32), dtype)
+    seen = []
+
+    def own(a):
+        seen.append(a.dtype)
+        return jax.nn.sigmoid(1.702 * a) * a
+
+    for given, name in (((own, "linear"), "qgeglu"), (("gelu_exact", own), None), ((jax.nn.silu, "linear"), "swiglu")):
+        z, (dx,) = value_and_vjp(lambda x, given=given: activation(x, given, backend="xla"), (x,), dz)
+        assert (z.dtype, dx.dtype) == (x.dtype, x.dtype)
+        if name is not None:
+            assert_close(z, oracles.activation(wide(x), name), TOLERANCE[dtype])
+            assert_close(dx, oracles.activation_vjp(wide(dz), wide(x), name), TOLERANCE[dtype])
+        else:
+            parts = oracles.FUNCTIONS["gelu_exact"](wide(x[:, 0])), oracles.FUNCTIONS["quick_gelu"](wide(x[:, 1]))
+            assert_close(z, parts[0] * parts[1], TOLERANCE[dtype])
+    assert set(seen) == {jnp.dtype("float32")}
+
+
+def test_a_function_that_has_a_name_is_taken_by_it():
+    """So that Transformer Engine's kernels run for it; the others run in JAX."""
+    assert Activation((jax.nn.silu, "linear")).parts() == ACTIVATIONS["swiglu"]
+    assert Activation(jax.nn.gelu).parts() == ACTIVATIONS["gelu"]
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    assert Activation(exact).parts() == (exact,)
+
+
 def test_large_inputs_stay_finite():
     x = jnp.array([[-1e4, -50.0, 0.0, 50.0, 1e4]])
     for name in ("gelu", "qgelu", "relu", "silu", "srelu"):
@@ -65,6 +97,12 @@ def test_errors():
         ValueError, match="unknown activation 'tanh'; allowed: gelu, geglu, qgelu, qgeglu, relu, reglu, "
     ):
         activation(jnp.ones((2, 1, 4)), "tanh")
+    with pytest.raises(
+        ValueError, match=r"unknown function in activation .*; allowed: clamped_linear, .* or functions"
+    ):
+        activation(jnp.ones((2, 2, 4)), ("tanh", "linear"))
+    with pytest.raises(TypeError, match="must be a name, a function that can be hashed, or a tuple of them: 3"):
+        Activation(3).parts()
     with pytest.raises(ValueError, match=r"activation: x must be \[..., 2, f\] for 'swiglu', got \(4, 1, 8\)"):
         activation(jnp.ones((4, 1, 8)), "swiglu")
     with pytest.raises(ValueError, match=r"must be \[..., 1, f\] for 'gelu', got \(8,\)"):
