@@ -120,7 +120,7 @@ def _show_recipes(options: argparse.Namespace, config: RunConfig, recipe: Recipe
 def _show_statistics(
     options: argparse.Namespace, config: RunConfig, state: TrainState, recipe: Recipe | None, step: int
 ) -> int:
-    batch, report = _batches(options, config, recipe, 1)[0], None
+    batch, report = _batches(options, config, 1)[0], None
     with contexts(config), autocast(recipe):
         model = exact_model(state)  # with the run's own rules and scales, and kernels as the masters have them
         if options.precision_config is not None:
@@ -146,7 +146,7 @@ def _show_statistics(
 def _show_sensitivity(
     options: argparse.Namespace, config: RunConfig, state: TrainState, recipe: Recipe, step: int
 ) -> int:
-    batches = _batches(options, config, recipe, options.batches or SENSITIVITY_BATCHES)
+    batches = _batches(options, config, options.batches or SENSITIVITY_BATCHES)
     keep = options.keep_bf16 or 0
     with contexts(config):
         model = exact_model(state)
@@ -169,15 +169,9 @@ def _show_sensitivity(
     return 0
 
 
-def _batches(options: argparse.Namespace, config: RunConfig, recipe: Recipe | None, count: int) -> list[Any]:
+def _batches(options: argparse.Namespace, config: RunConfig, count: int) -> list[Any]:
     """Return batches of held-out text on the device."""
     size = options.batch_size or config.batch_size // config.microbatches
-    tokens = size * config.seq_len
-    if recipe is not None and tokens % recipe.alignment:
-        raise ValueError(
-            f"--batch-size {size} of {config.seq_len} bytes makes {tokens} tokens, which must be a multiple of "
-            f"{recipe.alignment} under recipe {recipe.name}; give another --batch-size"
-        )
     # As one step of so many examples, in as many parts as there are batches.
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
     check_memory(dataclasses.replace(config, **parts))

@@ -117,8 +117,7 @@ def _check_layer(config: RunConfig, layer: LayerRecipes, module: QuantizableModu
     for recipe in filter(None, (layer.training, layer.evaluation)):
         for kernel in module.kernels:
             rows, *columns = getattr(module, kernel).get_value().shape
-            tokens = config.tokens_per_microbatch
-            sizes = {"input size": rows, "output size": math.prod(columns), "tokens of a microbatch": tokens}
+            sizes = {"input size": rows, "output size": math.prod(columns)}
             for what, size in sizes.items():
                 if size % recipe.alignment:
                     raise ValueError(

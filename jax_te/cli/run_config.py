@@ -201,9 +201,10 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
         yield "--hidden-size", self.hidden_size, multiple, why
         yield "--ffn-hidden-size", self.ffn_hidden_size, multiple, why
         yield "--num-query-groups x head size =", self.num_query_groups * head, multiple, why
-        yield (
-            "tokens of a microbatch, --batch-size x --seq-len / --microbatches =",
-            self.tokens_per_microbatch,
-            multiple,
-            why,
-        )
+        if self.mesh is not None:  # kernels quantized once a step lie on each device, which pads no tokens
+            yield (
+                "tokens of a microbatch, --batch-size x --seq-len / --microbatches =",
+                self.tokens_per_microbatch,
+                multiple,
+                f"{why} on a mesh",
+            )

@@ -4,6 +4,7 @@ from jax_te.config.internal import normal_init, scaled_normal_init
 from jax_te.layers.attention import DotProductAttention, alibi_slopes
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.embedding import Embedding
+from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
 from jax_te.layers.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP
@@ -30,6 +31,8 @@ from jax_te.layers.transformer import TransformerLayer
 __all__ = [
     "DotProductAttention",
     "Embedding",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

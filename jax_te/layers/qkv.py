@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from math import prod
 
 import jax.numpy as jnp
 
@@ -60,7 +61,7 @@ def split_key(k: Array, groups: int, d: int) -> Array:
 def _interleave(q: Array) -> Array:
     """Return ``[b, s, r, g, d]`` as ``[b, s, g·r, d]``."""
     # Components are outermost in the kernel, and attention wants the heads of a group to be neighbours.
-    return jnp.swapaxes(q, 2, 3).reshape(*q.shape[:2], -1, q.shape[-1])
+    return jnp.swapaxes(q, 2, 3).reshape(*q.shape[:2], q.shape[2] * q.shape[3], q.shape[4])
 
 
 def rotate(x: Array, rotary: Rotary) -> Array:
@@ -70,5 +71,5 @@ def rotate(x: Array, rotary: Rotary) -> Array:
 
 def merge_heads(context: Array) -> Array:
     """Return ``[b, s, n, d]`` as ``[b, s, n·d]``, which the output projection reads."""
-    reshape = functools.partial(jnp.reshape, shape=(*context.shape[:2], -1))
+    reshape = functools.partial(jnp.reshape, shape=(*context.shape[:2], prod(context.shape[2:])))
     return auto_region(reshape, ("batch", "sequence", "heads"))(context)

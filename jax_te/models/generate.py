@@ -29,8 +29,8 @@ def generate(
 ) -> Array:
     """Continue a prompt, one token at a time.
 
-    Generation runs under the ambient recipe. FP8 needs a batch that is a multiple of 16 and gains nothing on single
-    tokens, so generate outside `autocast` (or inside ``autocast(None)``) unless you want FP8's numerics. On a mesh the
+    Generation runs under the ambient recipe. FP8 pads single tokens to a multiple of 16 of them and gains nothing,
+    so generate outside `autocast` (or inside ``autocast(None)``) unless you want FP8's numerics. On a mesh the
     batch and the heads are sharded, but no sequence: context and sequence parallelism are for training.
 
     Args:

@@ -4,7 +4,8 @@ from jax_te.quantize.block import BLOCK, MX_BLOCK
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.nvfp4 import rounding_key
 from jax_te.quantize.observe import ambient_observer, current_observer
-from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, precision_of
+from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
+from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, check_state, precision_of
 from jax_te.quantize.quantizer import Quantization, quantize_operand
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
 from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen
@@ -24,14 +25,18 @@ __all__ = [
     "ambient_observer",
     "as_float32_inside",
     "as_matrix",
+    "check_state",
     "compute_scale",
     "current_observer",
     "hadamard_rows",
     "next_amax_state",
+    "pad_rows",
+    "padded_size",
     "precision_of",
     "quantize_operand",
     "quantizer_variables",
     "rounding_key",
     "scale_in_use",
     "scales_are_frozen",
+    "unpad_rows",
 ]

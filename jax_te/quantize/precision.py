@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 import jax.numpy as jnp
 
+from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
@@ -83,6 +84,20 @@ class Precision:
     shard_multiple: int | None = 1
     recipe_name: str | None = None
 
+    def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
+        """Return the error of a size that is no multiple of ``alignment``.
+
+        Args:
+            label: of the op or layer.
+            name, size: of the size.
+            shapes: of its arrays, in words.
+        """
+        return ValueError(
+            f"{label} under recipe {self.recipe_name!r}: {name} {size} must be a multiple of {self.alignment} (the "
+            f"next is {size + -size % self.alignment}); {shapes}. Change the size, or run this layer inside "
+            "`with autocast(None):`"
+        )
+
     def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:
         """Return the scale that an operand's next use quantizes with; None except under delayed scaling."""
         if self.amax_rule is None:
@@ -109,6 +124,21 @@ class Precision:
             assert scale is not None
             entries[role] = next_amax_state(state[role], scale, jnp.zeros_like(scale) if seen is None else seen)
         return GemmState(**entries)  # type: ignore[typeddict-item]
+
+
+def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
+    """Raise QuantizerStateError unless there is state for ``recipe``, with histories of its length."""
+    if state is None:
+        raise QuantizerStateError(
+            f"{recipe} needs quantizer state and this layer has none. Build the model inside "
+            "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
+        )
+    length = state["kernel"]["amax_history"].shape[-1]
+    if length != recipe.amax_history_len:
+        raise QuantizerStateError(
+            f"the quantizer state has amax histories of {length}, and {recipe} has {recipe.amax_history_len}. Call "
+            "under the recipe of the state, or make new state: prepare_quantization(model, recipe), change_recipe"
+        )
 
 
 # Cached, because every call of every layer asks, and a model has few recipes; a recipe is hashable data.

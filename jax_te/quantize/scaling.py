@@ -39,7 +39,8 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats
     # loses nan where XLA splits the reduction: over vector lanes on CPU from some thousand elements on, over devices.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    largest = jnp.max(bits, axis=axis)
+    # The maximum of no elements must be said: the amax of an empty tensor is 0.
+    largest = jnp.max(bits, axis=axis) if bits.size else jnp.max(bits, axis=axis, initial=0)
     # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush what is below it to 0.
     return jax.lax.bitcast_convert_type(jnp.where(largest < 0x00800000, 0, largest), jnp.float32)
 

@@ -34,7 +34,10 @@ def refuse(capsys, output, *argv):
         (["--mesh", "context=8", "--seq-len", "40", "--cp-load-balanced"], ["--seq-len 40", "context=8", "16", "48"]),
         (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, context, tensor"]),
         (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "by 16", "64"]),
-        (["--recipe", "current", "--seq-len", "30", "--batch-size", "1"], ["tokens of a microbatch", "30", "32"]),
+        (
+            ["--recipe", "current", "--seq-len", "30", "--batch-size", "2", "--mesh", "data=2"],
+            ["tokens of a microbatch", "60", "64", "mesh"],
+        ),
         (["--margin", "1"], ["--margin", "--recipe delayed"]),
         (["--warmup-steps", "12"], ["--warmup-steps 12", "--decay-steps 12"]),
     ],

@@ -160,13 +160,12 @@ def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     assert "no ambient recipe" in capsys.readouterr().out
 
 
-def test_tokens_that_a_recipe_cannot_take(tmp_path, capsys):
+def test_tokens_that_a_recipe_pads(tmp_path, capsys):
     options = [*MICRO, "--seq-len", "24", "--steps", "2", "--warmup-steps", "0"]
     assert main(["train", "--output", str(tmp_path), *options]) == 0
     capsys.readouterr()
-    status = inspect(tmp_path, "--recipe", "mxfp8", "--batch-size", "1")
-    error = capsys.readouterr().err.removeprefix(f"{tmp_path}, step 2, recipe mxfp8\n")
-    assert_refused(status, error, "--batch-size 1 of 24 bytes", "multiple of 32")
+    assert inspect(tmp_path, "--recipe", "mxfp8", "--batch-size", "1") == 0
+    assert "mxfp8" in capsys.readouterr().err
 
 
 def test_how_a_run_is_split(quantized, capsys):

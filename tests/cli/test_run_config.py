@@ -85,7 +85,10 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
             {"recipe": "current", "hidden_size": 120},
             r"--hidden-size 120 is not divisible by 16, .* the next that is: 128",
         ),
-        ({"recipe": "current", "seq_len": 33, "batch_size": 1}, r"tokens of a microbatch, .* 33 .* next that is: 48"),
+        (
+            {"recipe": "current", "seq_len": 33, "batch_size": 1, "mesh": "tensor=2"},
+            r"tokens of a microbatch, .* 33 .* on a mesh.* next that is: 48",
+        ),
         ({"recipe": "mxfp9"}, r"--recipe must be none, delayed, current, .* got 'mxfp9'"),
         ({"margin": 1}, r"--margin is for --recipe delayed"),
         ({"fp8_format": "e4m3"}, r"--fp8-format is for --recipe delayed, current, block or mxfp8, and .* is none"),

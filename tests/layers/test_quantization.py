@@ -170,7 +170,5 @@ def test_returning_the_norm_output_quantizes_all_the_same() -> None:
 
 
 def test_sizes_that_fp8_cannot_take_are_named() -> None:
-    with autocast(CURRENT), pytest.raises(ValueError, match="token count 15 must be a multiple of 16"):
-        Linear(H, 16, rngs=nnx.Rngs(0))(draw("x", (3, 5, H)))
     with autocast(CURRENT), pytest.raises(ValueError, match="output size 24 must be a multiple of 16"):
         Linear(H, 24, rngs=nnx.Rngs(0))(draw("x", (16, H)))

@@ -65,7 +65,7 @@ def dot_product_attention(
         mask_type: ``"no_mask"``; ``"causal"`` (position ``i`` attends to ``0..i``); ``"causal_bottom_right"`` (the last
             query attends to all keys, the one before it to all but the last); ``"padding"``, ``"padding_causal"`` and
             ``"padding_causal_bottom_right"`` with lengths or ``segments``; ``"arbitrary"`` with ``mask``. Queries past
-            their length give zeros.
+            their length give zeros, as do all queries of a call without keys.
         mask: bool, broadcastable to ``[b, n, sq, skv]`` with four axes; True is masked out.
         q_lengths, kv_lengths: int32 ``[b]`` valid positions; ``q_lengths`` None: ``kv_lengths``.
         segments: several sequences in each row (``thd``), each of which attends to itself only. Padding mask types.
@@ -127,7 +127,9 @@ def dot_product_attention(
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
     mesh, sharding, asked = jax.sharding.get_abstract_mesh(), None, backend or ambient_backend.value
-    if mesh.empty:
+    if 0 in (spec.batch, spec.q_length, spec.kv_length):
+        chosen = primitives("xla")  # zeros: no kernel has anything to compute
+    elif mesh.empty:
         chosen = primitives(select("dot_product_attention", attention=spec, backend=asked))
     else:
         facts, ambient = (mask is not None, arrays.same_lengths()), (current_rules(), te.supports)

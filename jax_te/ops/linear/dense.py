@@ -35,8 +35,8 @@ def dense(
         kernel: ``[k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same quantized
             before the call, see `quantize_kernel`.
         bias: ``[*n]`` or None.
-        recipe: None for high precision. FP8 needs ``k``, ``prod(n)`` and the number of tokens to be multiples of 16
-            (``recipe.alignment``).
+        recipe: None for high precision. FP8 needs ``k`` and ``prod(n)`` to be multiples of 16
+            (``recipe.alignment``). Another number of tokens is padded with zeros inside, on a mesh as one array.
         state: the recipe's state, if it has any; its gradient is its next value.
         grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
             its gradient, in its dtype.

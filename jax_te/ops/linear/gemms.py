@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import LinearSpec, LinearWeights, WgradProbe
 from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import ROLES, Gemm, OpaqueTree, Quantization, TensorRole
+from jax_te.quantize.internal import ROLES, Gemm, OpaqueTree, Quantization, TensorRole, pad_rows, unpad_rows
 from jax_te.recipe.internal import GEMMS
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
@@ -71,7 +71,8 @@ def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) ->
 def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization | None:
     """Return how the op that computes this tensor quantizes it, if it may; None if something else reads its values.
 
-    On a mesh a tensor that is all-gathered before its quantization does not qualify.
+    On a mesh a tensor that is all-gathered before its quantization does not qualify; nor does one that gets more rows,
+    which must be zeros: a norm's bias and an activation would make others of them.
     """
     precision = getattr(spec.precision, role)
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
@@ -79,7 +80,8 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     # tensor itself.
     read = spec.observer is not None or precision.read_unquantized or (dims and not precision.one_scale)
     read = read or spec.x_dtype == jnp.float16
-    return None if read and precision.quantizer is not None else quantization(spec, state, role)
+    read = spec.lead is not None or (read and precision.quantizer is not None)
+    return None if read else quantization(spec, state, role)
 
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
@@ -183,6 +185,7 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
     precise = spec.precision.split_accumulator[0]
     if not plan.contracting_axes:
         y = spec.backend.gemm_fprop(*operands, bias, precise)
+        y = y if spec.lead is None else unpad_rows(y, spec.lead)
         return constrain(y, spec.options.out_axes) if plan.constrained else y
     # The bias once, behind the sum over the devices, not on each of them.
     y = reduce_sum(spec.backend.gemm_fprop(*operands, None, precise), plan.contracting_axes, plan.out_reduce_scatter)
@@ -223,6 +226,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
             whole, _ = kernel_operand(spec, kernel, None)
             kernel = spec.backend.residual_for_dgrad(whole.read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
+    dx = dx if spec.lead is None else unpad_rows(dx, spec.lead)
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
 
 
@@ -273,6 +277,8 @@ def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | 
     """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
     precision, how = getattr(spec.precision, role), quantization(spec, state, role)
     unquantized = quantized = seen = None
+    if spec.lead is not None and role != "kernel":
+        x, axis = pad_rows(x, axis, spec.precision.alignment), 1
     if how.quantizer is None or precision.read_unquantized:
         unquantized, _ = spec.backend.quantize_operand(x, Quantization(), axis=axis)
     if how.quantizer is not None and precision.read_quantized:

@@ -16,8 +16,15 @@ from jax_te.ops.linear.plan import Plan, linear_plan
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec, WgradProbe
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of, scales_are_frozen
-from jax_te.recipe import DelayedScaling, Recipe
+from jax_te.quantize.internal import (
+    OpaqueTree,
+    Precision,
+    ambient_observer,
+    check_state,
+    precision_of,
+    scales_are_frozen,
+)
+from jax_te.recipe import Recipe
 from jax_te.sharding.internal import REPLICATED
 from jax_te.typing import Array, BackendName, DTypeLike
 
@@ -86,11 +93,16 @@ def run_op(
     reason = first.reason or last.reason
     if norm is not None and first.contracting_axes:
         reason = f"the norm's input is split along its features, {first.x_spec}"
+    # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
+    tokens, multiple = prod(x.shape[:-1]), precision.alignment
+    lead = x.shape[:-1] if not tokens or tokens % multiple else None
+    if lead is not None and first.mesh is not None:
+        reason = f"its {tokens} tokens are padded to a multiple of {multiple}, as one array"
     if reason is not None:
         plans = [plan.without_mesh(reason) for plan in plans]
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):
-        specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen))
+        specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen, lead))
         sinks.append(None if isinstance(specs[-1].deferred, WgradProbe) else layer.weights.grad_sink)
     args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
     spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
@@ -134,18 +146,8 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
         QuantizerStateError: if the recipe has state, and none is given or its histories have another length.
     """
     kernel, bias, state, _ = given
-    if precision.amax_rule is not None and state is None:
-        raise QuantizerStateError(
-            f"{recipe} needs quantizer state and this layer has none. Build the model inside "
-            "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
-        )
-    if isinstance(recipe, DelayedScaling) and state is not None:
-        length = state["kernel"]["amax_history"].shape[-1]
-        if length != recipe.amax_history_len:
-            raise QuantizerStateError(
-                f"the quantizer state has amax histories of {length}, and {recipe} has {recipe.amax_history_len}. Call "
-                "under the recipe of the state, or make new state: prepare_quantization(model, recipe), change_recipe"
-            )
+    if precision.amax_rule is not None:
+        check_state(state, recipe)  # type: ignore[arg-type]  # only delayed scaling has the rule
     if isinstance(kernel, QuantizedKernel):
         # Equal quantizers, not equal recipes: recipes may differ in what they do to the other operands.
         quantizer = precision.kernel.quantizer
@@ -170,8 +172,10 @@ def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: Nor
         raise ValueError(f"{op}: RMS norm has no bias; pass None, or NormSpec(kind='layernorm')")
 
 
-def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: Plan, backend: Backend) -> LinearSpec:
-    label, shape, (kernel, bias, _, sink), options = layer
+def _linear_spec(
+    layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: Plan, backend: Backend, lead: tuple[int, ...] | None
+) -> LinearSpec:
+    label, shape, (kernel, bias, state, sink), options = layer
     stored = isinstance(kernel, QuantizedKernel)
     if kernel.ndim < 2 or shape[-1] != kernel.shape[0]:
         raise ValueError(
@@ -184,16 +188,12 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
             f"{label}: its kernel was quantized on each device of a mesh, and here the devices cannot run it by "
             f"themselves: {plan.reason}. Quantize it again where it is used (is_first_microbatch=None)"
         )
-    # FP8 tensor cores read 16 bytes at once, along both axes of a matrix, since backward reads it transposed.
-    multiple = precision.alignment
-    sizes = {"token count": prod(shape[:-1]), "input size": shape[-1], "output size": prod(kernel.shape[1:])}
+    sizes = {"input size": shape[-1], "output size": prod(kernel.shape[1:])}
+    if lead is not None and state is not None and state["x"]["scale"].ndim:
+        sizes["token count (with a scale for each part of the batch)"] = prod(lead)  # padding would move the parts
     for name, size in sizes.items():
-        if size % multiple:
-            raise ValueError(
-                f"{label} under recipe {precision.recipe_name!r}: {name} {size} must be a multiple of {multiple} (the "
-                f"next is {size + -size % multiple}); input {shape}, kernel {kernel.shape}. Change the size, or run "
-                "this layer inside `with autocast(None):`"
-            )
+        if size % precision.alignment:
+            raise precision.misfit(label, name, size, f"input {shape}, kernel {kernel.shape}")
     if options.save_original_input and precision.amax_rule is not None:
         raise ValueError(
             f"{label}: save_original_input quantizes the input again in backward, which would see another scale under "
@@ -209,6 +209,7 @@ def _linear_spec(layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: P
         x_dtype=x_dtype,
         wgrad_dtype=getattr(sink, "dtype", kernel.dtype),
         kernel_rank=kernel.ndim,
+        lead=lead,
         stored_quantized=stored,
         bias_dtype=None if bias is None else bias.dtype,
         # A kernel stored in blocks was all-gathered when it was quantized.

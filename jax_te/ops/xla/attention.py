@@ -37,6 +37,10 @@ def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[A
     attends to no key.
     """
     q, k, v = unpack(qkv)
+    if q.size == 0 or k.size == 0:
+        # Not left to the softmax, which has no maximum here. Without logits the largest is that of a masked row.
+        max_logit = jnp.full(spec.heads, -jnp.inf) if spec.return_max_logit else None
+        return jnp.zeros((*q.shape[:3], spec.v_head_dim), v.dtype), max_logit
     if _use_cudnn(spec):
         out = jax.nn.dot_product_attention(q, k, v, scale=spec.scale, is_causal=spec.is_causal, implementation="cudnn")
         return out, None

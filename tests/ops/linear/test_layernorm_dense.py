@@ -107,8 +107,8 @@ def test_errors():
     with pytest.raises(ValueError, match=r"layernorm_dense: input \(2, 16, 32\) and kernel \(16, 8\)"):
         layernorm_dense(*args[:3], jnp.ones((16, 8)))
     with pytest.raises(
-        ValueError, match=r"layernorm_dense under recipe 'current'.* token count 8 must be a multiple of 16"
+        ValueError, match=r"layernorm_dense under recipe 'current'.* output size 8 must be a multiple of 16"
     ):
-        layernorm_dense(args[0][0, :8], *args[1:], recipe=Float8CurrentScaling())
+        layernorm_dense(*args[:3], jnp.ones((32, 8)), recipe=Float8CurrentScaling())
     with pytest.raises(ValueError, match="prepare_quantization"):
         layernorm_dense(*args, recipe=DelayedScaling())
