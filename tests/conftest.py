@@ -26,6 +26,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `pytest.mark.wide` leaves out of the default run."""
+    from tests.support.wide import mark_wide
+
+    mark_wide(items)
+
+
 @pytest.fixture(params=["no mesh", "auto", "explicit"])
 def mesh_mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test with no mesh, then with ``data=2, fsdp=2, tensor=2`` set as an Auto and as an Explicit mesh."""

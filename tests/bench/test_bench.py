@@ -32,6 +32,7 @@ def test_modules_and_recipes(capsys, tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == found
 
 
+@pytest.mark.slow  # test_context_parallelism has the mesh of a bench, tests/multi_device the counts
 def test_a_mesh(capsys):
     (row,) = rows(capsys, "--mesh", "tensor=4", "--sequence-parallel", "--recipes", "none")
     # Of the layer alone: the loss that is differentiated does not need the last scatter.

@@ -5,12 +5,11 @@ import json
 import pytest
 import yaml
 
+from jax_te.cli.build import contexts
 from jax_te.cli.main import main
-from jax_te.cli.parser import build_parser
-from jax_te.cli.resolve import resolve
-from jax_te.cli.run_files import write_config
+from jax_te.cli.run_checks import check_precision
 from jax_te.megatron import load_quantization_recipe
-from tests.support.runs import MICRO, assert_refused
+from tests.support.runs import MICRO, assert_refused, configured
 
 OPTIONS = ["--num-layers", "2", "--steps", "4", "--recipe", "current", "--bf16-layers-start", "1", "--fp8-param"]
 
@@ -54,7 +53,10 @@ def test_a_table_of_every_quantized_tensor(quantized, capsys):
     assert shown.err == f"{quantized}, step 4, recipe current\n"
 
 
-@pytest.mark.parametrize(("recipe", "low", "high", "lost"), [("delayed", -36, -20, 0.3), ("nvfp4", -25, -10, 0.5)])
+@pytest.mark.parametrize(
+    ("recipe", "low", "high", "lost"),
+    [pytest.param("delayed", -36, -20, 0.3, marks=pytest.mark.slow), ("nvfp4", -25, -10, 0.5)],
+)
 def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high, lost):
     """E2M1 loses what is below 1/24 of the largest of its block: a good part of a gradient."""
     found = as_json(capsys, quantized, "--recipe", recipe, "--batch-size", "2")
@@ -101,8 +103,10 @@ def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
     assert found["keep_bf16"] == [module["module"] for module in found["modules"][:2]]
     assert [matcher.pattern for matcher in load_quantization_recipe(file).matchers] == found["keep_bf16"]
     assert "at step 4" in file.read_text()
-    options = [*MICRO, *OPTIONS[:4], "--recipe", "current", "--precision-config", str(file)]
-    assert main(["train", "--output", str(tmp_path / "run"), *options]) == 0
+    run = configured(tmp_path / "run", *MICRO, *OPTIONS[:4], "--recipe", "current", "--precision-config", file)
+    capsys.readouterr()
+    with contexts(run):
+        check_precision(run)
     assert capsys.readouterr().err == ""
     modules = as_json(capsys, tmp_path / "run", "--recipes")["modules"]
     kept = {module["module"] for module in modules if module["training"] == "high precision"}
@@ -160,9 +164,9 @@ def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     assert "no ambient recipe" in capsys.readouterr().out
 
 
-def test_tokens_that_a_recipe_pads(tmp_path, capsys):
-    options = [*MICRO, "--seq-len", "24", "--steps", "2", "--warmup-steps", "0"]
-    assert main(["train", "--output", str(tmp_path), *options]) == 0
+def test_tokens_that_a_recipe_pads(trained, tmp_path, capsys):
+    configured(tmp_path, *MICRO, "--seq-len", "24")
+    (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")  # rotary positions: a state for every length
     capsys.readouterr()
     assert inspect(tmp_path, "--recipe", "mxfp8", "--batch-size", "1") == 0
     assert "mxfp8" in capsys.readouterr().err
@@ -188,8 +192,7 @@ def test_how_a_run_is_split(quantized, capsys):
 
 def test_how_a_run_with_options_of_its_mesh_would_be_split_over_another(tmp_path, capsys):
     options = ("--sequence-parallel", "--cp-load-balanced", "--cp-comm-type", "a2a", "--mesh-axis-type", "explicit")
-    run, _ = resolve(build_parser("train").parse_args(["train", "--mesh", "tensor=2,context=2", *options]), tmp_path)
-    write_config(run, tmp_path)
+    configured(tmp_path, "--mesh", "tensor=2,context=2", *options)
     for mesh in ([], ["--mesh", "data=2"]):
         assert main(["inspect", "--sharding", "--output", str(tmp_path), "--json", *mesh]) == 0
         found = json.loads(capsys.readouterr().out)

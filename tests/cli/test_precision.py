@@ -1,6 +1,7 @@
 """jax-te train's precision options: what they do, that a resume agrees with them, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 
@@ -10,7 +11,7 @@ from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_precision, explain_backends
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
-from tests.support.runs import MICRO, assert_refused, records
+from tests.support.runs import MICRO, assert_refused, configured, records
 
 SHORT = [*MICRO, "--steps", "6", "--save-every", "3", "--eval-every", "3"]
 
@@ -54,9 +55,10 @@ def test_a_resumed_run_agrees_with_an_unbroken_one(tmp_path, options):
     options = [write_rules(tmp_path) if option == "RULES" else option for option in options]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(whole, *options) == 0
-    assert train(parts, *options, "--steps", "3", "--decay-steps", "6") == 0
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "6")  # as if killed before it was whole
     (tmp_path / "rules.yaml").unlink(missing_ok=True)  # the run has its own copy
-    assert main(["train", "--output", str(parts), "--steps", "6"]) == 0
+    assert main(["train", "--output", str(parts)]) == 0
     losses = [[record for record in records(path) if "loss" in record] for path in (whole, parts)]
     assert losses[0] == losses[1]
     assert read_precision(whole) == read_precision(parts)
@@ -66,8 +68,8 @@ def test_a_resumed_run_agrees_with_an_unbroken_one(tmp_path, options):
 
 
 def test_a_resumed_run_refuses_another_precision(tmp_path, capsys):
-    assert train(tmp_path / "run", "--recipe", "current", "--steps", "3", "--decay-steps", "6", "--fp8-param") == 0
-    capsys.readouterr()
+    configured(tmp_path / "run", *SHORT, "--recipe", "current", "--fp8-param")
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     given = {
         "--no-fp8-param": "--fp8-param is True there, False here",
         "--fp8-accumulation=precise": "--fp8-accumulation is fast there, precise here",

@@ -64,6 +64,7 @@ def check(actual: Any, expected: Any) -> None:
             assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.wide("auto")
 def test_decoder_follows_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     layer = randomize(decoder(num_gqa_groups=2))
     x, encoded, g = draw("x", (B, S, H)), draw("encoded", (B, SKV, H)), draw("g", (B, S, H))
@@ -109,6 +110,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     assert_close(quick_jit(lambda layer, *a: layer(a[0], encoder_output=a[1]))(layer, x, encoded), expected, TOLERANCE)
 
 
+@pytest.mark.wide("qk norm, then rope", "separate kernels", "learnable softmax")
 @pytest.mark.parametrize(
     ("options", "form"),
     [
@@ -169,6 +171,7 @@ def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
         other(x[:, :1], cache=cache)
 
 
+@pytest.mark.wide("recipe1")
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=2), Float8BlockScaling()])
 def test_a_decoder_under_a_recipe(recipe: Any) -> None:
     """All six linear layers quantize, and the result stays within FP8's rounding of the one without."""
@@ -192,6 +195,7 @@ def test_a_decoder_under_a_recipe(recipe: Any) -> None:
         assert relative_l2(a, e) < 0.3, path
 
 
+@pytest.mark.wide("explicit")
 def test_sequence_parallelism_and_whole_kernels_change_no_value(mesh_mode: str) -> None:
     x, encoded, g = draw("x", (B, S, H)), draw("encoded", (B, S, H)), draw("g", (B, S, H))
     with use_mesh("no mesh"):

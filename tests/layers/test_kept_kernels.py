@@ -48,6 +48,7 @@ def forward(layer, x, **options):
     return y[0] if isinstance(y, tuple) else y
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_first_microbatch_keeps_and_the_others_use_what_is_kept(name, recipe, monkeypatch):
@@ -173,9 +174,7 @@ def test_first_and_last_layers_stay_in_high_precision():
             )(*_split(model))
         seen = {module.split(".")[1] for module, _ in observer.records}
         assert seen == {"1"}
-        assert {role for _, role in observer.records} == {"x", "kernel", "grad"}
-        _, metrics = make_train_step(gpt_loss, optax.sgd(0.1), microbatches=2)(state, TOKENS)
-    assert np.isfinite(float(metrics["loss"]))
+    assert {role for _, role in observer.records} == {"x", "kernel", "grad"}
 
 
 def _split(model):
@@ -205,12 +204,15 @@ def test_save_original_input_through_the_layer():
 
 @pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_running_model_changes_its_recipe(held):
-    """bf16 (or FP8), then delayed scaling, then NVFP4, in one run; parameters and optimizer state go on."""
+    """bf16, then delayed scaling, in one run; or FP8, then delayed scaling, then NVFP4. Parameters and optimizer state
+    go on.
+    """
     tx = optax.adam(1e-3)
     with autocast(CURRENT if held else None):
         state = create_train_state(small_gpt(1), tx, key=jax.random.key(0), fp8_param=held)
     losses = []
-    for recipe in (CURRENT if held else None, DelayedScaling(amax_history_len=4), NVFP4BlockScaling()):
+    recipes = (CURRENT, DelayedScaling(amax_history_len=4), NVFP4BlockScaling()) if held else (None, DelayedScaling())
+    for recipe in recipes:
         changed = change_recipe(state, recipe)
         full = changed.masters if held else changed.params
         before = state.masters if held else state.params
@@ -224,7 +226,7 @@ def test_a_running_model_changes_its_recipe(held):
                 losses.append(float(metrics["loss"]))
         state = changed
     assert losses == sorted(losses, reverse=True)
-    assert int(state.step) == 9
+    assert int(state.step) == 3 * len(recipes)
     kernel = state.params["layers"][0]["layernorm_mlp"]["wi_kernel"].get_value()
     assert isinstance(kernel, QuantizedKernel) is held
     if held:

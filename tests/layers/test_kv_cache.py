@@ -17,6 +17,7 @@ from tests.support.reference import ROUNDOFF, randomize
 S, H, N, G, D = 8, 32, 4, 2, 8
 
 
+@pytest.mark.wide("no mesh", "explicit")
 def test_pieces_give_what_the_whole_gives(mesh_mode: str) -> None:
     layer = shard(randomize(TransformerLayer(H, 64, N, num_gqa_groups=G, kv_channels=D, rngs=nnx.Rngs(0))))
     x, positions = draw("x", (4, S, H)), jnp.arange(S)

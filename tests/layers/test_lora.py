@@ -61,6 +61,7 @@ def formula(p: dict[str, Any], x: Any) -> Any:
     return z @ base["kernel"] + base["bias"] + ALPHA / R * update
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("build", "sequence_parallel"), [(column, False), (column, True), (row, True)])
 def test_follows_the_formula_on_every_mesh(build: Any, sequence_parallel: bool, mesh_mode: str) -> None:
     layer = adapted(build(sequence_parallel=sequence_parallel), freeze_base=False)
@@ -102,6 +103,7 @@ def test_a_frozen_base_gets_no_gradient_and_costs_no_gemm_for_it(build: Any) -> 
     assert gemms[0] == gemms[1] - 1 > 0
 
 
+@pytest.mark.wide("none", "delayed", "nvfp4")
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_trains_the_adapter_alone_under_every_recipe(name: str) -> None:
     """Two microbatches, in bf16, so that kernels are kept and their gradients have a place of their own."""

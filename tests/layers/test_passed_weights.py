@@ -23,6 +23,7 @@ RECIPES = [None, DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Flo
 KINDS = {"Linear": Linear, "LayerNormLinear": LayerNormLinear}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: "none" if r is None else r.name)
 def test_a_layer_given_its_weights_is_the_layer_that_has_them(kind: str, recipe: Any) -> None:

@@ -58,6 +58,7 @@ def formula(p: dict[str, Any], x: Any) -> Any:
     return x + mlp_block(jnp, p["mlp"], norm(jnp, x, p["mlp"]["scale"], None, FORM), FORM)
 
 
+@pytest.mark.wide("explicit")
 def test_sequence_parallelism_changes_no_value(mesh_mode: str) -> None:
     x, g = draw("x", (B, S, H)), draw("g", (B, S, H))
     block = shard(randomize(Block(True)))
@@ -91,6 +92,7 @@ def test_what_lies_between_the_layers_is_split_along_the_sequence(mode: Any) -> 
         assert inside.sharding.is_equivalent_to(jax.NamedSharding(mesh, whole), 3), inside.sharding.spec
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     "recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Float8BlockScaling()], ids=lambda r: r.name
 )

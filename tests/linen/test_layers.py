@@ -114,6 +114,7 @@ def test_recipes_without_state(recipe):
     assert (recipe is None) == (actual == exact).all()
 
 
+@pytest.mark.wide("Embedding", "LayerNormMLP", "LoRA", "RelativePositionBias", "TransformerLayer")
 @pytest.mark.parametrize("name", CASES)
 def test_init_makes_what_the_nnx_layer_holds_and_the_way_there_and_back_keeps_it(name):
     inputs, layer = CASES[name][2], linen_layer(name)

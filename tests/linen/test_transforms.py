@@ -147,6 +147,7 @@ def test_dropout_takes_the_stream_of_that_name():
     assert (one != two).any()  # each layer has a key of its own
 
 
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_shardings_from_logical_axes_and_the_same_numbers_on_every_mesh(mode):
     layer = te.LayerNormMLP(32, 64)

@@ -72,6 +72,7 @@ class MLP(MegatronModule):
         return output, output_bias
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_is_the_formula(bias: bool, mesh_mode: str):
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

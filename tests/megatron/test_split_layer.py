@@ -38,6 +38,7 @@ def fused(config: TransformerConfig, **options: Any) -> Any:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_the_parts_compute_what_the_whole_did(normalization: Any, recipe: str):

@@ -55,6 +55,7 @@ def plain(kind: Any, k: int = H, n: int = F, *, return_bias: bool = False, bias:
     return (LayerNormLinear if kind is LN else Linear)(k, n, bias=bias, parallel_mode=mode, **options)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN])
 def test_a_class_is_its_layer_bitwise(kind: Any, recipe: str):
@@ -98,6 +99,7 @@ def test_what_a_call_returns(kind: Any):
             assert_bitwise(y, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_column_then_row_is_the_two_formulas(sequence_parallel: bool, mesh_mode: str):
     """In fp64, forward and all gradients; the row bias is added once, after the sum over the tensor ranks."""

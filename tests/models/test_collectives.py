@@ -59,6 +59,7 @@ def float32(*shape: int) -> str:
     return f"f32[{','.join(map(str, shape))}]"
 
 
+@pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_tensor_parallelism_sums_activations_where_megatron_does(form: str) -> None:
     """Forward: embedding, attention, MLP. Backward: attention, MLP, head. And maximum and sum of the cross-entropy."""
@@ -68,6 +69,7 @@ def test_tensor_parallelism_sums_activations_where_megatron_does(form: str) -> N
     }
 
 
+@pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_sequence_parallelism_gathers_and_scatters_in_place_of_sums(form: str) -> None:
     """Gathered in forward: what attention, MLP and head read; in backward: the gradients of what attention, MLP and
@@ -86,6 +88,7 @@ def test_sequence_parallelism_gathers_and_scatters_in_place_of_sums(form: str) -
     assert found == expected | (positions if form == "gpt2" else {})
 
 
+@pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_fsdp_gathers_parameters_and_leaves_activations_alone(form: str) -> None:
     """Kernels are gathered in each direction, their gradients scattered over the fsdp ranks and then summed over the
@@ -121,6 +124,7 @@ def test_a_loss_in_parts_is_vocabulary_parallel_too() -> None:
     }
 
 
+@pytest.mark.wide("1-fields2")
 @pytest.mark.parametrize(
     ("loss_chunks", "fields"), [(1, {}), (2, {}), (1, {"cp_load_balanced": True, "hidden_dropout": 0.1})]
 )

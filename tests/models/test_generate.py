@@ -52,6 +52,7 @@ def full(model: GPTModel, tokens: jax.Array) -> jax.Array:
 _full = jax.jit(lambda model, tokens: model(tokens))
 
 
+@pytest.mark.wide("gpt2-no mesh", "llama-explicit")
 @pytest.mark.parametrize(
     ("form", "mode"), [("gpt2", "no mesh"), ("gpt2", "explicit"), ("llama", "auto"), ("llama", "explicit")]
 )
@@ -67,6 +68,7 @@ def test_greedy_generation_takes_the_most_likely_token_of_full_passes(form: str,
     assert (chosen >= logits[:, 2:-1].max(-1) - 1e-4).all()  # equal up to rounding
 
 
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_a_model_whose_sequences_are_split_in_training_generates(mode: Any) -> None:
     """On context ranks and under sequence parallelism; one token at a time is whole everywhere."""
@@ -94,6 +96,7 @@ def test_logits_with_a_cache_are_those_of_a_full_pass(form: str) -> None:
     assert_close(jnp.concatenate(parts, axis=1), full(model, tokens), tolerance)
 
 
+@pytest.mark.wide("llama-explicit")
 @pytest.mark.parametrize(("form", "mode"), [("gpt2", "no mesh"), ("llama", "explicit")])
 def test_prompts_of_different_lengths_go_on_as_each_one_alone(form: str, mode: str) -> None:
     lengths = [3, 1, 2, 3]

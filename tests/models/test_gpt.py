@@ -82,6 +82,7 @@ def expected(form: str) -> tuple[np.ndarray, Any, Any]:
     return reference.gpt(np, p, tokens, FORMS[form][2]), value, gradient
 
 
+@pytest.mark.wide("no mesh-gpt2", "explicit-llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mode: str) -> None:
     model = shard(randomize(build(form)))
@@ -144,6 +145,7 @@ def test_a_mesh_of_another_tensor_size_than_the_configs_is_refused() -> None:
         jax.eval_shape(lambda model: model(batch()[0]), model)
 
 
+@pytest.mark.wide("explicit-options2-llama")
 @pytest.mark.parametrize(
     ("mode", "options", "form"),
     [
@@ -184,8 +186,11 @@ def test_rotary_options_reach_the_layers() -> None:
 
 @pytest.mark.parametrize(
     ("recompute", "mode"),
-    [pytest.param({}, "no mesh", marks=pytest.mark.slow), (FULL, "explicit")],
-    ids=["none", "full"],
+    [
+        (FULL, "no mesh"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (({}, "no mesh"), (FULL, "explicit"))),
+    ],
+    ids=["full", "none", "full on a mesh"],
 )
 def test_a_scan_over_the_layers_and_a_loss_in_chunks_change_nothing(recompute: dict[str, Any], mode: str) -> None:
     """Three layers, of which the last keeps to bf16 and so runs by itself; the same parameters and state."""
@@ -238,6 +243,7 @@ def with_dropout() -> Any:
     return loss_and_gradient(model, *batch(), jax.random.key(5))
 
 
+@pytest.mark.wide("{'recompute_granularity': 'selective'}")
 @pytest.mark.parametrize("recompute", [{}, FULL, {"recompute_granularity": "selective"}], ids=str)
 def test_quantizer_state_gets_its_next_value_through_recomputation(recompute: dict[str, Any]) -> None:
     with autocast(DelayedScaling(amax_history_len=2)):
@@ -254,6 +260,7 @@ def test_quantizer_state_gets_its_next_value_through_recomputation(recompute: di
     assert history[0] == jnp.abs(kernel).max()
 
 
+@pytest.mark.slow  # tests/multi_device/test_every_mesh.py sees it in the losses
 def test_dropout_is_the_same_on_a_mesh() -> None:
     value, gradient = with_dropout()
     assert relative_l2(value, expected("gpt2")[1]) > 1e-3

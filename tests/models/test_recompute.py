@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide("delayed-uniform 2", "delayed-all modules", "delayed-save_quantized")
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:
     """The gradients of quantizer states are their next values, so a state that moved on twice would show."""
@@ -137,6 +138,7 @@ def test_the_dropout_of_the_comparison_is_there() -> None:
         assert history[1] == 0.0
 
 
+@pytest.mark.wide("uniform 2")
 @pytest.mark.parametrize("way", ["uniform 2", "block"])
 def test_a_scanned_stack_recomputes_too(way: str) -> None:
     """Four layers: two turns of a loop over two, or one layer that is recomputed and three that are not."""
@@ -164,6 +166,7 @@ def on_a_mesh(mode: str, recipe: str, way: str) -> Any:
         return leaves(quick_jit(jax.value_and_grad(loss))(model))
 
 
+@pytest.mark.wide("auto")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str) -> None:
     found, expected = (on_a_mesh(mode, "none", way) for way in ("distributed", "none"))
@@ -171,6 +174,7 @@ def test_on_a_mesh(mode: str) -> None:
         assert_close(a, e, 2.0**-18)
 
 
+@pytest.mark.wide("explicit-mlp")
 @pytest.mark.parametrize("way", ["save_gemms", "save_quantized", "mlp"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh_in_fp8(mode: str, way: str) -> None:
@@ -192,6 +196,7 @@ def kept_bytes(recipe: str, way: str) -> int:
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
 
 
+@pytest.mark.wide("current")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_how_much_each_way_keeps(recipe: str) -> None:
     """Without a recipe ``"quantized"`` names the operands themselves: a norm's and an activation's output."""
@@ -205,6 +210,7 @@ def test_how_much_each_way_keeps(recipe: str) -> None:
     assert size["all modules"] < min(size["core_attn"], size["layernorm"], size["activation"])
 
 
+@pytest.mark.slow  # test_how_much_each_way_keeps sees it in the traced program
 def test_memory_of_the_compiled_gradient() -> None:
     def peak(way: str) -> int:
         config = dataclasses.replace(CONFIG, num_layers=3, **WAYS[way][0])

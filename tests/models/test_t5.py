@@ -63,6 +63,7 @@ def loss_and_gradient(model: T5Model, **arguments: Any) -> Any:
     return quick_jit(jax.value_and_grad(lambda model, *a: model.loss(*a, **arguments)))(model, *batch())
 
 
+@pytest.mark.wide("explicit")
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     model = build()
     source, target, labels, mask = map(np.asarray, batch())
@@ -115,6 +116,7 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     assert_close(logits[:1], alone, TOLERANCE)
 
 
+@pytest.mark.wide("full", "scanned")
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
@@ -122,17 +124,28 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
         ({"recompute_granularity": "selective"}, {}),
         ({}, {"execution": Execution(scan_layers=True, loss_chunks=3)}),
     ],
+    ids=["full", "selective", "scanned"],
 )
 def test_recomputation_and_scanning_change_nothing(fields: dict[str, Any], options: dict[str, Any]) -> None:
-    def run(fields: dict[str, Any], options: dict[str, Any]) -> Any:
-        config = dataclasses.replace(CONFIG, num_layers=2, hidden_dropout=0.3, **fields)
-        model = randomize(T5Model(config, **SIZES, **RELATIVE, **options, rngs=nnx.Rngs(0)))
-        return loss_and_gradient(model, dropout_key=jax.random.key(1))
-
-    for a, e in zip(*map(jax.tree.leaves, (run(fields, options), run({}, {}))), strict=True):
+    found = with_dropout(dataclasses.replace(DROPOUT, **fields), **options)
+    for a, e in zip(*map(jax.tree.leaves, (found, without_either())), strict=True):
         assert_close(a, e, TOLERANCE)
 
 
+DROPOUT = dataclasses.replace(CONFIG, num_layers=2, hidden_dropout=0.3)
+
+
+def with_dropout(config: TransformerConfig, **options: Any) -> Any:
+    model = randomize(T5Model(config, **SIZES, **RELATIVE, **options, rngs=nnx.Rngs(0)))
+    return loss_and_gradient(model, dropout_key=jax.random.key(1))
+
+
+@functools.cache
+def without_either() -> Any:
+    return with_dropout(DROPOUT)
+
+
+@pytest.mark.slow  # tests/layers/test_decoder.py and tests/models/test_gpt.py have its parts
 def test_sequence_parallelism_changes_no_number() -> None:
     split = dataclasses.replace(CONFIG, tensor_model_parallel_size=2, sequence_parallel=True)
     loss, gradient = loss_and_gradient(build())

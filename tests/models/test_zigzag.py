@@ -52,6 +52,7 @@ def one_device(position: str, dropped: bool) -> Any:
     return loss_and_gradients(rates, dropped, {"position_embedding_type": position})
 
 
+@pytest.mark.wide("explicit-p2p-learned_absolute-options1-False")
 @pytest.mark.parametrize(
     ("mode", "kind", "position", "options", "dropped"),
     [
@@ -77,10 +78,12 @@ def test_loss_and_gradients_are_one_devices(
         assert_close(got, want, 32 * TOLERANCE["float32"])
 
 
+@pytest.mark.slow  # a check of the comparison with dropout
 def test_dropout_is_there() -> None:
     assert abs(one_device("rope", True)[0] - one_device("rope", False)[0]) > 1e-3
 
 
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_logits_are_in_natural_order(mode: Any) -> None:
     """At the natural positions and at others, given in natural order; and the losses of tokens."""

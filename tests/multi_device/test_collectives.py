@@ -82,11 +82,13 @@ def forward_and_backward(
 ACTIVATION = 4 * B * S * H
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_a_mesh_there_are_none(recipe: str) -> None:
     assert forward_and_backward("no mesh", RECIPES[recipe]) == (Counter(), Counter())
 
 
+@pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_tensor_parallelism_sums_once_a_block_and_direction(recipe: str, mode: str) -> None:
@@ -94,6 +96,7 @@ def test_tensor_parallelism_sums_once_a_block_and_direction(recipe: str, mode: s
     assert forward_and_backward(mode, RECIPES[recipe], tensor=4) == (expected, expected)
 
 
+@pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sequence_parallelism_gathers_and_scatters_once_a_block_and_direction(recipe: str, mode: str) -> None:
@@ -103,6 +106,7 @@ def test_sequence_parallelism_gathers_and_scatters_once_a_block_and_direction(re
     assert forward_and_backward(mode, RECIPES[recipe], True, tensor=4) == (expected, expected)
 
 
+@pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: str) -> None:
@@ -116,6 +120,7 @@ def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: s
     assert forward_and_backward(mode, RECIPES[recipe], fsdp=4) == (gathers, again + sums)
 
 
+@pytest.mark.wide("delayed-auto")
 @pytest.mark.parametrize(
     ("recipe", "mode"), [*((recipe, "auto") for recipe in RECIPES), ("none", "explicit"), ("delayed", "explicit")]
 )

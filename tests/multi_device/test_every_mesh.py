@@ -12,8 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from jax_te.config import MESH_AXES, ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel
@@ -94,14 +92,7 @@ def test_dropout_shows_in_the_losses() -> None:
     assert max(losses) - min(losses) > 100 * TOLERANCE * losses[0]
 
 
-@settings(max_examples=1, derandomize=True, deadline=None, database=None)
-@example((1, 2, 2, 2), "auto")
-@given(st.sampled_from(every_mesh()), st.sampled_from(("auto", "explicit")))
-def test_a_mesh_gives_one_devices_losses(shape: tuple[int, ...], axis_type: str) -> None:
-    assert_one_devices_losses(shape, axis_type)
-
-
-@pytest.mark.slow
+@pytest.mark.wide("1x2x2x2-auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("shape", every_mesh(), ids=lambda shape: "x".join(map(str, shape)))
 def test_every_mesh_gives_one_devices_losses(shape: tuple[int, ...], axis_type: str) -> None:

@@ -63,6 +63,7 @@ def check_shardings(case, y, gradients, mesh):
                 assert gradient.sharding.is_equivalent_to(wanted, gradient.ndim), f"d{key}: {gradient.sharding.spec}"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_and_expected_shardings(name, mesh):
     case, (y, (gradients, _)) = on_the_mesh(name, "none", mesh)
@@ -74,6 +75,7 @@ def test_same_numbers_and_expected_shardings(name, mesh):
     check_shardings(case, y, gradients, mesh)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "recipe"), FP8)
 def test_fp8(name, recipe, mesh):
     case, (y, (gradients, next_states)) = on_the_mesh(name, recipe, mesh)
@@ -149,6 +151,7 @@ def test_eager_call_under_an_explicit_mesh():
     assert_close(y, on_one_device("dense", "none")[0], 2 * TOLERANCE["float32"])
 
 
+@pytest.mark.wide("sizes3")
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"tensor": 4}, {"data": 2, "tensor": 4}])
 def test_other_meshes(sizes):
     case = make_case("layernorm_mlp swiglu", b=8)

@@ -57,14 +57,14 @@ def losses(mode, recipe, dtype):
 CASES = {
     "fp32": (None, jnp.float32, 2e-6, ("auto", "explicit")),
     "bf16": (None, jnp.bfloat16, 1e-3, ("auto",)),
-    "delayed": (DelayedScaling(amax_history_len=4), jnp.float32, 1e-3, ("auto", "explicit")),
+    "delayed": (DelayedScaling(amax_history_len=4), jnp.float32, 1e-3, ("explicit",)),
+    "delayed, auto": (DelayedScaling(amax_history_len=4), jnp.float32, 1e-3, ("auto",)),
     "current": (Float8CurrentScaling(), jnp.float32, 1e-3, ("auto",)),
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ("fp32", "bf16") else case for case in CASES]
-)
+@pytest.mark.wide("delayed")
+@pytest.mark.parametrize("case", CASES)
 def test_losses_on_a_mesh_are_one_devices(case):
     recipe, dtype, tolerance, modes = CASES[case]
     one = losses("no mesh", recipe, dtype)

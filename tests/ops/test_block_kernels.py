@@ -89,6 +89,7 @@ def many_scales(shape, dtype=jnp.float32):
     return (draw("x", shape) * sizes).astype(dtype)
 
 
+@pytest.mark.wide
 @interpreted
 @each_dtype
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -99,6 +100,7 @@ def test_quantize(high, power_of_two, dtype):
     check_all(actual, expected_quantized(x, dtype, power_of_two))
 
 
+@pytest.mark.wide
 @interpreted
 @each_dtype
 @pytest.mark.parametrize(("power_of_two", "high"), [(True, jnp.float32), (True, jnp.bfloat16), (False, jnp.float16)])
@@ -151,6 +153,7 @@ def test_powers_of_two_are_the_exact_quotients_with_the_mantissa_cleared(dtype):
     assert_bitwise(_power_of_two(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
 
 
+@pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize(
     "forms", [("row", "square"), ("row", "row"), ("square", "row"), ("square", "square")], ids="-".join
@@ -162,6 +165,7 @@ def test_gemm(shape, forms):
     assert_close(out, expected_product(*operands), 2.0**-20)
 
 
+@pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)], ids=["E4M3 E5M2", "E5M2 E4M3"])
@@ -212,6 +216,7 @@ def test_each_block_leaves_the_tensor_cores_before_it_is_added(square):
         assert (names.count("wgmma_ref"), len(derefs)) == (1, 1)
 
 
+@pytest.mark.wide("(400, 272, 912)")
 @interpreted
 @pytest.mark.parametrize("shape", [(16, 16, 16), (400, 272, 912)], ids=str)
 def test_the_kernels_lower_for_cuda(shape):

@@ -95,6 +95,16 @@ def promotion():
         yield
 
 
+@pytest.mark.wide(
+    "current, powers of two-float32",
+    "block, fp32 scales, hybrid-float32",
+    "mxfp8, hybrid-float32",
+    "nvfp4 to nearest-float32",
+    "nvfp4 bare-float32",
+    "custom: block x, MX kernel-float32",
+    "block-bfloat16",
+    "mxfp8-bfloat16",
+)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [(name, "float32") for name in RECIPES] + [(name, "bfloat16") for name in ("block", "mxfp8", "nvfp4 to nearest")],
@@ -144,6 +154,7 @@ def test_dense_under_nvfp4_with_stochastic_rounding():
 FUSED = ["block", "mxfp8", "nvfp4 bare"]
 
 
+@pytest.mark.wide("block")
 @pytest.mark.parametrize("recipe", FUSED)
 def test_layernorm_dense(recipe):
     chosen, by_role = RECIPES[recipe]
@@ -159,6 +170,7 @@ def test_layernorm_dense(recipe):
         assert_same_rounding(actual, expected[name], 1e-3 if actual.ndim == 1 else 4 * TOLERANCE["float32"], what=name)
 
 
+@pytest.mark.wide("nvfp4 bare")
 @pytest.mark.parametrize("recipe", FUSED)
 def test_layernorm_mlp(recipe):
     chosen, by_role = RECIPES[recipe]

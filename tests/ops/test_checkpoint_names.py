@@ -37,6 +37,7 @@ def work(layer: nnx.Module, policy: str) -> Counter[str]:
     return counts
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("layer", list(LAYERS))
 def test_nothing_is_quantized_twice(layer: str, recipe: str) -> None:

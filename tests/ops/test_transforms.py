@@ -39,6 +39,16 @@ def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
         assert_close(actual, wanted, tolerance)
 
 
+@pytest.mark.wide(
+    "dense-delayed",
+    "dense row-none",
+    "layernorm_dense-current",
+    "layernorm_mlp gelu-block",
+    "layernorm_mlp swiglu-none",
+    "attention causal-none",
+    "attention padding_causal packed-none",
+    "softmax_cross_entropy-none",
+)
 @pytest.mark.parametrize(("name", "recipe"), WITH_RECIPES)
 def test_scan(name, recipe):
     """A scan over two layers' arguments: outputs, gradients and next states are those of two calls."""
@@ -60,6 +70,15 @@ def test_scan(name, recipe):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
+@pytest.mark.wide(
+    "dense-nvfp4",
+    "layernorm_dense-delayed",
+    "layernorm_mlp gelu-block",
+    "layernorm_mlp swiglu-current",
+    "attention padding-none",
+    "activation swiglu-none",
+    "softmax_cross_entropy-none",
+)
 @pytest.mark.parametrize(("name", "recipe"), WITH_RECIPES)
 def test_remat(name, recipe):
     case, recipe = small(name, recipe), RECIPES[recipe]
@@ -81,6 +100,7 @@ def test_remat_that_saves_only_named_tensors():
     assert_same(named, plain)
 
 
+@pytest.mark.wide("dense row", "layernorm_dense", "layernorm_mlp swiglu", "attention padding", "softmax_cross_entropy")
 @pytest.mark.parametrize("name", CASES)
 def test_vmap(name):
     """Without a recipe, a mapped op is the op on each slice. (Under a recipe each slice has scales of its own: see

@@ -101,6 +101,7 @@ def check(q, expected, x):
 KINDS = ["even", "magnitudes", "special blocks", "near overflow", "inf", "nan"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("high", "jit"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", True)]
 )
@@ -114,6 +115,7 @@ def test_values_and_scales(name, high, jit):
             check(q, formula(x, columnwise), x)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["1x128", "128x128", "mx", "nvfp4", "nvfp4 2-D", "nvfp4 hadamard", "tensor"])
 @pytest.mark.parametrize(("shape", "axis"), [((2, 24, 3, 25), 2), ((48, 3, 15), 1), ((3, 16, 40), -1), ((16, 5), -1)])
 def test_matrix_views_and_partial_blocks(name, shape, axis):
@@ -129,6 +131,7 @@ def test_matrix_views_and_partial_blocks(name, shape, axis):
             np.testing.assert_allclose(q.values().reshape(matrix.shape), expected.values(), rtol=2.0**-22)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("high", list(HIGH))
 @pytest.mark.parametrize("name", [name for name in CASES if "hadamard" not in name])
 def test_dequantize_is_within_half_a_spacing(name, high):

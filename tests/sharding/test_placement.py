@@ -38,6 +38,7 @@ def largest_array(compiled: Any) -> int:
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
+@pytest.mark.wide("sizes2-explicit")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"tensor": 8}, {"fsdp": 2, "tensor": 4}])
 def test_a_model_built_under_jit_is_whole_on_no_device(sizes: dict[str, int], axis_type: Any) -> None:
@@ -61,7 +62,7 @@ def test_axes_that_split_activations_alone_have_the_parameters_on_every_device(s
         assert len(leaf.sharding.device_set) == 8
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"tensor": 8}])
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, pytest.param({"tensor": 8}, marks=pytest.mark.slow)])
 def test_a_train_state_is_whole_on_no_device(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     programs, jit = [], jax.jit
 

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jax_te.cli.parser import build_parser
+from jax_te.cli.resolve import resolve
+from jax_te.cli.run_files import write_config
 from jax_te.metrics.log import read_metrics
 
 TEXT = os.__file__
@@ -34,6 +37,17 @@ def jax_te(*argv, **options):
     """Run ``jax-te`` in a process of its own to its end."""
     argv, options = command(*argv, **options)
     return subprocess.run(argv, check=False, timeout=300, **options)
+
+
+def configured(output, *argv):
+    """Write the configuration that ``jax-te train`` would, with the options after ``train``, and return it.
+
+    To the commands that compute nothing it is a run, and with a folder in ``checkpoints/`` also one to resume.
+    """
+    output.mkdir(exist_ok=True)
+    run, _ = resolve(build_parser("train").parse_args(["train", *map(str, argv)]), output)
+    write_config(run, output)
+    return run
 
 
 def records(output):

@@ -109,6 +109,7 @@ def count(half: Call, *args: Any, name: str = "dot_general") -> int:
     return within(jax.make_jaxpr(half)(*args).jaxpr)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_have_input_gradient_gemms_first_and_weight_gradient_gemms_second(name: str, recipe: Any) -> None:
@@ -121,6 +122,7 @@ def test_layers_have_input_gradient_gemms_first_and_weight_gradient_gemms_second
             assert len(re.findall(r"= \S+ dot\(", text)) == gemms
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("recipe", "layer"),
     [

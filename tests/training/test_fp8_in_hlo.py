@@ -44,6 +44,7 @@ def f8_values(hlo):
     return found
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_every_linear_has_f8_operands_in_compiled_hlo(recipe):
     found = f8_values(lowered(recipe=recipe).compile().as_text())
@@ -53,6 +54,7 @@ def test_every_linear_has_f8_operands_in_compiled_hlo(recipe):
             assert len(found[layer, scope, "f8e5m2"]) == BACKWARD[scope], (layer, scope, found)
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_every_gemm_of_a_linear_multiplies_f8_by_f8(recipe):
     dots = [line for line in lowered(recipe=recipe).as_text().splitlines() if "stablehlo.dot_general" in line]

@@ -130,7 +130,10 @@ def test_a_scale_from_smaller_amaxes_saturates():
         assert_statistics(tensor, in_numpy(array, name))  # as if scaled by itself: that is what calibration is for
 
 
-@pytest.mark.parametrize(("recipe", "name"), [(MXFP8BlockScaling(), "e4m3"), (NVFP4BlockScaling(), "e2m1")])
+@pytest.mark.wide("mxfp8")  # the other is in tests/cli/test_inspect.py, too
+@pytest.mark.parametrize(
+    ("recipe", "name"), [(MXFP8BlockScaling(), "e4m3"), (NVFP4BlockScaling(), "e2m1")], ids=["mxfp8", "nvfp4"]
+)
 def test_block_recipes_and_both_kernels_of_a_layer(recipe, name):
     with autocast(recipe):
         found = inspect_precision(gpt(nnx.Rngs(0)), gpt_loss, gpt_batch())
@@ -183,13 +186,13 @@ def test_a_model_that_quantizes_nothing_or_cannot_be_compared_is_refused():
         inspect_precision(quantize_parameters(layer), linear_loss, batch)
 
 
-def steps(count, recipe, inspect, *, microbatches=2, fp8_param=False, scaler=None):
+def steps(count, recipe, inspect):
     """Run some steps, inspecting each or none; the last state and what was seen."""
     tx, seen, batch = optax.adam(1e-2), [], draw("batch", (64, 32))
-    look = make_inspection(pair_loss, microbatches=microbatches)
+    look = make_inspection(pair_loss, microbatches=2)
     with autocast(recipe):
-        state = create_train_state(Pair, tx, key=jax.random.key(0), fp8_param=fp8_param, scaler=scaler)
-        step = make_train_step(pair_loss, tx, microbatches=microbatches)
+        state = create_train_state(Pair, tx, key=jax.random.key(0))
+        step = make_train_step(pair_loss, tx, microbatches=2)
         for _ in range(count):
             if inspect:
                 seen.append(look(state, batch))
@@ -197,7 +200,8 @@ def steps(count, recipe, inspect, *, microbatches=2, fp8_param=False, scaler=Non
     return state, metrics, seen
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), NVFP4BlockScaling()])
+@pytest.mark.wide("delayed")
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), NVFP4BlockScaling()], ids=["delayed", "nvfp4"])
 def test_looking_changes_nothing(recipe):
     plain, metrics, _ = steps(3, recipe, inspect=False)
     watched, same_metrics, seen = steps(3, recipe, inspect=True)
@@ -219,10 +223,12 @@ def test_the_scales_are_those_of_the_step():
 
 
 def test_loss_scale_and_quantized_parameters():
-    recipe = Float8CurrentScaling()
-    _, _, (plain,) = steps(1, recipe, inspect=True)
-    _, _, (scaled,) = steps(1, recipe, inspect=True, scaler=DynamicLossScale(initial_scale=64.0))
-    state, _, (held,) = steps(1, recipe, inspect=True, fp8_param=True)
+    look, found = make_inspection(pair_loss, microbatches=2), []
+    with autocast(Float8CurrentScaling()):
+        for options in ({}, {"scaler": DynamicLossScale(initial_scale=64.0)}, {"fp8_param": True}):
+            state = create_train_state(Pair, optax.adam(1e-2), key=jax.random.key(0), **options)
+            found.append(look(state, draw("batch", (64, 32))))
+    plain, scaled, held = found
     assert held == plain  # kernels are looked at as their masters
     for one, other in zip(plain, scaled, strict=True):
         factor = 64.0 if one.role == "grad" else 1.0
@@ -240,18 +246,18 @@ def test_recompute_changes_nothing():
         assert other.relative_mse == pytest.approx(one.relative_mse, rel=0.05)
 
 
-def test_on_meshes():
-    tx, look, found = optax.sgd(0.1), make_inspection(gpt_loss), {}
-    for mode in ("no mesh", "auto", "explicit"):
-        with use_mesh(mode), autocast(Float8CurrentScaling()):
-            state = create_train_state(gpt, tx, key=jax.random.key(0))
-            found[mode] = look(state, gpt_batch())
-    for mode in ("auto", "explicit"):
-        assert len(found[mode]) == 12
-        for one, other in zip(found["no mesh"], found[mode], strict=True):
-            assert (one.module, one.role) == (other.module, other.role)
-            for name in ("amax", "scale", "relative_mse"):
-                assert getattr(other, name) == pytest.approx(getattr(one, name), rel=0.02)
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+def test_on_meshes(mode):
+    look, found = make_inspection(gpt_loss), []
+    for place in ("no mesh", mode):
+        with use_mesh(place), autocast(Float8CurrentScaling()):
+            state = create_train_state(gpt, optax.sgd(0.1), key=jax.random.key(0))
+            found.append(look(state, gpt_batch()))
+    assert len(found[0]) == 12
+    for one, other in zip(*found, strict=True):
+        assert (one.module, one.role) == (other.module, other.role)
+        for name in ("amax", "scale", "relative_mse"):
+            assert getattr(other, name) == pytest.approx(getattr(one, name), rel=0.02)
 
 
 def test_calibration_takes_states_away_where_there_are_none():

@@ -66,6 +66,7 @@ def run(recipe, *, steps: int = 3, microbatches: int = 1, dtype=jnp.float32, cal
     return state, losses
 
 
+@pytest.mark.wide("delayed-2")
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [
@@ -144,6 +145,7 @@ def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(na
         assert quantizations(depth_body, shape) == 0
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     "name",
     ["none", *(pytest.param(name, marks=pytest.mark.slow) if name == "nvfp4" else name for name in QUANTIZED)],
@@ -179,18 +181,15 @@ def test_kernels_quantized_in_every_microbatch_give_the_same_bits():
     assert_same(*(jax.tree.leaves(state.params) for state in states))
 
 
-def test_gradients_of_bf16_kernels_are_not_rounded_to_bf16():
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_gradients_of_bf16_kernels_are_not_rounded_to_bf16(microbatches):
     """The masters move by an fp32 gradient: with sgd(1) the update of a master has bits that bf16 has not."""
-    for microbatches in (1, 2):
-        with autocast(None):
-            state = create_train_state(
-                lambda rngs: Net(rngs, dtype=jnp.bfloat16), optax.sgd(1.0), key=jax.random.key(0)
-            )
-            before = np.asarray(state.masters["head"]["kernel"][...])
-            state, _ = make_train_step(loss_fn, optax.sgd(1.0), microbatches=microbatches)(state, batch(jnp.bfloat16))
-        update = np.asarray(state.masters["head"]["kernel"][...]) - before
-        rounded = update.astype(jnp.bfloat16).astype(np.float32)
-        assert np.mean(update != rounded) > 0.9
+    state = create_train_state(lambda rngs: Net(rngs, dtype=jnp.bfloat16), optax.sgd(1.0), key=jax.random.key(0))
+    before = np.asarray(state.masters["head"]["kernel"][...])
+    state, _ = make_train_step(loss_fn, optax.sgd(1.0), microbatches=microbatches)(state, batch(jnp.bfloat16))
+    update = np.asarray(state.masters["head"]["kernel"][...]) - before
+    rounded = update.astype(jnp.bfloat16).astype(np.float32)
+    assert np.mean(update != rounded) > 0.9
 
 
 def test_no_second_copy_of_all_gradients_is_alive():
@@ -239,20 +238,20 @@ def _normed(mlp, x):
     return (x - mean) / jnp.sqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + 1e-5)
 
 
-def test_kernels_read_directly_by_the_loss_keep_their_values_and_gradients():
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+def test_kernels_read_directly_by_the_loss_keep_their_values_and_gradients(dtype):
     """A penalty on the kernels themselves: its gradient is added to that of the layers' GEMMs."""
 
     def penalized(model, x, key):
         return loss_fn(model, x, key) + 0.5 * jnp.sum(jnp.square(model.head.kernel[...].astype(jnp.float32)))
 
-    for dtype in (jnp.float32, jnp.bfloat16):
-        states = []
-        for fn in (loss_fn, penalized):
-            net = functools.partial(Net, dtype=dtype)
-            state = create_train_state(net, optax.sgd(1.0), key=jax.random.key(0))
-            start = np.asarray(state.params["head"]["kernel"][...].astype(jnp.float32))
-            after, _ = make_train_step(fn, optax.sgd(1.0), microbatches=2)(state, batch(dtype))
-            full = after.masters if dtype == jnp.bfloat16 else after.params
-            states.append(np.asarray(full["head"]["kernel"][...]))
-        # d/dk of 0.5 k^2 is k; bf16 gradients of the direct use are rounded once.
-        np.testing.assert_allclose(states[0] - states[1], start, atol=1e-6 if dtype == jnp.float32 else 2e-4)
+    states = []
+    for fn in (loss_fn, penalized):
+        net = functools.partial(Net, dtype=dtype)
+        state = create_train_state(net, optax.sgd(1.0), key=jax.random.key(0))
+        start = np.asarray(state.params["head"]["kernel"][...].astype(jnp.float32))
+        after, _ = make_train_step(fn, optax.sgd(1.0), microbatches=2)(state, batch(dtype))
+        full = after.masters if dtype == jnp.bfloat16 else after.params
+        states.append(np.asarray(full["head"]["kernel"][...]))
+    # d/dk of 0.5 k^2 is k; bf16 gradients of the direct use are rounded once.
+    np.testing.assert_allclose(states[0] - states[1], start, atol=1e-6 if dtype == jnp.float32 else 2e-4)

@@ -44,6 +44,7 @@ def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
     return loss
 
 
+@pytest.mark.wide("parameters in FP8", "explicit mesh")
 @pytest.mark.parametrize(
     ("dtype", "recipe", "fp8_param", "mesh"),
     [
@@ -53,6 +54,7 @@ def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
         (jnp.bfloat16, RECIPE, False, "auto"),
         (jnp.bfloat16, RECIPE, False, "explicit"),
     ],
+    ids=["no recipe", "recipe", "parameters in FP8", "auto mesh", "explicit mesh"],
 )
 def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
     """Losses, parameters, masters, states, scaler and counters; the third step is skipped."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,7 @@ def weighted_loss(model, batch, key):
     return WeightedMean(jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"]))
 
 
+@pytest.mark.wide("explicit")
 def test_weighted_microbatches_give_the_mean_over_the_whole_batch(mesh_mode):
     """Weights differ between microbatches; in one of them no example counts."""
     batch = make_batch(0) | {
@@ -126,6 +129,7 @@ def test_optimizer_state_is_of_the_masters():
     assert {leaf.dtype.name for leaf in moments} == {"float32"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("where", ["input", "loss", "gradient"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_that_is_not_finite_changes_only_step_counter_and_scaler(where, microbatches):
@@ -268,9 +272,9 @@ def test_metrics_are_fp32_scalars():
     assert all(value.dtype == jnp.float32 and value.shape == () for value in metrics.values())
 
 
-@pytest.fixture(scope="module")
-def without_mesh():
-    return {microbatches: three_steps(microbatches)[1] for microbatches in (1, 2)}
+@functools.cache
+def without_mesh(microbatches):
+    return three_steps(microbatches)[1]
 
 
 def three_steps(microbatches):
@@ -290,15 +294,17 @@ def three_steps(microbatches):
     return state, losses
 
 
+@pytest.mark.wide("2-explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_mesh_gives_the_same_losses_and_keeps_shardings(mode, microbatches, without_mesh):
+def test_a_mesh_gives_the_same_losses_and_keeps_shardings(mode, microbatches):
+    alone = without_mesh(microbatches)
     with use_mesh(mode):
         state, losses = three_steps(microbatches)
         abstract = abstract_train_state(half_toy, optax.adam(1e-2), scaler=DynamicLossScale())
         for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
             assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
-    np.testing.assert_allclose(losses, without_mesh[microbatches], rtol=1e-4)
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
 
 
 def test_evaluation_uses_no_key_no_dropout_and_leaves_the_state():

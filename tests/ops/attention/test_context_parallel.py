@@ -62,6 +62,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
+@pytest.mark.wide(
+    "p2p-causal-natural",
+    "p2p-causal-zigzag",
+    "all_gather-causal-zigzag",
+    "all_gather-no_mask-natural",
+    "a2a-causal-natural",
+    "a2a-no_mask-zigzag",
+    "a2a+p2p-causal-zigzag",
+    "a2a+p2p-no_mask-natural",
+)
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
 @pytest.mark.parametrize("kind", WAYS)
@@ -72,6 +82,21 @@ def test_every_way_gives_one_devices_numbers(kind: str, mask_type: str, zigzag: 
     compare(mesh, way(kind, mesh.shape["context"], zigzag=zigzag), {"mask_type": mask_type})
 
 
+@pytest.mark.wide(
+    "p2p-window",
+    "p2p-lengths, bottom right",
+    "p2p-packed, causal, window",
+    "p2p-dropout",
+    "p2p-max logits",
+    "all_gather-window on both sides",
+    "all_gather-packed",
+    "all_gather-bias by key",
+    "all_gather-mask",
+    "a2a-bias",
+    "a2a-learnable",
+    "a2a-dropout",
+    "a2a-max logits",
+)
 @pytest.mark.parametrize(
     ("kind", "option"),
     [(kind, option) for kind in WAYS[:3] for option in OPTIONS if kind != "p2p" or option not in NOT_ON_A_RING],
@@ -82,6 +107,7 @@ def test_options(kind: str, option: str) -> None:
     compare(context_mesh(context=size), way(kind, size, zigzag=True), OPTIONS[option])
 
 
+@pytest.mark.wide("alibi", "dropout")
 @pytest.mark.parametrize("option", ["alibi", "learnable", "dropout", "max logits"])
 def test_heads_split_among_tensor_ranks_and_in_groups_of_context_ranks(option: str) -> None:
     """Arrays and gradients of each head, and sums over the heads of all devices."""
@@ -127,6 +153,7 @@ def test_one_array_of_queries_keys_and_values(kind: str) -> None:
     compare(context_mesh(context=2, tensor=2), way(kind, 2), {"mask_type": "causal"}, qkv)
 
 
+@pytest.mark.wide("p2p", "a2a+p2p")
 @pytest.mark.parametrize("kind", WAYS)
 def test_half_precision(kind: str) -> None:
     qkv, g = operands(4, dtype=jnp.bfloat16), draw("g", (B, S, N, D), jnp.bfloat16)
@@ -158,6 +185,7 @@ def barriers_hold() -> bool:
     return len(re.findall(r" sine\(", text)) == 2
 
 
+@pytest.mark.wide("p2p", "a2a+p2p")
 @pytest.mark.parametrize("kind", WAYS)
 def test_what_is_communicated(kind: str) -> None:
     """Keys and values are one array for a send of a ring; backward sends them again rather than keep them."""
@@ -368,6 +396,18 @@ ON_DIAGONALS = [
 ]
 
 
+@pytest.mark.wide(
+    "p2p-causal",
+    "p2p-no_mask",
+    "p2p-max logits",
+    "all_gather-causal",
+    "all_gather-learnable",
+    "all_gather-window",
+    "all_gather-lengths, bottom right",
+    "all_gather-packed, causal, window",
+    "a2a-bias",
+    "a2a+p2p-causal",
+)
 @pytest.mark.parametrize(("kind", "option"), ON_DIAGONALS)
 def test_cudnn_is_handed_parts_along_diagonals(diagonals: Diagonals, kind: str, option: str) -> None:
     arguments = OPTIONS.get(option, {"mask_type": option})

@@ -74,6 +74,17 @@ def qkv(groups=2, dv=6):
     return draw("q", (B, SQ, N, D)), draw("k", (B, SKV, groups, D)), draw("v", (B, SKV, groups, dv))
 
 
+@pytest.mark.wide(
+    "padding, bottom right",
+    "causal window",
+    "window, padding, bottom right",
+    "window, arbitrary",
+    "bias before the scale",
+    "alibi, bottom right",
+    "off by one",
+    "learnable",
+    "softcap",
+)
 @pytest.mark.parametrize("case", list(CASES))
 def test_value_and_gradients(case):
     arguments, oracle = CASES[case]
@@ -152,6 +163,7 @@ def test_options_on_meshes(mesh_mode):
     assert all(np.isfinite(np.asarray(a)).all() and np.asarray(a).any() for a in gradients)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("window", [None, (2, 0)])
 def test_packed_sequences_equal_each_one_alone(mask_type, window):

@@ -60,6 +60,7 @@ def reference(kind):
     return run_dense(KINDS[kind]() if kind else None)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["delayed", "current", "block"])
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
 def test_each_gemm_alone_is_in_high_precision(kind, flags):
@@ -117,6 +118,7 @@ def test_fused_ops_are_made_of_their_parts(flags):
                 assert_same_rounding(ours, wanted, 1e-3 if ours.ndim == 1 else 4 * TOLERANCE["float32"])
 
 
+@pytest.mark.wide("block")
 @pytest.mark.parametrize("kind", list(KINDS)[1:])
 def test_save_original_input_changes_no_value(kind):
     plain, saving = run_dense(KINDS[kind]()), run_dense(KINDS[kind](), save_original_input=True)
@@ -208,6 +210,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", ["dense", "layernorm_mlp gelu"])
 def test_low_precision_arrays_are_in_the_compiled_program(name, kind):

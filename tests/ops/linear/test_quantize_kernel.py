@@ -42,6 +42,7 @@ def inputs(name="dense"):
     return case, case.args["x"], case.args.get("kernel")
 
 
+@pytest.mark.wide
 @by_name
 @pytest.mark.parametrize("portable", [False, True])
 def test_a_call_with_it_is_the_call_with_the_kernel(recipe, portable):
@@ -63,6 +64,7 @@ def test_a_call_with_it_is_the_call_with_the_kernel(recipe, portable):
         assert_bitwise(ours, wanted)
 
 
+@pytest.mark.wide("delayed", "nvfp4")
 @by_name
 def test_it_crosses_jit_scan_and_remat(recipe):
     """Quantized once outside, used in each iteration."""
