@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import jax.numpy as jnp
 
@@ -50,14 +50,19 @@ class OperandPrecision:
     Args:
         quantizer: None: the operand is not quantized.
         read_quantized, read_unquantized: whether a GEMM reads it quantized, or as it is.
-        one_scale: the operand has one scale (or none), so that shards quantized under the amax of the whole tensor are
-            the shards of the quantized tensor.
+        one_scale: the operand has one scale (or none), so that shards quantized under one amax are the shards of the
+            quantized tensor.
     """
 
     quantizer: Quantizer | None = None
     read_quantized: bool = True
     read_unquantized: bool = False
     one_scale: bool = True
+
+    @property
+    def whole_amax(self) -> bool:
+        """Whether a current scale on a mesh is that of the whole tensor, not of the shards that one GEMM reads."""
+        return isinstance(self.quantizer, TensorQuantizer) and self.quantizer.amax_scope == "whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,22 @@ class Precision:
             f"next is {size + -size % self.alignment}); {shapes}. Change the size, or run this layer inside "
             "`with autocast(None):`"
         )
+
+    def split_misfit(self, tokens: Any, kernel: Any) -> str | None:
+        """Return why quantizing shards is not quantizing the whole, or None.
+
+        Args:
+            tokens: shape of one device's rows.
+            kernel: shape of one device's part of a kernel.
+        """
+        multiple = self.shard_multiple
+        if multiple is None:
+            return f"recipe {self.recipe_name!r} has scales of the whole tensor beside those of its blocks"
+        sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
+        for name, size in sizes.items():
+            if size % multiple:
+                return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
+        return None
 
     def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:
         """Return the scale that an operand's next use quantizes with; None except under delayed scaling."""
@@ -188,7 +209,7 @@ def quantizer_for(recipe: Recipe | None, role: TensorRole) -> Quantizer | None:
     if isinstance(recipe, DelayedScaling):
         return TensorQuantizer(dtype=dtype, scaling="delayed")
     if isinstance(recipe, Float8CurrentScaling):
-        return TensorQuantizer(dtype=dtype, power_of_two=recipe.use_power_2_scales)
+        return TensorQuantizer(dtype=dtype, power_of_two=recipe.use_power_2_scales, amax_scope=recipe.amax_scope)
     if isinstance(recipe, Float8BlockScaling):
         # Kernels in squares, so that both GEMMs that read a kernel read the same values.
         return BlockQuantizer(dtype=dtype, two_dimensional=role == "kernel", power_of_two=not recipe.use_f32_scales)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast, get_args
 
 import jax.numpy as jnp
 
+from jax_te.config.internal import check_choice
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe.internal import AmaxScope, fp8_max
 from jax_te.sharding.internal import MeshAxes, reduce_max
 from jax_te.typing import Array, DTypeLike
 
@@ -51,6 +52,7 @@ class TensorQuantizer(Quantizer):
         dtype: float8_e4m3fn or float8_e5m2.
         scaling: ``"delayed"``: the scale is given; ``"current"``: it is ``max(dtype) / amax(x)``.
         power_of_two: current scales are rounded down to powers of two.
+        amax_scope: of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
 
     Source: ``transformer_engine.jax.quantize.DelayedScaleQuantizer``, ``CurrentScaleQuantizer``.
 
@@ -64,8 +66,10 @@ class TensorQuantizer(Quantizer):
 
     scaling: Literal["delayed", "current"] = "current"
     power_of_two: bool = False
+    amax_scope: AmaxScope = "group"
 
     def __post_init__(self) -> None:
+        check_choice(get_args(AmaxScope), amax_scope=self.amax_scope)
         fp8_max(self.dtype)  # raises for another dtype
         if self.scaling not in ("delayed", "current"):
             raise ValueError(f"scaling must be 'delayed' or 'current', got {self.scaling!r}")
@@ -111,20 +115,31 @@ class Quantization(NamedTuple):
     Args:
         quantizer: None: not at all.
         scale: fp32 ``[]``, for delayed scaling only.
-        amax_axes: mesh axes over which an amax of the array at hand, one device's shard, is reduced to the tensor's.
+        amax_axes: mesh axes over which an amax of the array at hand, one device's shard, is reduced. None: the array is
+            no shard.
     """
 
     quantizer: Quantizer | None = None
     scale: Array | None = None
-    amax_axes: MeshAxes = ()
+    amax_axes: MeshAxes | None = None
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether the tensor must be there before it is quantized, because the amax of its shard gives the scale."""
+        quantizer = self.quantizer
+        return self.amax_axes is not None and isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current"
 
     def of_shard(self, x: Array) -> Quantization:
-        """Return the quantization of the shard ``x`` that gives the shard of the quantized tensor."""
-        quantizer = self.quantizer
-        if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
+        """Return the quantization of the shard ``x`` that gives the shard of the quantized tensor.
+
+        All shards take this way, also those that share their scale with no other: backends tell delayed from current
+        scaling, and a GEMM takes operands of one kind.
+        """
+        if not self.needs_amax:
             return self
-        # With the whole tensor's amax, current scaling is delayed scaling under a scale that is known.
-        scale = quantizer.scale_for(reduce_max(amax(x), self.amax_axes), None)
+        quantizer, axes = cast(TensorQuantizer, self.quantizer), cast(MeshAxes, self.amax_axes)
+        # With the amax of all shards that share it, current scaling is delayed scaling under a scale that is known.
+        scale = quantizer.scale_for(reduce_max(amax(x), axes), None)
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_te.recipe.base import GEMMS
 from jax_te.recipe.format import E2M1_MAX, E4M3_MAX, fp8_max
-from jax_te.recipe.tensor_scaling import MAX_MARGIN
+from jax_te.recipe.tensor_scaling import MAX_MARGIN, AmaxScope
 
 if TYPE_CHECKING:
     from jax_te.recipe.context import ambient_recipe
@@ -14,6 +14,7 @@ __all__ = [
     "E4M3_MAX",
     "GEMMS",
     "MAX_MARGIN",
+    "AmaxScope",
     "ambient_recipe",
     "fp8_max",
 ]

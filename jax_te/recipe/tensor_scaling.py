@@ -8,6 +8,8 @@ from typing import Literal
 from jax_te.config.internal import check_positive
 from jax_te.recipe.base import Recipe
 
+AmaxScope = Literal["group", "whole"]
+
 MAX_MARGIN = 17
 """With 18 the largest value of a tensor would be below E4M3's smallest, 448 / 2**18 < 2**-9."""
 
@@ -70,15 +72,23 @@ class Float8CurrentScaling(Recipe):
 
     Args:
         use_power_2_scales: round every scale down to a power of two.
+        amax_scope: on a mesh, which shards of a tensor share a scale. ``"group"``: those that an all-gather joins
+            before a GEMM, that is of an input or gradient the shards of its sequence over the tensor axis, of a kernel
+            those over the fsdp axis; no device waits for data-parallel ones, and values depend on the mesh.
+            ``"whole"``: all shards, so that values are those of one device, for an all-reduce over all devices for
+            each tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer
+            whose devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
-    Source: ``transformer_engine.common.recipe.Float8CurrentScaling``.
+    Source: ``transformer_engine.common.recipe.Float8CurrentScaling``; the groups are those of
+        ``transformer_engine.jax.cpp_extensions.amax.AmaxScope``, ``TPSP`` and ``FSDP``.
 
     >>> Float8CurrentScaling().has_state
     False
     """
 
     use_power_2_scales: bool = False
+    amax_scope: AmaxScope = "group"
 
     @property
     def name(self) -> str:

@@ -273,6 +273,17 @@ def partition_spec(dims: Dims) -> PartitionSpec:
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in dims))
 
 
+def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
+    """Return the mesh axes along which a kernel is all-gathered before its GEMM.
+
+    >>> gathered_axes(("heads_fsdp", "hidden"), AbstractMesh((2, 2), ("fsdp", "tensor")))
+    ('fsdp',)
+    """
+    split = mesh_dims(tuple(map(activation_axis, kernel_axes)), mesh)
+    pairs = zip(mesh_dims(kernel_axes, mesh), split, strict=True)
+    return tuple(axis for axes, kept in pairs for axis in axes if axis not in kept)
+
+
 def local_shape(shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> tuple[int, ...] | None:
     """Return the shape of one device's shard; None if the array does not divide.
 

@@ -94,7 +94,9 @@ def test_what_lies_between_the_layers_is_split_along_the_sequence(mode: Any) -> 
 
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
-    "recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Float8BlockScaling()], ids=lambda r: r.name
+    "recipe",
+    [DelayedScaling(amax_history_len=2), Float8CurrentScaling(amax_scope="whole"), Float8BlockScaling()],
+    ids=lambda r: r.name,
 )
 def test_sequence_parallelism_under_recipes(recipe: Any) -> None:
     """Scales come from the whole tensor, however it is split."""

@@ -19,7 +19,11 @@ from jax_te.sharding import make_mesh, named_sharding
 from tests.support.cases import CASES, GEMM_CASES, make_case
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, quick_jit, with_vjp
 
-RECIPES = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling(amax_history_len=2)}
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(amax_scope="whole"),
+    "delayed": DelayedScaling(amax_history_len=2),
+}
 FP8 = [(name, recipe) for name in GEMM_CASES for recipe in ("current", "delayed") if name != "layernorm_mlp gelu"]
 
 

@@ -87,6 +87,7 @@ def test_every_field_takes_part_in_equality_and_hash(kind):
         "amax_compute_algo": "most_recent",
         "tp_only_amax_red": True,
         "use_power_2_scales": True,
+        "amax_scope": "whole",
         "use_f32_scales": True,
         "disable_rht": True,
         "disable_stochastic_rounding": True,

@@ -27,7 +27,11 @@ from tests.support.numerics import draw, relative_l2
 pytestmark = pytest.mark.te
 
 B, S, H, F = 4, 32, 64, 128
-RECIPES: dict[str, Recipe | None] = {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
+RECIPES: dict[str, Recipe | None] = {
+    "none": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(amax_scope="whole"),
+}
 
 
 class Block(nnx.Module):
@@ -75,6 +79,21 @@ def test_devices_of_a_mesh_give_what_one_gives(recipe: str, sequence_parallel: b
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == want.dtype
         assert relative_l2(jax.device_get(got), jax.device_get(want)) < 5e-6
+
+
+def test_shards_share_the_scales_that_they_share_in_plain_jax() -> None:
+    mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
+    with jax.set_mesh(mesh):
+        found = {}
+        for scope, backend in (("group", "te"), ("group", "xla"), ("whole", "te")):
+            with autocast(Float8CurrentScaling(amax_scope=scope)), use_backend(backend):
+                found[scope, backend] = jax.device_get(gradients(True, mesh))
+    far, near = (
+        [relative_l2(got, want) for got, want in zip(found["group", "te"], found[other], strict=True)]
+        for other in (("whole", "te"), ("group", "xla"))
+    )
+    assert max(near) < 5e-6
+    assert max(far) > 0.05  # the rounding of FP8
 
 
 def test_a_call_that_names_no_axes_is_refused_with_the_reason() -> None:

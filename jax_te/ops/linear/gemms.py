@@ -1,7 +1,7 @@
 """The three GEMMs of a linear layer and the quantization of their operands, as functions over explicit residuals.
 
 Every op with a linear layer in it is made of these. On a mesh they run on one device's shards: an operand with one
-scale is quantized as a shard, under the amax of the whole tensor, and all-gathered in FP8; other operands are
+scale is quantized as a shard, under the amax of the shards that share it, and all-gathered in FP8; other operands are
 all-gathered first, so that no block of scales lies on two devices.
 """
 
@@ -19,7 +19,7 @@ from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.quantize.internal import ROLES, Gemm, OpaqueTree, Quantization, TensorRole, pad_rows, unpad_rows
 from jax_te.recipe.internal import GEMMS
 from jax_te.sharding import constrain
-from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
+from jax_te.sharding.internal import all_gather, flat, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 Used = tuple[Array | None, Array | None]
@@ -63,9 +63,10 @@ class LinearResiduals(NamedTuple):
 
 def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization:
     """Return how an operand of this layer is quantized."""
-    precision = spec.precision
-    scale = None if precision.amax_rule is None else precision.scale(state, role)
-    return Quantization(getattr(precision, role).quantizer, scale, spec.plan.amax_axes)
+    precision, plan, operand = spec.precision, spec.plan, getattr(spec.precision, role)
+    # What an all-gather joins has one scale.
+    axes = plan.amax_axes if operand.whole_amax else flat(plan.joined(role))
+    return Quantization(operand.quantizer, precision.scale(state, role), None if plan.mesh is None else axes)
 
 
 def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization | None:
@@ -75,7 +76,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     which must be zeros: a norm's bias and an activation would make others of them.
     """
     precision = getattr(spec.precision, role)
-    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    dims = spec.plan.joined(role)
     # A fused kernel writes quantized values only: statistics, GEMMs in high precision and `show_overflow` need the
     # tensor itself.
     read = spec.observer is not None or precision.read_unquantized or (dims and not precision.one_scale)
@@ -86,7 +87,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
     """Return the operand of a tensor that its op has written as one (see `fused_quantization`), all-gathered."""
-    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    dims = spec.plan.joined(role)
     if dims:
         written = spec.backend.all_gather_operand(written, dims)
     unquantized = getattr(spec.precision, role).quantizer is None
@@ -103,7 +104,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState 
         state: the recipe's state.
         axis: rows of its matrix view end here.
     """
-    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    dims = spec.plan.joined(role)
     if not dims:
         return _quantized(spec, role, x, state, axis=axis)
     if not getattr(spec.precision, role).one_scale:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import Precision, ambient_observer
+from jax_te.quantize.internal import Precision, TensorRole, ambient_observer
 from jax_te.sharding import current_mesh, logical_to_spec
 from jax_te.sharding.internal import (
     REPLICATED,
@@ -20,6 +20,7 @@ from jax_te.sharding.internal import (
     current_rules,
     device_mesh,
     flat,
+    gathered_axes,
     local_shape,
     mesh_dims,
     partition_spec,
@@ -101,6 +102,10 @@ class Plan:
         """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
 
+    def joined(self, role: TensorRole) -> Dims:
+        """Return the mesh axes along which an operand is all-gathered before its GEMMs."""
+        return {"x": self.x_all_gather, "kernel": self.kernel_all_gather, "grad": self.out_reduce_scatter}[role]
+
     def shards(self, args: Any, out: Any) -> Shards | None:
         """Return where arrays lie around an op that runs by this plan; None without a mesh.
 
@@ -180,6 +185,8 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         or not set(flat(plan.out_reduce_scatter)) <= set(plan.contracting_axes)
         or not set(flat(plan.x_all_gather)) <= set(plan.feature_axes)
         or not set(flat(plan.kernel_all_gather)) <= set(plan.row_axes)
+        # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these.
+        or set(flat(plan.kernel_all_gather)) != set(gathered_axes(axes[1], mesh))
     ):
         specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
         return _partitioned(f"{specs} are split in ways that do not go together")
@@ -188,7 +195,7 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         if local_shape(shape, dims, mesh) is None:
             return _partitioned(_indivisible(name, shape, dims, mesh))
     tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
-    return plan.without_mesh(_split_blocks(precision, tokens, local_kernel))
+    return plan.without_mesh(precision.split_misfit(tokens, local_kernel))
 
 
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
@@ -234,15 +241,3 @@ def _common(one: MeshAxes, other: MeshAxes) -> MeshAxes:
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
     return one[:count]
-
-
-def _split_blocks(precision: Precision, tokens: Any, kernel: Any) -> str | None:
-    """Return why quantizing shards of these shapes is not quantizing the whole, or None."""
-    multiple = precision.shard_multiple
-    if multiple is None:
-        return f"recipe {precision.recipe_name!r} has scales of the whole tensor beside those of its blocks"
-    sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
-    for name, size in sizes.items():
-        if size % multiple:
-            return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
-    return None

@@ -15,8 +15,8 @@ from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
 from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
 from jax_te.recipe import Recipe
-from jax_te.sharding import auto_region, current_mesh
-from jax_te.sharding.internal import REPLICATED, device_mesh, local_shape, mesh_dims, partition_spec, reduce_max
+from jax_te.sharding import auto_region, current_mesh, logical_to_spec
+from jax_te.sharding.internal import REPLICATED, device_mesh, gathered_axes, local_shape, mesh_dims, reduce_max
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -74,7 +74,9 @@ def quantize_kernel(
 
     shards = None if portable else _shards(kernel, kernel_axes, quantizer, state)
     if shards is not None:
-        form, amax = _on_devices((chosen, quantizer, shards), shards, (kernel, scale))
+        whole = precision.kernel.whole_amax
+        group = shards.manual_axes if whole else gathered_axes(kernel_axes or (), shards.mesh)
+        form, amax = _on_devices((chosen, quantizer, shards, group), shards, (kernel, scale))
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
@@ -89,16 +91,17 @@ def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state
     mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == 0
     if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or ambient_observer.value is not None:
         return None
-    dims = mesh_dims(axes, mesh)
-    if not whole or local_shape(kernel.shape, dims, mesh) is None:
+    if not whole or local_shape(kernel.shape, mesh_dims(axes, mesh), mesh) is None:
         return None
-    specs, per_device = (partition_spec(dims), REPLICATED), PartitionSpec(mesh.axis_names)
+    specs, per_device = (logical_to_spec(axes, mesh), REPLICATED), PartitionSpec(mesh.axis_names)
     return Shards(mesh=mesh, args=specs, out=(per_device, REPLICATED), cotangents=specs)
 
 
-def _fwd(spec: tuple[Backend, Quantizer, Shards], args: tuple[Array, Array | None]) -> tuple[Any, None]:
-    (backend, quantizer, shards), (kernel, scale) = spec, args
-    operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, shards.manual_axes), axis=1)
+def _fwd(
+    spec: tuple[Backend, Quantizer, Shards, tuple[str, ...]], args: tuple[Array, Array | None]
+) -> tuple[Any, None]:
+    (backend, quantizer, shards, group), (kernel, scale) = spec, args
+    operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, group), axis=1)
     amax = None if amax is None else reduce_max(amax, shards.manual_axes)
     return (OpaqueTree.pack(operand, per_device=True), amax), None
 

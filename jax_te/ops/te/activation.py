@@ -17,7 +17,7 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 from jax_te.config import ActivationParams
 from jax_te.ops import xla
 from jax_te.ops.linear.spec import Activation
-from jax_te.ops.te.gemm import needs_amax, quantize_operand
+from jax_te.ops.te.gemm import quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import TensorQuantizer
 from jax_te.quantize.internal import Quantization
@@ -31,7 +31,7 @@ def has_kernel(activation: Activation) -> bool:
 
 def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Any, Array | None]:
     """Return ``x [..., n_act, f]`` activated, ``[..., f]``, as an operand, and its amax where reported."""
-    if not is_te_quantizer(how.quantizer) or needs_amax(how) or not has_kernel(activation):
+    if not is_te_quantizer(how.quantizer) or how.needs_amax or not has_kernel(activation):
         return quantize_operand(act(x, activation), how, axis=-1)
     with inside_te():
         te_q = te_quantizer(how.quantizer, how.scale)

@@ -31,7 +31,7 @@ OURS = (QuantizedOperand, BlockOperand)
 
 def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
     """Return ``x`` as an operand, and its amax where the quantizer reports one."""
-    quantizer, scale, _ = how = how.of_shard(x) if how.amax_axes else how
+    quantizer, scale, _ = how = how.of_shard(x)
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, how, axis=axis)
     axis = axis if axis < 0 else axis - x.ndim
@@ -47,7 +47,7 @@ def quantize_dbias(
 
     With a quantizer and a bias, one TE kernel quantizes both ways and sums; te.jax takes three passes there.
     """
-    quantizer, scale, _ = how = how.of_shard(g) if how.amax_axes else how
+    quantizer, scale, _ = how = how.of_shard(g)
     if bias_dtype is None:
         operand, g_amax = quantize_operand(g, how, axis=axis)
         return operand, None, g_amax
@@ -83,11 +83,6 @@ def _quantize_dbias_fused(
         )
         operand = two_sided(te_q, rows, columns, scale_inv, dtype=g.dtype, axis=axis)
     return operand, dbias.astype(bias_dtype), None if current else new_amax.reshape(())
-
-
-def needs_amax(how: Quantization) -> bool:
-    """Return whether the tensor must be there before it is quantized, because its amax is reduced over devices."""
-    return bool(how.amax_axes) and isinstance(how.quantizer, TensorQuantizer) and how.quantizer.scaling == "current"
 
 
 def all_gather_operand(operand: Any, dims: Dims) -> Any:

@@ -9,7 +9,7 @@ import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
 from jax_te.ops.linear.spec import NormSpec
-from jax_te.ops.te.gemm import needs_amax, quantize_operand
+from jax_te.ops.te.gemm import quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
 from jax_te.quantize.internal import Quantization
 from jax_te.typing import Array
@@ -26,7 +26,7 @@ def norm_quantize(
     x: Array, scale: Array, bias: Array | None, spec: NormSpec, how: Quantization
 ) -> tuple[Any, Any, Array | None]:
     """Return the norm's output as an operand, the statistics for backward, the output's amax where reported."""
-    if not is_te_quantizer(how.quantizer) or needs_amax(how):
+    if not is_te_quantizer(how.quantizer) or how.needs_amax:
         y, stats = norm(x, scale, bias, spec)
         operand, y_amax = quantize_operand(y, how, axis=-1)
         return operand, stats, y_amax

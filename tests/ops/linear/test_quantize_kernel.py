@@ -23,6 +23,7 @@ from tests.support.cases import make_case
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
 
+WHOLE = Float8CurrentScaling(amax_scope="whole")
 RECIPES = [
     DelayedScaling(amax_history_len=2),
     Float8CurrentScaling(),
@@ -176,7 +177,7 @@ def test_portable_or_in_the_backends_own_form():
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [WHOLE, Float8BlockScaling()], ids=lambda recipe: recipe.name)
 def test_on_a_mesh_it_is_split_like_the_kernel(recipe, mode):
     """With one scale every device holds its part; blocks are those of the whole kernel."""
     _, _, kernel = inputs()
@@ -188,7 +189,7 @@ def test_on_a_mesh_it_is_split_like_the_kernel(recipe, mode):
         quantized = run(jax.device_put(kernel, wanted))
     if isinstance(quantized.form, OpaqueTree) and quantized.form.per_device:
         data, expected = quantized.form.leaves[0], jax.tree.leaves(alone)[0]
-        assert recipe == Float8CurrentScaling()
+        assert recipe == WHOLE
         for rank, (device, index) in enumerate(wanted.devices_indices_map(kernel.shape).items()):
             assert mesh.devices.flat[rank] == device
             assert_bitwise(np.asarray(data)[rank], expected[index])
