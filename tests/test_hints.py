@@ -40,6 +40,14 @@ GIVEN = [
     (config, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False, "batch_invariant_mode": True}),
     (config, {"gradient_accumulation_fusion": True, "symmetric_ar_type": "one_shot", "use_cpu_initialization": True}),
     (config, {"tp_comm_overlap_disable_fc1": True, "tp_comm_overlap_disable_qkv": True}),
+    (
+        config,
+        {
+            "cuda_graph_retain_backward_graph": True,
+            "cuda_graph_use_single_mempool": False,
+            "cuda_graph_warmup_steps": 1,
+        },
+    ),
     (lambda **hints: DotProductAttention(2, 8, **hints), {"num_splits": 2}),
     (lambda **hints: Linear(16, 16, rngs=nnx.Rngs(0), **hints), {"fuse_wgrad_accumulation": True}),
     (

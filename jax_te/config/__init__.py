@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from jax_te._names import late_names
 from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
+from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.initializers import NormalInit
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
 from jax_te.config.model_parallel import ModelParallelConfig
@@ -20,6 +21,7 @@ __all__ = [
     "ActivationLike",
     "ActivationParams",
     "AttentionConfig",
+    "CudaGraphConfig",
     "ModelParallelConfig",
     "NormalInit",
     "ParallelConfig",

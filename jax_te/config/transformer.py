@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jax_te.config.activation import ActivationLike, activation_parts, named_activation
 from jax_te.config.attention import AttentionConfig
 from jax_te.config.checks import check_annotations, check_positive, check_rate, float_dtype
+from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.initializers import FilledInit
 from jax_te.config.model_parallel import ModelParallelConfig
 from jax_te.config.precision import PrecisionConfig
@@ -20,11 +21,11 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, RecomputeConfig):
+class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, RecomputeConfig, CudaGraphConfig):
     """Sizes and choices of a stack of transformer layers, in Megatron-Core's words.
 
-    It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig` and `RecomputeConfig`, too, all
-    keyword-only.
+    It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig`, `RecomputeConfig` and
+    `CudaGraphConfig`, too, all keyword-only.
 
     Args:
         num_layers: transformer layers.
@@ -53,9 +54,9 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` beside
             an ``activation_func`` that says something else;
             ``distribute_saved_activations`` under sequence parallelism, which splits them already; and as the other
-            four.
-        TypeError: for an initializer or activation that cannot be called or hashed; and as the other four.
-        AssertionError: as `AttentionConfig` and `RecomputeConfig`.
+            five.
+        TypeError: for an initializer or activation that cannot be called or hashed; and as the other five.
+        AssertionError: as `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -84,11 +85,12 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     compute_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        # Not super(): the four bases do not call each other's.
+        # Not super(): the five bases do not call each other's.
         ModelParallelConfig.__post_init__(self)
         PrecisionConfig.__post_init__(self)
         AttentionConfig.__post_init__(self)
         RecomputeConfig.__post_init__(self)
+        CudaGraphConfig.__post_init__(self)
         if self.distribute_saved_activations and self.sequence_parallel:
             raise ValueError(
                 "distribute_saved_activations=True does not go with sequence_parallel=True, under which layers' inputs "

@@ -18,6 +18,7 @@ from jax_te.megatron.float16 import (
     fp32_to_float16,
     mark_keep_in_fp32,
 )
+from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.model_recipe import TEDelayedScaling, recipe_from_config
@@ -58,6 +59,7 @@ from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
+from jax_te.megatron.transformer_layer import TransformerLayer
 
 __all__ = [
     "SYMMETRIC_AR_TYPES",
@@ -68,6 +70,7 @@ __all__ = [
     "Fp4Recipe",
     "Fp8Recipe",
     "GlobMatcher",
+    "GraphableMegatronModule",
     "IncompatibleKeys",
     "InferenceCudaRNGStatesTracker",
     "MatchContext",
@@ -88,6 +91,7 @@ __all__ = [
     "TEQuantizationRecipe",
     "TERowParallelLinear",
     "TransformerEngineConfigType",
+    "TransformerLayer",
     "TwoModeRecipe",
     "apply_quantization_config",
     "condition_init_method",

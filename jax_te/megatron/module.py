@@ -100,7 +100,7 @@ class MegatronModule(TrainingMode):
         and the kept kernels back only with its model (``nnx.jit`` does).
         """
         # Looked up in each call: nnx.merge makes new modules, so the first call's, which Megatron caches, may be gone.
-        if any(getattr(self.config, name, None) is not None for name in _QUANTIZED_BY):
+        if self._quantizes:
             self._set_everywhere("is_first_microbatch", True, unless="disable_parameter_transpose_cache")
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
@@ -121,6 +121,10 @@ class MegatronModule(TrainingMode):
         These are the cached kernels of layers; a subclass may add its own. Megatron's method does nothing.
         """
         drop_cached_kernels(self)
+
+    @property
+    def _quantizes(self) -> bool:
+        return any(getattr(self.config, name, None) is not None for name in _QUANTIZED_BY)
 
     def _set_everywhere(self, name: str, value: Any, *, unless: str = "") -> None:
         for _, module in nnx.iter_modules(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -12,8 +11,9 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.layers import TransformerLayer, keep_in_high_precision
 from jax_te.layers.internal import check_context_size
-from jax_te.megatron import is_layer_window_attention, recipe_from_config
-from jax_te.recipe import autocast, current_recipe
+from jax_te.megatron import recipe_from_config
+from jax_te.megatron.internal import layer_options, layer_precision
+from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {
     "perform_initialization": "; nnx.eval_shape gives a model without arrays",
@@ -49,54 +49,12 @@ def transformer_layer(
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
-    build = functools.partial(_build, config, number, layer_type, self_attn_mask_type, rngs)
-    if not config.in_high_precision(number):
-        return build()
-    # Built without a recipe, so that the layer has no quantizer state that no call would ever update.
-    with autocast(None):
-        layer = build()
+    options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
+    with layer_precision(config, number):
+        layer = TransformerLayer(**options, rngs=rngs)
+    if config.in_high_precision(number):
         keep_in_high_precision(layer)
-        return layer
-
-
-def _build(
-    config: TransformerConfig, number: int, layer_type: Any, self_attn_mask_type: str, rngs: nnx.Rngs
-) -> TransformerLayer:
-    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
-    ffn: Any = config.ffn_hidden_size  # never None: the configuration replaces None by its default
-    kinds = config.cp_comm_type
-    kind = kinds[number] if isinstance(kinds, tuple) else kinds
-    return TransformerLayer(
-        config.hidden_size,
-        ffn,
-        config.num_attention_heads,
-        layernorm_epsilon=config.layernorm_epsilon,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        init_method=config.init_method,
-        output_layer_init_method=config.output_layer_init_method,
-        layer_type=layer_type,
-        kv_channels=config.kv_channels,
-        self_attn_mask_type=self_attn_mask_type,
-        window_size=config.window_size if windowed else None,
-        softmax_scale=config.softmax_scale,
-        softmax_type=config.softmax_type,
-        cp_comm_type="p2p" if kind is None else kind,
-        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
-        cp_load_balanced=config.cp_load_balanced,
-        qk_norm_type=config.normalization if config.qk_layernorm else None,
-        qk_norm_before_rope=True,  # Megatron's order; Transformer Engine's default is the other one
-        tp_size=config.tensor_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-        num_gqa_groups=config.num_query_groups,
-        normalization=config.normalization,
-        zero_centered_gamma=config.layernorm_zero_centered_gamma,
-        activation=config.activation,
-        bias=config.add_bias_linear,
-        params_dtype=config.params_dtype,
-        rngs=rngs,
-    )
+    return layer
 
 
 def check_config(config: TransformerConfig, *, also: Mapping[str, str] | None = None) -> None:
@@ -113,6 +71,11 @@ def check_config(config: TransformerConfig, *, also: Mapping[str, str] | None = 
     """
     check_context_size(config.context_parallel_size)
     hints = {**_NOT_FOLLOWED, **(also or {})}
+    if config.cuda_graph_impl in ("local", "transformer_engine"):
+        raise ValueError(
+            f"the models do not follow cuda_graph_impl={config.cuda_graph_impl!r}; under jax.jit a model or a train "
+            "step is one program, which cuda_graph_impl='full_iteration' says"
+        )
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in hints and value != field.default:

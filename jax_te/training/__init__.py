@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from jax_te._names import late_names
 from jax_te.training.adamw import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
+from jax_te.training.compile_cache import keep_compiled_programs
 from jax_te.training.deferred import FirstHalf, deferred_vjp
 from jax_te.training.gradients import LossFn, WeightedMean, value_and_grad
 from jax_te.training.inspection import (
@@ -38,6 +39,7 @@ __all__ = [
     "deferred_vjp",
     "exact_model",
     "inspect_precision",
+    "keep_compiled_programs",
     "keep_in_bf16_rules",
     "learning_rate_schedule",
     "make_eval_step",

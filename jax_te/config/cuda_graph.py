@@ -1,0 +1,102 @@
+"""Captured graphs, in Megatron's words."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax_te.config.checks import check_annotations, log_hints
+
+_WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """Which calls run as captured graphs; `TransformerConfig` has these fields, too.
+
+    A captured graph is here an executable that XLA compiled ahead of time, see
+    `jax_te.megatron.GraphableMegatronModule`. They concern calls outside of ``jax.jit``: a jitted function is one graph
+    with all that it calls.
+
+    Args:
+        cuda_graph_impl: ``"none"``; ``"local"``: a module captures each new call; ``"transformer_engine"``: in training
+            a module runs the calls that it was made to capture; ``"full_iteration"``: the whole step is one program,
+            which `jax_te.training.make_train_step` under ``jax.jit`` is in any case, so modules capture nothing.
+        cuda_graph_modules: what is captured: ``"full"``, an empty list or ``["attn", "mlp"]``, the whole layer. It
+            becomes ``()``. Parts of a layer are refused.
+        cuda_graph_scope: the deprecated name of ``cuda_graph_modules``; its ``"full_iteration"`` is now a
+            ``cuda_graph_impl``. It becomes None.
+        enable_cuda_graph, external_cuda_graph: the deprecated names of ``cuda_graph_impl="local"`` and
+            ``"transformer_engine"``. They become False.
+        cuda_graph_warmup_steps, cuda_graph_use_single_mempool, cuda_graph_retain_backward_graph: without effect; XLA
+            allocates and needs no warm-up.
+
+    Raises:
+        ValueError: for an unknown name, and for parts of a layer.
+        TypeError: for a flag that is no bool.
+        AssertionError: for two fields that say the same in different names, as in Megatron.
+
+    Source: ``megatron.core.transformer.TransformerConfig``.
+
+    >>> CudaGraphConfig(cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"]).cuda_graph_modules
+    ()
+    """
+
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
+    cuda_graph_modules: Any = "full"
+    cuda_graph_scope: Any = None
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+    cuda_graph_warmup_steps: int = 3
+    cuda_graph_use_single_mempool: bool = True
+    cuda_graph_retain_backward_graph: bool = False
+
+    def __post_init__(self) -> None:
+        check_annotations(self, CudaGraphConfig)
+        log_hints(
+            cuda_graph_retain_backward_graph=self.cuda_graph_retain_backward_graph,
+            cuda_graph_use_single_mempool=not self.cuda_graph_use_single_mempool,
+            cuda_graph_warmup_steps=self.cuda_graph_warmup_steps != 3,
+        )
+        fill = object.__setattr__  # the dataclass is frozen
+        for old, impl in (("enable_cuda_graph", "local"), ("external_cuda_graph", "transformer_engine")):
+            if getattr(self, old):
+                if self.cuda_graph_impl != "none":
+                    raise AssertionError(
+                        f"{old}=True and cuda_graph_impl={self.cuda_graph_impl!r} are both given; leave {old} out"
+                    )
+                _deprecated(f"{old}=True", f"cuda_graph_impl={impl!r}")
+                fill(self, "cuda_graph_impl", impl)
+                # Said in the new name now, so that dataclasses.replace does not say it twice.
+                fill(self, old, False)
+        modules = _names(self.cuda_graph_modules)
+        if self.cuda_graph_scope is not None:
+            if modules not in ((), ("full",)):
+                raise AssertionError(
+                    "cuda_graph_scope and cuda_graph_modules are both given; leave cuda_graph_scope out"
+                )
+            _deprecated("cuda_graph_scope", "cuda_graph_modules")
+            modules = _names(self.cuda_graph_scope)
+            fill(self, "cuda_graph_scope", None)
+        if modules == ("full_iteration",) and self.cuda_graph_impl in ("none", "local", "full_iteration"):
+            _deprecated("cuda_graph_modules='full_iteration'", "cuda_graph_impl='full_iteration'")
+            fill(self, "cuda_graph_impl", "full_iteration")
+            modules = ()
+        if tuple(sorted(modules)) not in _WHOLE_LAYER:
+            raise ValueError(
+                f"cuda_graph_modules must be 'full', [] or ['attn', 'mlp'], which all are the whole layer, got "
+                f"{list(modules)}: a part of a layer is captured by making it a GraphableMegatronModule"
+            )
+        fill(self, "cuda_graph_modules", ())
+
+
+def _names(modules: Any) -> tuple[str, ...]:
+    """Return names as a tuple: Megatron takes None, a name, names with commas between, its enum, and lists of these."""
+    parts = modules.split(",") if isinstance(modules, str) else modules
+    parts = () if parts in (None, "", [""]) else parts
+    return tuple(getattr(part, "name", part) for part in (parts if isinstance(parts, (list, tuple)) else [parts]))
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated, as in Megatron-Core; write {new}", DeprecationWarning, stacklevel=5)

@@ -1,0 +1,197 @@
+"""Modules whose calls can be captured as graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers.internal import drop_cached_kernels
+from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced
+from jax_te.megatron.module import MegatronModule
+from jax_te.sharding import constrain
+from jax_te.typing import Array
+
+
+class GraphableMegatronModule(MegatronModule):
+    """A module whose calls outside of ``jax.jit`` run as graphs, captured once; a subclass defines ``forward``.
+
+    A captured graph is an executable that XLA compiled ahead of time, for shapes, dtypes and shardings of all arrays,
+    the module's configuration, static arguments, the ambient recipe and mesh, and ``is_first_microbatch``. It is
+    forward, and where a derivative is taken forward and backward. On a GPU, XLA puts CUDA graphs into it.
+
+    ======================  =========================================================================================
+    ``cuda_graph_impl``     a call outside of ``jax.jit``
+    ======================  =========================================================================================
+    ``none``                calls ``forward``
+    ``full_iteration``      calls ``forward``: the whole step is one program, a jitted `make_train_step`
+    ``local``               runs the graph of this call; the first time captures it
+    ``transformer_engine``  in training and once there are graphs, runs the graph of this call, or refuses;
+                            else calls ``forward``. ``_te_cuda_graph_capture`` captures
+    ======================  =========================================================================================
+
+    Inside of ``jax.jit``, ``scan`` and ``vmap`` a call is ``forward`` in every case: the jitted function is the graph.
+
+    Args:
+        config: `jax_te.config.TransformerConfig`.
+        vp_stage: stored, without effect, as in Megatron.
+
+    Attributes:
+        cuda_graphs: the `CapturedGraphs`; ``len`` counts them.
+        cuda_graph_manual_hooks: pairs of a function and its arguments, called before each replay.
+        current_microbatch: set it before each microbatch of a step, from 0. The first quantizes kernels anew, if the
+            config quantizes; the others use these.
+        training: False after ``module.eval()``.
+
+    Raises:
+        AssertionError: unless ``config`` is a TransformerConfig.
+
+    Source: ``megatron.core.transformer.module.GraphableMegatronModule``.
+
+    >>> class Scale(GraphableMegatronModule):
+    ...     def __init__(self, config):
+    ...         super().__init__(config)
+    ...         self.scale = nnx.Param(jnp.ones(8))
+    ...     def forward(self, hidden_states):
+    ...         return hidden_states * self.scale
+    >>> sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    >>> layer = Scale(TransformerConfig(**sizes, cuda_graph_impl="local"))
+    >>> layer(jnp.ones((2, 4, 8))).shape, len(layer.cuda_graphs)
+    ((2, 4, 8), 1)
+    """
+
+    def __init__(self, config: TransformerConfig, vp_stage: int | None = None):
+        if not isinstance(config, TransformerConfig):
+            raise AssertionError(f"config must be a jax_te.config.TransformerConfig, got {type(config).__name__}")
+        super().__init__(config)
+        self.vp_stage = vp_stage
+        self.deterministic = False
+        self.cuda_graphs = nnx.static(CapturedGraphs())
+
+    @property
+    def training(self) -> bool:
+        """Return whether the module is in training mode."""
+        return not self.deterministic
+
+    @property
+    def current_microbatch(self) -> int:
+        """Return which microbatch of a step comes next."""
+        # Not an attribute of the module: that would be static, and so tell its microbatches' graphs apart.
+        return self.cuda_graphs.current_microbatch
+
+    @current_microbatch.setter
+    def current_microbatch(self, microbatch: int) -> None:
+        self.cuda_graphs.current_microbatch = microbatch
+
+    @property
+    def cuda_graph_manual_hooks(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """Return the hooks that each replay calls first."""
+        return self.cuda_graphs.hooks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's result; defined by each subclass."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward, which __call__ runs or captures")
+
+    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
+        """Return arguments to capture a call with: ``hidden_states`` of ones, ``[b, s, h]`` in the activations' dtype.
+
+        Sizes are those of global arrays, sharded as activations are on the mesh in use; Megatron's are one rank's, and
+        ``[s, b, h]``. A subclass with more arguments adds them.
+
+        Args:
+            seq_length: ``s``.
+            micro_batch_size: ``b``.
+        """
+        config: Any = self.config
+        dtype = jnp.bfloat16 if config.bf16 else jnp.float16 if config.fp16 else config.compute_dtype
+        ones = jnp.ones((micro_batch_size, seq_length, config.hidden_size), dtype)
+        return {"hidden_states": constrain(ones, ("batch", "sequence", "hidden"))}
+
+    def setup_manual_hooks(self, make_hook_func: Callable[[], Callable[[nnx.Module], Any]]) -> None:
+        """Set ``cuda_graph_manual_hooks``: ``make_hook_func()`` for each submodule that has parameters of its own.
+
+        Each replay calls ``hook(submodule)`` first. What it sets in the submodule's variables, the replay reads.
+        """
+        modules = {
+            id(module): module
+            for covered in self._get_submodules_under_cudagraphs()
+            for _, module in nnx.iter_modules(covered)
+            if any(isinstance(value, nnx.Param) for value in vars(module).values())
+        }
+        self.cuda_graphs.hooks = [(make_hook_func(), (module,)) for module in modules.values()]
+
+    def _get_submodules_under_cudagraphs(self) -> list[nnx.Module]:
+        """Return the modules that a graph covers: here the module itself, as a whole."""
+        return [self]
+
+    def _te_cuda_graph_capture(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a call that is captured, if it is new, under the recipe and mesh in use.
+
+        Microbatches after the first are captured after it, with ``current_microbatch`` 1: they have cached kernels.
+        """
+        return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=True)
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a captured call, the one of ``current_microbatch``. Hooks run before.
+
+        Raises:
+            AssertionError: for an argument that is no array, as in Megatron.
+            ValueError: for a call that was not captured.
+        """
+        return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=False)
+
+    def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a graph: arrays, ``hidden_states`` first, and ``is_first_microbatch``."""
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if not (is_array(value) or (value is None and name in kwargs)):
+                raise AssertionError(
+                    f"CUDA graph accepts only Tensor inputs: argument {name!r} must be an array, got "
+                    f"{type(value).__name__}; cuda_graph_impl='local' also takes trees of arrays and static values"
+                )
+        if not args:
+            if "hidden_states" not in kwargs:
+                raise AssertionError("hidden_states is required")
+            args = (kwargs.pop("hidden_states"),)
+        elif "hidden_states" in kwargs:
+            raise AssertionError("hidden_states is given twice, by position and by name; give it once")
+        return args, kwargs | {"is_first_microbatch": self.current_microbatch == 0}
+
+    def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a call runs a graph that is captured when it is new."""
+        return self.config.cuda_graph_impl == "local" and not self._traced(args, kwargs)
+
+    def _should_call_te_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a call replays a graph that was captured before."""
+        chosen = self.config.cuda_graph_impl == "transformer_engine" and self.training
+        return chosen and len(self.cuda_graphs) > 0 and not self._traced(args, kwargs)
+
+    def _traced(self, *inputs: Any) -> bool:
+        # The program that is being traced is the graph then, and an executable cannot be part of it.
+        return is_traced((inputs, nnx.state(self)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's result: of ``forward``, or of its captured graph, which has the same values."""
+        if self._should_call_local_cudagraph(*args, **kwargs):
+            return self._run(args, kwargs | {"is_first_microbatch": self.current_microbatch == 0}, capture=True)
+        if self._should_call_te_cudagraph(*args, **kwargs):
+            return self._te_cuda_graph_replay(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, capture: bool) -> Any:
+        first = kwargs.pop("is_first_microbatch")
+        for hook, arguments in self.cuda_graphs.hooks:
+            hook(*arguments)
+        if self._quantizes and first:
+            drop_cached_kernels(self)  # quantized anew in any case, and a graph is for the variables that there are
+        return self.cuda_graphs.run(self, functools.partial(_forward, first), (args, kwargs), first, capture=capture)
+
+
+def _forward(first: bool, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a graph computes; ``module`` is a copy, whose flag no other call sees."""
+    if module._quantizes:
+        module._set_everywhere("is_first_microbatch", first, unless="disable_parameter_transpose_cache")
+    return module.forward(*args, **kwargs)

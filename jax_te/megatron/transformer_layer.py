@@ -1,0 +1,194 @@
+"""A transformer layer that a configuration describes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te import layers
+from jax_te.config import TransformerConfig
+from jax_te.megatron.attention import is_layer_window_attention
+from jax_te.megatron.graphable import GraphableMegatronModule
+from jax_te.recipe import autocast
+from jax_te.sharding import constrain
+from jax_te.typing import Array
+
+
+def layer_options(
+    config: TransformerConfig, number: int, *, layer_type: Any, self_attn_mask_type: str
+) -> dict[str, Any]:
+    """Return the arguments of `jax_te.layers.TransformerLayer`, but for ``rngs``, of layer ``number``, from 0.
+
+    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    >>> layer_options(config, 0, layer_type="encoder", self_attn_mask_type="causal")["ffn_hidden_size"]
+    128
+    """
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
+    kinds = config.cp_comm_type
+    kind = kinds[number] if isinstance(kinds, tuple) else kinds
+    return {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "layernorm_epsilon": config.layernorm_epsilon,
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "init_method": config.init_method,
+        "output_layer_init_method": config.output_layer_init_method,
+        "layer_type": layer_type,
+        "kv_channels": config.kv_channels,
+        "self_attn_mask_type": self_attn_mask_type,
+        "window_size": config.window_size if windowed else None,
+        "softmax_scale": config.softmax_scale,
+        "softmax_type": config.softmax_type,
+        "cp_comm_type": "p2p" if kind is None else kind,
+        "hierarchical_context_parallel_sizes": config.hierarchical_context_parallel_sizes,
+        "cp_load_balanced": config.cp_load_balanced,
+        "qk_norm_type": config.normalization if config.qk_layernorm else None,
+        "qk_norm_before_rope": True,  # Megatron's order; Transformer Engine's default is the other one
+        "tp_size": config.tensor_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+        "fuse_wgrad_accumulation": config.gradient_accumulation_fusion,
+        "num_gqa_groups": config.num_query_groups,
+        "normalization": config.normalization,
+        "zero_centered_gamma": config.layernorm_zero_centered_gamma,
+        "activation": config.activation,
+        "bias": config.add_bias_linear,
+        "params_dtype": config.params_dtype,
+    }
+
+
+def layer_precision(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
+    """Return the context to build layer ``number``, from 0, in: without a recipe if it stays in high precision.
+
+    It then has no quantizer state, which no call would ever update.
+    """
+    return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
+
+
+class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
+    """`jax_te.layers.TransformerLayer` with Megatron's constructor, arguments and results; its calls can be captured.
+
+    Args:
+        config: of the stack; it says whether calls are captured (``cuda_graph_impl``), see `GraphableMegatronModule`.
+        layer_number: from 1. Some fields depend on it: windows, first and last layers in high precision.
+        layer_type: ``"encoder"``, or ``"decoder"``, which attends to a ``context``, too.
+        self_attn_mask_type: ``"causal"``, ``"no_mask"`` or ``"arbitrary"``.
+        vp_stage: stored, without effect.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        ValueError: for another mask type, and a layer number that the stack does not have.
+
+    Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
+
+    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, cuda_graph_impl="local")
+    >>> layer = TransformerLayer(config, rngs=nnx.Rngs(0))
+    >>> output, context = layer(jnp.ones((2, 8, 32)))
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        *,
+        layer_type: Literal["encoder", "decoder"] = "encoder",
+        self_attn_mask_type: Literal["causal", "no_mask", "arbitrary"] = "causal",
+        vp_stage: int | None = None,
+        rngs: nnx.Rngs,
+    ):
+        GraphableMegatronModule.__init__(self, config, vp_stage)
+        if not 1 <= layer_number <= config.num_layers:
+            raise ValueError(f"layer_number must be in [1, num_layers = {config.num_layers}], got {layer_number!r}")
+        if self_attn_mask_type not in ("causal", "no_mask", "arbitrary"):
+            raise ValueError(
+                f"self_attn_mask_type must be 'causal', 'no_mask' or 'arbitrary', got {self_attn_mask_type!r}; for "
+                "padding build it with 'arbitrary' and give a mask, or use jax_te.layers.TransformerLayer with lengths"
+            )
+        number = layer_number - 1
+        options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
+        with layer_precision(config, number):
+            layers.TransformerLayer.__init__(self, **options, layer_number=layer_number, rngs=rngs)
+        if config.in_high_precision(number):
+            layers.keep_in_high_precision(self)
+        self.self_attn_mask_type = self_attn_mask_type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
+        return GraphableMegatronModule.__call__(self, *args, **kwargs)
+
+    def forward(
+        self,
+        hidden_states: Array,
+        attention_mask: Array | None = None,
+        context: Array | None = None,
+        context_mask: Array | None = None,
+        rotary_pos_emb: Any = None,
+        *,
+        attention_bias: Array | None = None,
+        packed_seq_params: layers.PackedSeqParams | None = None,
+        dropout_key: Array | None = None,
+    ) -> tuple[Array, Array | None]:
+        """Apply the layer.
+
+        Args:
+            hidden_states: ``[b, s, h]``.
+            attention_mask: bool, broadcastable to ``[b, n, s, s]``, True is masked out. Ignored unless the layer's mask
+                type is ``"arbitrary"``, as in Transformer Engine.
+            context: ``[b, skv, h]``, an encoder's output, for a decoder.
+            context_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out. None: nothing is.
+            rotary_pos_emb: from `jax_te.layers.rotary_embedding`.
+            attention_bias: added to the scaled scores of self-attention.
+            packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
+                types, as in Megatron.
+            dropout_key: turns dropout on; None is evaluation.
+
+        Returns:
+            The output ``[b, s, h]``, and ``context``.
+        """
+        kind: str = self.self_attn_mask_type
+        if packed_seq_params is not None:
+            kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)
+        output = layers.TransformerLayer.__call__(
+            self,
+            hidden_states,
+            attention_mask if kind == "arbitrary" else None,
+            context,
+            context_mask,
+            packed_seq_params=packed_seq_params,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type="no_bias" if attention_bias is None else "post_scale_bias",
+            core_attention_bias=attention_bias,
+            self_attn_mask_type=kind,
+            enc_dec_attn_mask_type=None if context_mask is None else "arbitrary",
+            dropout_key=dropout_key,
+        )
+        return output, context
+
+    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
+        """Return ``hidden_states``, and ``attention_mask`` bool ``[b, 1, s, s]``: True after the diagonal.
+
+        Args:
+            seq_length: ``s``.
+            micro_batch_size: ``b``.
+        """
+        mask = ~jnp.tri(seq_length, dtype=bool)[None, None]
+        mask = jnp.tile(mask, (micro_batch_size, 1, 1, 1))
+        inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
+        return inputs | {"attention_mask": constrain(mask, ("batch", None, None, None))}
+
+    def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a graph; a mask that the layer ignores is not one of them."""
+        args, kwargs = super()._get_te_cuda_graph_replay_args(*args, **kwargs)
+        if len(args) != 1:
+            raise AssertionError(f"hidden_states is the one argument by position, got {len(args)}; name the others")
+        mask = kwargs.pop("attention_mask", None)
+        if self.self_attn_mask_type == "arbitrary":
+            b, s, _ = args[0].shape
+            # No mask is one that masks nothing, so that one graph serves both.
+            mask = constrain(jnp.zeros((b, 1, s, s), bool), ("batch", None, None, None)) if mask is None else mask
+            kwargs["attention_mask"] = mask
+        return args, kwargs

@@ -1,0 +1,59 @@
+"""Compiled programs, kept on disk between runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+
+def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
+    """Return the folder in which JAX now keeps compiled programs, so that the same program does not compile again.
+
+    They are found again for the same program, shapes and shardings, devices, XLA flags and versions of jax and jaxlib,
+    and compiled anew otherwise. Captured graphs are among them. JAX keeps what takes more than a second to compile
+    (its option ``jax_persistent_cache_min_compile_time_secs``).
+
+    Loading a program runs it: the folder is the user's alone, and neither a run nor a checkpoint says where it is.
+
+    Args:
+        folder: made with mode 0700 where it is missing. None: ``$XDG_CACHE_HOME/jax_te``, ``~/.cache/jax_te``, unless
+            JAX's own options name a folder, or turn its cache off: they stay, and None is returned.
+
+    Raises:
+        ValueError: for a folder that another user owns or can write to, and one inside of a run or a checkpoint, which
+            people pass on.
+        OSError, RuntimeError: for a folder that cannot be made, and if the user has no home.
+
+    >>> keep_compiled_programs("programs").name
+    'programs'
+    """
+    if folder is None:
+        if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+            return None
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_te"
+    path = Path(folder).resolve()
+    for parent in (path, *path.parents):
+        is_run = (parent / "config.json").is_file() and (parent / "checkpoints").is_dir()
+        if is_run or (parent / "_CHECKPOINT_METADATA").exists():
+            raise ValueError(
+                f"compiled programs do not belong in {path}: {parent} holds a run or a checkpoint, and who loads a "
+                "program runs it; name a folder elsewhere"
+            )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.getuid():
+        raise ValueError(f"{path} belongs to another user, whose programs would run; name a folder of your own")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"other users can write to {path} (mode {found.st_mode & 0o777:o}), and what is there would run; empty it "
+            "and chmod 700 it, or name another folder"
+        )
+    path.chmod(0o700)  # it may have been there before, for others to read
+    if jax.config.jax_compilation_cache_dir != str(path):
+        reset_cache()  # JAX looks at the option only until it has opened a folder
+        jax.config.update("jax_compilation_cache_dir", str(path))
+    return path

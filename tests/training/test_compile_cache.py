@@ -1,0 +1,81 @@
+"""The folder of compiled programs: whose it is, where it may lie, and that a restart does not compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jax_te.training import keep_compiled_programs
+
+
+@pytest.fixture(autouse=True)
+def own_folder_after() -> Iterator[None]:
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    yield
+    reset_cache()
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_folder_of_the_users_own(tmp_path: Path):
+    folder = tmp_path / "a" / "programs"
+    assert keep_compiled_programs(folder) == folder
+    assert jax.config.jax_compilation_cache_dir == str(folder)  # type: ignore[attr-defined]
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o702])
+def test_a_folder_that_others_can_write_to_is_refused(mode: int, tmp_path: Path):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ValueError, match=rf"other users can write to .*programs \(mode {mode:o}\).*chmod 700"):
+        keep_compiled_programs(folder)
+    assert folder.stat().st_mode & 0o777 == mode, "what is there may be another user's: its mode stays"
+    assert jax.config.jax_compilation_cache_dir != str(folder)  # type: ignore[attr-defined]
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(ValueError, match="belongs to another user"):
+        keep_compiled_programs(tmp_path / "programs")
+
+
+@pytest.mark.parametrize("inside", ["run", "run/checkpoints/3", "state"])
+def test_never_in_a_run_or_a_checkpoint(inside: str, tmp_path: Path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").touch()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "_CHECKPOINT_METADATA").touch()
+    with pytest.raises(ValueError, match=r"do not belong in .*programs: .* holds a run or a checkpoint"):
+        keep_compiled_programs(tmp_path / inside / "programs")
+    assert not (tmp_path / inside / "programs").exists()
+
+
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax_te.training import keep_compiled_programs
+keep_compiled_programs(sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+jax.jit(lambda x: jnp.sin(x) * float(sys.argv[2])).lower(np.ones(3, np.float32)).compile()
+print(sum("cache_hits" in event for event in found) > 0)
+"""
+
+
+def test_a_restart_does_not_compile_and_another_program_is_noticed(tmp_path: Path):
+    def hits(factor: str) -> str:
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "programs"), factor]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return run.stdout.strip()
+
+    assert [hits("2.0"), hits("2.0"), hits("3.0")] == ["False", "True", "False"]
