@@ -12,6 +12,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
+from jax_te.layers.internal import CachedKernel
 from jax_te.quantize import QuantizerState
 from jax_te.quantize.internal import as_float32_inside
 from jax_te.typing import Array, PyTree
@@ -49,16 +50,13 @@ class CapturedGraphs:
     def __reduce__(self) -> Any:  # executables can be neither copied nor pickled
         return CapturedGraphs, ()
 
-    def run(
-        self, module: nnx.Module, call: Callable[..., Any], inputs: tuple[Any, Any], first: bool, *, capture: bool
-    ) -> Any:
-        """Return the result of a captured call, and write back the variables that the call changed.
+    def run(self, module: Any, inputs: tuple[Any, Any], first: bool, *, capture: bool) -> tuple[Any, nnx.State]:
+        """Return the result of a captured ``forward``, and the variables that it changed.
 
         Args:
-            module: its variables are inputs of the graph.
-            call: ``call(copy of the module, *args, **kwargs)``.
+            module: its variables are inputs of the graph; it is not changed.
             inputs: ``(args, kwargs)`` with arrays, and static values, which can be hashed.
-            first: this is a step's first microbatch; what else ``call`` depends on.
+            first: this is a step's first microbatch.
             capture: capture the call if it is new.
 
         Raises:
@@ -84,15 +82,13 @@ class CapturedGraphs:
                 state, (args, kwargs) = jax.tree.unflatten(treedef, filled)
                 copy = nnx.merge(graphdef, state)
                 before = _contents(copy)
-                out = call(copy, *args, **kwargs)
+                out = copy.forward(*args, **kwargs)
                 # Variables that the call left alone are no outputs, since an output is a copy of the parameter.
                 after = _contents(copy)
                 return out, nnx.filter_state(nnx.state(copy), lambda path, _: before.get(path) != after[path])
 
             self._graphs[key] = _Graph(on_arrays, arrays, name)
-        out, changed = self._graphs[key](*arrays)
-        _write_back(module, changed)
-        return out
+        return self._graphs[key](*arrays)
 
     def _refusal(self, name: str, given: str) -> str:
         captured = sorted({graph.name for graph in self._graphs.values()})
@@ -226,7 +222,7 @@ def _contents(module: nnx.Module) -> dict[Any, list[_Same]]:
     return {path: list(map(_Same, jax.tree.leaves(value))) for path, value in nnx.to_flat_state(nnx.state(module))}
 
 
-def _write_back(module: nnx.Module, changed: nnx.State) -> None:
+def write_back(module: nnx.Module, changed: nnx.State) -> None:
     """Set the changed variables of a module, and those that are new."""
     for path, variable in nnx.to_flat_state(changed):
         owner: Any = module
@@ -234,7 +230,8 @@ def _write_back(module: nnx.Module, changed: nnx.State) -> None:
         for part in parents:
             owner = owner[int(part)] if part.isdecimal() else getattr(owner, part)
         old = getattr(owner, name, None)
-        if isinstance(old, nnx.Variable):
+        # Cached kernels are set anew, as layers do: the one before may belong to another trace.
+        if isinstance(old, nnx.Variable) and not isinstance(old, CachedKernel):
             old.set_value(variable.get_value())
         else:
             setattr(owner, name, variable)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers.internal import drop_cached_kernels
-from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced
+from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
 from jax_te.megatron.module import MegatronModule
 from jax_te.sharding import constrain
 from jax_te.typing import Array
@@ -45,7 +44,6 @@ class GraphableMegatronModule(MegatronModule):
         cuda_graph_manual_hooks: pairs of a function and its arguments, called before each replay.
         current_microbatch: set it before each microbatch of a step, from 0. The first quantizes kernels anew, if the
             config quantizes; the others use these.
-        training: False after ``module.eval()``.
 
     Raises:
         AssertionError: unless ``config`` is a TransformerConfig.
@@ -69,13 +67,7 @@ class GraphableMegatronModule(MegatronModule):
             raise AssertionError(f"config must be a jax_te.config.TransformerConfig, got {type(config).__name__}")
         super().__init__(config)
         self.vp_stage = vp_stage
-        self.deterministic = False
         self.cuda_graphs = nnx.static(CapturedGraphs())
-
-    @property
-    def training(self) -> bool:
-        """Return whether the module is in training mode."""
-        return not self.deterministic
 
     @property
     def current_microbatch(self) -> int:
@@ -185,13 +177,13 @@ class GraphableMegatronModule(MegatronModule):
         first = kwargs.pop("is_first_microbatch")
         for hook, arguments in self.cuda_graphs.hooks:
             hook(*arguments)
-        if self._quantizes and first:
-            drop_cached_kernels(self)  # quantized anew in any case, and a graph is for the variables that there are
-        return self.cuda_graphs.run(self, functools.partial(_forward, first), (args, kwargs), first, capture=capture)
-
-
-def _forward(first: bool, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a graph computes; ``module`` is a copy, whose flag no other call sees."""
-    if module._quantizes:
-        module._set_everywhere("is_first_microbatch", first, unless="disable_parameter_transpose_cache")
-    return module.forward(*args, **kwargs)
+        called = self
+        if self._quantizes:
+            # A copy, with the same arrays: the flag of a replay is not that of the module's other calls.
+            called = nnx.merge(*nnx.split(self))
+            called._set_everywhere("is_first_microbatch", first, unless="disable_parameter_transpose_cache")
+            if first:
+                drop_cached_kernels(called)  # quantized anew in any case, and a graph is for the variables there are
+        out, changed = self.cuda_graphs.run(called, (args, kwargs), first, capture=capture)
+        write_back(self, changed)
+        return out

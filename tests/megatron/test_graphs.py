@@ -234,10 +234,12 @@ def test_the_first_microbatch_quantizes_kernels_and_the_others_use_them(x: jax.A
         block.fc1.kernel.set_value(block.fc1.kernel.get_value() * 2.0)
         block.current_microbatch = 1
         assert_bitwise(block(x), first)
-        assert block.fc1.kernel_cache is kept
+        assert block.fc1.kernel_cache is kept, "which a later microbatch only reads"
+        block.set_is_first_microbatch()  # arms the layers' next call, and no replay
+        assert_bitwise(block(x), first)
         block.current_microbatch = 0
         assert jnp.any(block(x) != first)
-    assert block.fc1.is_first_microbatch is None, "the flag of a replay stays with it"
+    assert block.fc1.is_first_microbatch, "the flag of a replay stays with it"
 
 
 def test_a_sharded_call_is_captured_as_it_is_sharded():
