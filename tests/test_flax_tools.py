@@ -60,6 +60,7 @@ def trained() -> Linear:
     return model
 
 
+@pytest.mark.wide("explicit")
 def test_optimizer_jit_and_value_and_grad_train_it() -> None:
     model = trained()
     for role in ("x", "kernel", "grad"):
@@ -87,6 +88,7 @@ def test_eval_shape_has_the_shapes_of_the_model() -> None:
         assert (leaf.shape, leaf.dtype) == (array.shape, array.dtype), path
 
 
+@pytest.mark.wide("explicit")
 def test_orbax_managers_save_and_restore_it(tmp_path: Any) -> None:
     model = trained()
     graphdef, state = nnx.split(model)
@@ -100,6 +102,7 @@ def test_orbax_managers_save_and_restore_it(tmp_path: Any) -> None:
     assert_same(v1.load(tmp_path / "v1", abstract), state)
 
 
+@pytest.mark.wide("explicit")
 def test_linens_train_state_trains_it() -> None:
     layer, x = linen.Linear(32, 32), batch()
     state = TrainState.create(apply_fn=layer.apply, params=dict(layer.init(jax.random.key(0), x)), tx=optax.sgd(0.5))

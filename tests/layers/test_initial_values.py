@@ -32,6 +32,7 @@ def test_no_mesh_changes_them() -> None:
                 assert_bitwise(value, alone[name], what=f"{mode} {name}")
 
 
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_creation_in_pieces_changes_nothing(mode: str) -> None:
     """Under jit, each device computing its part of every parameter."""

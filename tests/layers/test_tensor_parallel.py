@@ -117,6 +117,7 @@ def test_sequence_parallelism_under_recipes(recipe: Any) -> None:
         assert_same_rounding(parameters(d_layer)[name], value, tolerance, what=name)
 
 
+@pytest.mark.wide("explicit")
 def test_without_parallel_mode_the_kernels_are_whole(mesh_mode: str) -> None:
     layer = randomize(LayerNormMLP(H, F, set_parallel_mode=False, rngs=nnx.Rngs(0)))
     axes = nnx.to_pure_dict(parameter_axes(layer))

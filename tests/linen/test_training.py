@@ -43,6 +43,7 @@ def create(params, tx=None):
     return TrainState.create(apply_fn=LAYER.apply, params=params, tx=optimizer() if tx is None else tx)
 
 
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 def test_flax_train_state_gives_what_make_train_step_gives(recipe):
     tx = optimizer()

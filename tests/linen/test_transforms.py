@@ -63,6 +63,7 @@ def value_and_grad(apply):
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.wide("remat")
 @pytest.mark.parametrize("transform", [nn.remat, nn.jit], ids=["remat", "jit"])
 def test_remat_and_jit(transform):
     plain, model = Unrolled(), Unrolled(transform(te.LayerNormLinear))
@@ -87,6 +88,7 @@ def test_a_function_under_nn_jit_is_traced_again_under_another_recipe():
     assert all((results[i] != results[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
+@pytest.mark.wide("scan of remat")
 @pytest.mark.parametrize("body", [Body, nn.remat(Body, prevent_cse=False)], ids=["scan", "scan of remat"])
 def test_scan_over_layers(body):
     plain, model = Unrolled(), scanned(body)

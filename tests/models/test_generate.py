@@ -52,7 +52,7 @@ def full(model: GPTModel, tokens: jax.Array) -> jax.Array:
 _full = jax.jit(lambda model, tokens: model(tokens))
 
 
-@pytest.mark.wide("gpt2-no mesh", "llama-explicit")
+@pytest.mark.wide("llama-explicit")
 @pytest.mark.parametrize(
     ("form", "mode"), [("gpt2", "no mesh"), ("gpt2", "explicit"), ("llama", "auto"), ("llama", "explicit")]
 )
@@ -82,6 +82,7 @@ def test_a_model_whose_sequences_are_split_in_training_generates(mode: Any) -> N
     np.testing.assert_array_equal(jax.device_get(tokens), expected)
 
 
+@pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", CONFIGS)
 def test_logits_with_a_cache_are_those_of_a_full_pass(form: str) -> None:
     model = build(form)

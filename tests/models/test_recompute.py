@@ -166,7 +166,7 @@ def on_a_mesh(mode: str, recipe: str, way: str) -> Any:
         return leaves(quick_jit(jax.value_and_grad(loss))(model))
 
 
-@pytest.mark.wide("auto")
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str) -> None:
     found, expected = (on_a_mesh(mode, "none", way) for way in ("distributed", "none"))

@@ -47,6 +47,7 @@ def test_an_amax_spans_context_and_tensor_ranks():
         assert_bitwise(np.asarray(after[role]["amax_history"][:, 0]), parts, what=role)
 
 
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_dense_equals_each_part_alone(mode):
     """Against one call for each part of the batch, under ordinary delayed scaling with that part's state."""

@@ -27,6 +27,7 @@ def gemm_operands(text):
     return sorted((left.removeprefix("f8"), right.removeprefix("f8")) for left, right in re.findall(pattern, text))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["dense", "layernorm_dense", "layernorm_mlp swiglu"])
 @pytest.mark.parametrize(
     "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=lambda recipe: recipe.name

@@ -66,6 +66,7 @@ def gradients(args: Args, sink: Any, axes: tuple[str, ...] = (), **options: Any)
     return jax.grad(loss, argnums=(0, 1, 2), **options)(args.x, args.state, sink)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}])
@@ -122,6 +123,7 @@ MESHES: dict[str, Any] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])

@@ -119,6 +119,7 @@ def test_vmap(name):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
+@pytest.mark.wide("delayed", "nvfp4")
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
 def test_vmap_over_layers_gives_each_its_own_scales(recipe):
     """Layers of very different sizes: outputs, gradients, random bits and next states are those of each alone."""

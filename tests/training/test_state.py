@@ -48,6 +48,7 @@ def test_fp32_parameters_need_no_masters():
     assert jax.tree.structure(jax.tree.map(lambda x: x, state)) == jax.tree.structure(state)
 
 
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_a_mesh_shards_everything_and_changes_no_value(mode):
     plain = create_train_state(half_toy, TX, key=jax.random.key(0))
@@ -83,6 +84,7 @@ def test_abstract_state_describes_the_real_one(mesh_mode):
         assert leaf.sharding.is_equivalent_to(described.sharding, leaf.ndim)
 
 
+@pytest.mark.wide("explicit")
 def test_a_model_is_copied(mesh_mode):
     model = Toy(nnx.Rngs(0), jnp.bfloat16)
     before = np.asarray(model.w_in[...])

@@ -113,6 +113,7 @@ def quantized_call(recipe_kind, fmt, x, kernel, bias, g, *, jit=True):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize(
     ("fmt", "dtype", "shapes"),

@@ -149,6 +149,7 @@ def test_save_original_input_under_delayed_scaling():
     run_dense(None, save_original_input=True)  # without a recipe it is kept anyway
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [None, "delayed", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_gradient_goes_where_it_is_asked_for(kind, dtype):

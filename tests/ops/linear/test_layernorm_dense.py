@@ -40,6 +40,7 @@ def compare(y, gradients, expected, check, dtype):
         assert gradient.dtype == (y.dtype if name == "x" else jnp.float32)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", list(SPECS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_recipe(name, dtype):
@@ -51,6 +52,7 @@ def test_without_a_recipe(name, dtype):
     compare(y, gradients, oracles.norm_dense_layer(oracles.Unquantized(), *rounded, g, **spec), assert_close, dtype)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
 def test_fp8(recipe, name):

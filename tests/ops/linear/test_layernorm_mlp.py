@@ -43,6 +43,13 @@ def compare(y, gradients, expected, check, tolerance):
             assert gradient.dtype == (y.dtype if name == "x" else jnp.float32)
 
 
+@pytest.mark.wide(
+    "gelu-layernorm-True-float32",
+    "silu-layernorm-False-float32",
+    "swiglu-rmsnorm-False-float32",
+    "glu-layernorm-True-float32",
+    "swiglu-rmsnorm-False-bfloat16",
+)
 @pytest.mark.parametrize(
     ("activation", "kind", "bias", "dtype"),
     [
@@ -98,6 +105,7 @@ def states_at_work(recipe):
     ), scales
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_fp8(recipe, activation):

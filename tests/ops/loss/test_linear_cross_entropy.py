@@ -52,6 +52,7 @@ def test_value_and_gradients(chunks, dtype):
     assert_close(dkernel, gradients[1], 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.wide("explicit")
 def test_on_meshes(mesh_mode):
     x, kernel, labels = operands()
     g = draw("g", (B, S))
