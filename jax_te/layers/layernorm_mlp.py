@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jax_te.recipe import Recipe
 from jax_te.remat.internal import ambient_modules, run_recomputed
 from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+
+Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]
 
 _KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": ("ffn1", "gemm", "norm")}
 """What stays when a module of selective recomputation is computed again: the first GEMM's output, so that no GEMM runs
@@ -127,13 +130,18 @@ class LayerNormMLP(TensorParallelModule):
         self.return_layernorm_output = return_layernorm_output
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.frozen = False
 
-    def __call__(self, x: Array, is_first_microbatch: bool | None = None) -> Array | tuple[Array | None, ...]:
+    def __call__(
+        self, x: Array, is_first_microbatch: bool | None = None, *, adapters: tuple[Adapter, Adapter] | None = None
+    ) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
             is_first_microbatch: as in `Linear`.
+            adapters: ``f(z, out_axes)`` for each kernel, added to its product with ``z``: `LoRA`'s two. With them the
+                norm and the activation are not fused with quantization.
 
         Returns:
             ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
@@ -148,13 +156,21 @@ class LayerNormMLP(TensorParallelModule):
             wo_bias = None if self.wo_bias is None else self.wo_bias.get_value()
             wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
             wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
+            norm = (self.scale.get_value(), value_or_none(self.ln_bias))
+            if self.frozen:
+                # The states are left out: their next values leave backward as gradients, also of a frozen layer.
+                norm, exact = jax.lax.stop_gradient((norm, [(each.kernel, each.bias) for each in (wi, wo)]))
+                wi, wo = (LinearWeights(*w, each.state) for w, each in zip(exact, (wi, wo), strict=True))
             options = self._options(x, axes)
-            # The fused op may write the norm's output quantized only, and here the caller wants its values.
-            run = self._unfused if self.return_layernorm_output else self._fused
+            # The fused op may write the norm's output quantized only, and here its values are needed.
+            run = self._unfused if self.return_layernorm_output or adapters else self._fused
+            arrays = (norm, wi, wo, options) if adapters is None else (norm, wi, wo, options, adapters)
             if ambient_modules.value:
-                y, *normed = run_recomputed(lambda x: run(x, wi, wo, options), x, kept=_KEPT)
+                y, *normed = run_recomputed(lambda x: run(x, *arrays), x, kept=_KEPT)
             else:
-                y, *normed = run(x, wi, wo, options)
+                y, *normed = run(x, *arrays)
+            if not self.return_layernorm_output:
+                normed = []
             if not self.return_bias and not normed:
                 return y
             extra: dict[str, Any] = {}
@@ -175,17 +191,21 @@ class LayerNormMLP(TensorParallelModule):
             wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, False, names[1], self.deterministic),
         )
 
-    def _fused(self, x: Array, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:
-        scale, ln_bias = self.scale.get_value(), None if self.ln_bias is None else self.ln_bias.get_value()
-        return (layernorm_mlp(x, scale, ln_bias, wi, wo, options=options, recipe=self.recipe),)
+    def _fused(self, x: Array, norm: Any, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:
+        return (layernorm_mlp(x, *norm, wi, wo, options=options, recipe=self.recipe),)
 
-    def _unfused(self, x: Array, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array, Array]:
+    def _unfused(
+        self, x: Array, norm: Any, wi: LinearWeights, wo: LinearWeights, options: MlpOptions, adapters: Any = None
+    ) -> tuple[Array, Array]:
         """Return the output in four operations, and the norm's output."""
-        scale, ln_bias, recipe = self.scale.get_value(), value_or_none(self.ln_bias), self.recipe
-        normed = layernorm(x, scale, ln_bias, norm=self.norm, out_axes=options.wo.out_axes)
+        recipe = self.recipe
+        normed = layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)
         a = _dense(normed, wi, recipe, options.wi)
+        if adapters is not None:
+            a = a + adapters[0](normed, options.wi.out_axes)
         z = apply_activation(a, self.activation, params=self.activation_params, out_axes=options.wo.x_axes)
-        return _dense(z, wo, recipe, options.wo), normed
+        y = _dense(z, wo, recipe, options.wo)
+        return y if adapters is None else y + adapters[1](z, options.wo.out_axes), normed
 
 
 def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: LinearOptions) -> Array:

@@ -1,7 +1,8 @@
-"""Low-rank adaptation of a linear layer."""
+"""Low-rank adaptation of linear layers."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, checked, normal_init
+from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import leading_axes, parameter
 from jax_te.layers.quantizable import drop_cached_kernels
@@ -22,17 +24,20 @@ from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 class LoRA(nnx.Module):
     """``y = base(x) + alpha / r * (z @ lora_a) @ lora_b``, where ``z`` is what the base's kernel multiplies.
 
-    That is ``x`` for a `Linear` and the norm's output for a `LayerNormLinear`. It is called like its base and returns
-    what that returns, so that it takes the base's place in a model::
+    That is ``x`` for a `Linear` and the norm's output for a `LayerNormLinear`. A `LayerNormMLP` gets an adapter for
+    each of its two kernels: ``wi_lora_a``, ``wi_lora_b``, ``wo_lora_a`` and ``wo_lora_b``. The adapted layer is called
+    like its base and returns what that returns, so that it takes the base's place in a model::
 
         layer.self_attention.qkv = LoRA(layer.self_attention.qkv, 8, rngs=rngs)
+        layer.layernorm_mlp = LoRA(layer.layernorm_mlp, 8, rngs=rngs)
 
     The base runs under its recipe, and is trained no more: no gradient reaches its parameters, and the GEMM of its
     kernel's gradient is left out. The two products of the adapter are computed in the dtype of ``x`` under every
     recipe: the rank ``r`` is small against FP8's blocks, and need not be a multiple of anything.
 
     Args:
-        base: a `Linear` or `LayerNormLinear`; taken over, not copied. Its quantizer states go on being updated.
+        base: a `Linear`, `LayerNormLinear` or `LayerNormMLP`; taken over, not copied. Its quantizer states go on being
+            updated.
         rank: ``r``.
         alpha: numerator of the scale. None: ``r``, so that the scale is 1.
         freeze_base: set ``base.frozen``. False: train both.
@@ -59,7 +64,7 @@ class LoRA(nnx.Module):
 
     def __init__(
         self,
-        base: Linear,
+        base: Linear | LayerNormMLP,
         rank: int,
         *,
         alpha: float | None = None,
@@ -68,20 +73,24 @@ class LoRA(nnx.Module):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if not isinstance(base, Linear):
+        if not isinstance(base, Linear | LayerNormMLP):
             raise TypeError(
-                f"LoRA wraps a Linear or a LayerNormLinear, got {type(base).__name__}; wrap the linear layers inside it"
+                f"LoRA wraps a Linear, a LayerNormLinear or a LayerNormMLP, got {type(base).__name__}; wrap those "
+                "inside it, such as layer.self_attention.qkv and layer.layernorm_mlp; flax.nnx.LoRA is for other layers"
             )
         check_positive(rank=rank)
-        (k, *n), (inner, *outer) = base.kernel_shape, base.kernel_axes
-        init = normal_init(1.0 / math.sqrt(k)) if init_method is None else init_method
         self.base = base
         self.base.frozen = freeze_base
-        self.a_axes: LogicalAxes = (inner, None)
-        self.b_axes: LogicalAxes = (None, *outer)
-        self.lora_a = _adapter(init, rngs, (k, rank), params_dtype, self.a_axes)
-        self.lora_b = _adapter(jax.nn.initializers.zeros, rngs, (rank, *n), params_dtype, self.b_axes)
         self.scale = 1.0 if alpha is None else alpha / rank
+        for kernel in base.kernels:
+            # A Linear may have no kernel of its own, so that its shape is an attribute.
+            own = base.kernel_shape if isinstance(base, Linear) else getattr(base, kernel).get_value().shape
+            (k, *n), (inner, *outer) = own, base.axes_of(kernel)
+            init = normal_init(1.0 / math.sqrt(k)) if init_method is None else init_method
+            a, b = _names(kernel)
+            setattr(self, a, _adapter(init, rngs, (k, rank), params_dtype, (inner, None)))
+            zeros = jax.nn.initializers.zeros
+            setattr(self, b, _adapter(zeros, rngs, (rank, *n), params_dtype, (None, *outer)))
 
     def __call__(
         self,
@@ -90,26 +99,40 @@ class LoRA(nnx.Module):
         bias: Array | None = None,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """What the base returns for the same arguments, with the adapter's product added to its output."""
+        """What the base returns for the same arguments, with the adapters' products added.
+
+        Args:
+            x: ``[..., k]``.
+            weight, bias: as in `Linear`, which alone takes them.
+            is_first_microbatch: as in `Linear`.
+
+        Raises:
+            ValueError: for ``weight`` or ``bias`` given to a `LayerNormMLP`.
+        """
         with jax.named_scope("LoRA"):
             options = {"weight": weight, "bias": bias}
             given = {name: value for name, value in options.items() if value is not None}
+            if isinstance(self.base, LayerNormMLP):
+                if given:
+                    raise ValueError(f"a LayerNormMLP takes no {' nor '.join(given)}; give is_first_microbatch by name")
+                wi, wo = (functools.partial(self._update, kernel) for kernel in self.base.kernels)
+                return self.base(x, is_first_microbatch, adapters=(wi, wo))
             result: Any = self.base(x, **given, is_first_microbatch=is_first_microbatch)
             y, *more = result if isinstance(result, tuple) else (result,)
-            z = self.base.operand(x)
-            down = LinearOptions(out_axes=(*leading_axes(z), None), kernel_axes=self.a_axes)
-            # No recipe in either call: FP8 GEMMs need sizes that are multiples of 16, and a rank is often smaller.
-            low = dense(z, self.lora_a[...], options=down)
-            update = dense(
-                low,
-                self.lora_b[...],
-                options=LinearOptions(out_axes=self.base.output_axes(x), kernel_axes=self.b_axes),
-            )
-            y = y + update * self.scale
+            y = y + self._update("kernel", self.base.operand(x), self.base.output_axes(x))
             return (y, *more) if isinstance(result, tuple) else y
 
-    def merge(self) -> Linear:
-        """The base, with ``alpha / r * lora_a @ lora_b`` added to its kernel; trained again like any other layer.
+    def _update(self, kernel: str, z: Array, out_axes: LogicalAxes) -> Array:
+        """Return an adapter's product with ``z``."""
+        a, b = (getattr(self, name) for name in _names(kernel))
+        (inner, *outer) = self.base.axes_of(kernel)
+        down = LinearOptions(out_axes=(*leading_axes(z), None), kernel_axes=(inner, None))
+        # No recipe in either call: FP8 GEMMs need sizes that are multiples of 16, and a rank is often smaller.
+        low = dense(z, a[...], options=down)
+        return dense(low, b[...], options=LinearOptions(out_axes=out_axes, kernel_axes=(None, *outer))) * self.scale
+
+    def merge(self) -> Linear | LayerNormMLP:
+        """The base, with ``alpha / r * lora_a @ lora_b`` added to each kernel; trained again like any other layer.
 
         ``lora_b`` becomes zero, so that this layer goes on giving what it gave. Quantized forms of the kernel that were
         kept are dropped.
@@ -117,19 +140,30 @@ class LoRA(nnx.Module):
         Raises:
             ValueError: if the base has no kernel of its own, or holds it quantized.
         """
-        kernel = self.base.kernel
-        if kernel is None or isinstance(kernel.get_value(), QuantizedKernel):
-            state = "has no kernel of its own" if kernel is None else "holds its kernel quantized"
-            raise ValueError(f"the base {state}, so that there is nothing to add the adapter to; go on calling LoRA")
-        a, b = (variable.get_value().astype(jnp.float32) for variable in (self.lora_a, self.lora_b))
-        exact = kernel.get_value()
-        # Added in fp32 and rounded once; "highest", because a GPU's default for fp32 products is TensorFloat-32.
-        merged = exact.astype(jnp.float32) + self.scale * jnp.tensordot(a, b, 1, precision="highest")
-        kernel.set_value(merged.astype(exact.dtype))
-        self.lora_b.set_value(jnp.zeros_like(self.lora_b.get_value()))
+        kernels = {name: getattr(self.base, name) for name in self.base.kernels}
+        for kernel in kernels.values():
+            if kernel is None or isinstance(kernel.get_value(), QuantizedKernel):
+                state = "has no kernel of its own" if kernel is None else "holds its kernel quantized"
+                raise ValueError(
+                    f"the base {state}, so that there is nothing to add the adapter to; go on calling LoRA"
+                )
+        for name, kernel in kernels.items():
+            lora_a, lora_b = (getattr(self, each) for each in _names(name))
+            a, b = (variable.get_value().astype(jnp.float32) for variable in (lora_a, lora_b))
+            exact = kernel.get_value()
+            # Added in fp32 and rounded once; "highest", because a GPU's default for fp32 products is TensorFloat-32.
+            merged = exact.astype(jnp.float32) + self.scale * jnp.tensordot(a, b, 1, precision="highest")
+            kernel.set_value(merged.astype(exact.dtype))
+            lora_b.set_value(jnp.zeros_like(lora_b.get_value()))
         drop_cached_kernels(self.base)
         self.base.frozen = False
         return self.base
+
+
+def _names(kernel: str) -> tuple[str, str]:
+    """Return the names of a kernel's two adapter matrices."""
+    prefix = kernel.removesuffix("kernel")
+    return f"{prefix}lora_a", f"{prefix}lora_b"
 
 
 def _adapter(

@@ -7,7 +7,7 @@ import optax
 from jax.tree_util import DictKey
 
 from jax_te.config.internal import checked
-from jax_te.typing import PyTree
+from jax_te.typing import DTypeLike, PyTree
 
 
 @checked
@@ -50,7 +50,9 @@ def learning_rate_schedule(
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:
-    """Return a tree of bool: True for parameters with two or more axes whose name does not end in "bias".
+    """Return a tree of bool: True for parameters with two or more axes whose name ends in neither "bias" nor "scale".
+
+    It is the argument ``mask`` of ``optax.adamw``, and ``weight_decay_mask`` of ``optax.contrib.muon``.
 
     Source: Megatron's rule, ``not name.endswith(".bias") and len(shape) > 1``.
 
@@ -61,8 +63,8 @@ def weight_decay_mask(params: PyTree) -> PyTree:
 
     def decide(path, leaf) -> bool:
         names = [str(entry.key) for entry in path if isinstance(entry, DictKey)]
-        # A fused layer's bias may have two axes, so the name decides, too.
-        return leaf.ndim > 1 and not (names and names[-1].endswith("bias"))
+        # A fused layer's bias may have two axes, as a norm's scale has in stacked layers, so the name decides, too.
+        return leaf.ndim > 1 and not (names and names[-1].endswith(("bias", "scale")))
 
     return jax.tree_util.tree_map_with_path(decide, params)
 
@@ -76,6 +78,7 @@ def adamw_with_schedule(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float | None = 1.0,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Return AdamW with decoupled weight decay, after clipping by the global norm.
 
@@ -83,6 +86,8 @@ def adamw_with_schedule(
         schedule: learning rate, or a function of the step's number such as `learning_rate_schedule` returns.
         b1, b2, eps: of Adam.
         weight_decay: of the parameters that `weight_decay_mask` selects.
+        mu_dtype: of the first moment, which may be bf16: two bytes a parameter less. None: the parameters'. The second
+            one cannot be: with ``b2 = 0.999`` a step changes it by less than bf16 resolves, and it would stand still.
         clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
     Raises:
@@ -100,5 +105,7 @@ def adamw_with_schedule(
     # An array may be traced: optax.inject_hyperparams gives such ones.
     if isinstance(clip_norm, int | float) and not clip_norm > 0.0:
         raise ValueError(f"clip_norm must be > 0, or None for no clipping; got {clip_norm!r}")
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=weight_decay_mask)
+    adamw = optax.adamw(
+        schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=weight_decay_mask, mu_dtype=mu_dtype
+    )
     return adamw if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), adamw)

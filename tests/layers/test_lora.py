@@ -208,8 +208,74 @@ def test_takes_the_place_of_a_projection() -> None:
     assert_bitwise(block(x), before)
 
 
+def mlp(**options: Any) -> LayerNormMLP:
+    return LayerNormMLP(H, F, activation="swiglu", rngs=nnx.Rngs(0), **options)
+
+
+def mlp_formula(p: dict[str, Any], x: Any) -> Any:
+    """Both adapters merged into the kernels."""
+    base = {
+        **p["base"],
+        "wi_kernel": p["base"]["wi_kernel"] + ALPHA / R * jnp.tensordot(p["wi_lora_a"], p["wi_lora_b"], 1),
+        "wo_kernel": p["base"]["wo_kernel"] + ALPHA / R * p["wo_lora_a"] @ p["wo_lora_b"],
+    }
+    form = Form(activation="swiglu")
+    return reference.mlp_block(jnp, base, reference.norm(jnp, x, base["scale"], base["ln_bias"], form), form)
+
+
+def test_an_mlps_two_kernels_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
+    layer = adapted(mlp(sequence_parallel=mesh_mode == "explicit"), freeze_base=False)
+    x, g = draw("x", (B, S, H)), draw("g", (B, S, H))
+    out_axes = ("batch", "sequence_parallel" if mesh_mode == "explicit" else "sequence", "hidden")
+    y, (d_layer, dx) = value_and_vjp(lambda layer, x: layer(x), (shard(layer), x), constrain(g, out_axes), quick=True)
+    expected, (dp, expected_dx) = value_and_vjp64(mlp_formula, (parameters(layer), x), g)
+    assert_close(y, expected, 4 * TOLERANCE["float32"], what="y")
+    assert_close(dx, expected_dx, 4 * TOLERANCE["float32"], what="dx")
+    for name in ("wi_lora_a", "wi_lora_b", "wo_lora_a", "wo_lora_b"):
+        assert_close(parameters(d_layer)[name], dp[name], 4 * TOLERANCE["float32"], what=name)
+
+
+def test_a_frozen_mlp_trains_its_adapters_alone_and_is_merged() -> None:
+    x, layer = draw("x", (B, S, H)), adapted(mlp(return_bias=True))
+    gradient = jax.jit(jax.grad(lambda layer, x: jnp.sum(layer(x)[0] ** 2)))(layer, x)
+    gradient = parameters(gradient)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient.pop("base")))
+    assert len(gradient) == 4
+    assert all(leaf.any() for leaf in jax.tree.leaves(gradient))
+    before = layer(x)
+    merged = layer.merge()
+    assert merged is layer.base
+    assert not merged.frozen
+    assert_close(merged(x)[0], before[0], 4 * TOLERANCE["float32"])
+    with pytest.raises(ValueError, match="a LayerNormMLP takes no weight; give is_first_microbatch by name"):
+        layer(x, x)
+
+
+def test_reaches_every_gemm_of_a_transformer_layer_under_fp8() -> None:
+    """What the zero-initialized adapters leave alone; and the states of the base's quantizers."""
+    x = draw("x", (2, S, H))
+    with autocast(recipe_from_name("current")):
+        block = TransformerLayer(H, F, 4, rngs=nnx.Rngs(0))
+        before = quick_jit(lambda layer, x: layer(x))(block, x)
+        for part, name in ((block.self_attention, "qkv"), (block.self_attention, "proj"), (block, "layernorm_mlp")):
+            setattr(part, name, LoRA(getattr(part, name), R, rngs=nnx.Rngs(1)))
+        with without_type_checker():
+            after = quick_jit(lambda layer, x: layer(x))(block, x)
+    # The feed-forward block's norm and activation are rounded once more than in the fused operation.
+    assert relative_l2(after, before) < 1e-2
+    labels = nnx.to_pure_dict(lora_labels(nnx.state(block, nnx.Param)))
+    assert sum(label == "lora" for label in jax.tree.leaves(labels)) == 8
+
+
 def test_errors() -> None:
-    with without_type_checker(), pytest.raises(TypeError, match=r"LoRA wraps a Linear .*, got LayerNormMLP; wrap the"):
-        LoRA(LayerNormMLP(H, F, rngs=nnx.Rngs(0)), R, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    block = TransformerLayer(H, F, 4, rngs=nnx.Rngs(0))
+    with (
+        without_type_checker(),
+        pytest.raises(
+            TypeError,
+            match=r"LoRA wraps a Linear, .*, got TransformerLayer; wrap .* layer\.layernorm_mlp; flax\.nnx\.LoRA",
+        ),
+    ):
+        LoRA(block, R, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank must be an integer >= 1, got 0"):
         LoRA(row(), 0, rngs=nnx.Rngs(0))

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.training import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
+from jax_te.layers import LayerNormMLP, LoRA, TransformerLayer
+from jax_te.training import adamw_with_schedule, learning_rate_schedule, muon_dimension_numbers, weight_decay_mask
 
 
 def test_schedule_warms_up_and_decays_to_a_fraction():
@@ -30,7 +31,7 @@ def test_only_matrices_decay():
     params = nnx.State(
         {
             "layers": {0: {"kernel": nnx.Param(jnp.ones((2, 3, 4))), "bias": nnx.Param(jnp.ones((3, 4)))}},
-            "norm": {"scale": nnx.Param(jnp.ones(4)), "ln_bias": nnx.Param(jnp.ones(4))},
+            "norm": {"scale": nnx.Param(jnp.ones((2, 4))), "ln_bias": nnx.Param(jnp.ones(4))},
             "embedding": nnx.Param(jnp.ones((8, 4))),
         }
     )
@@ -68,3 +69,65 @@ def test_weight_decay_and_clipping():
 def test_options_outside_their_range(options, match):
     with pytest.raises(ValueError, match=match):
         learning_rate_schedule(**{"learning_rate": 0.1, "total_steps": 10, **options})
+
+
+def test_the_first_moment_may_be_bf16():
+    params = {"kernel": jnp.ones((4, 4))}
+    tx = adamw_with_schedule(0.1, mu_dtype=jnp.bfloat16)
+    grads, state = {"kernel": jnp.full((4, 4), 0.3)}, tx.init(params)
+    updates, state = tx.update(grads, state, params)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert sorted(map(str, dtypes)) == ["bfloat16", "float32"]
+    exact = adamw_with_schedule(0.1)
+    expected, _ = exact.update(grads, exact.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=2**-7)
+
+
+def test_muon_takes_each_matrix_of_a_fused_kernel_by_itself():
+    """The update of a fused kernel is that of its parts; embeddings, heads, norms, biases and adapters are Adam's."""
+    key = jax.random.key(0)
+    wi, grad = jax.random.normal(key, (2, 8, 2, 16))
+    params = {"mlp": {"wi_kernel": wi, "wi_bias": jnp.ones((2, 16))}, "embedding": wi[:, 0], "output_kernel": wi[:, 0]}
+    grads = {
+        "mlp": {"wi_kernel": grad, "wi_bias": jnp.ones((2, 16))},
+        "embedding": grad[:, 0],
+        "output_kernel": wi[:, 1],
+    }
+    numbers = muon_dimension_numbers(params)
+    assert numbers["embedding"] is numbers["output_kernel"] is numbers["mlp"]["wi_bias"] is None
+    tx, plain = (optax.contrib.muon(0.1, muon_weight_dimension_numbers=f) for f in (muon_dimension_numbers, None))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    adam = optax.contrib.muon(0.1, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: None, p))
+    others, _ = adam.update(grads, adam.init(params), params)
+    for name in ("embedding", "output_kernel"):
+        np.testing.assert_array_equal(updates[name], others[name])
+    for i in range(2):
+        part = {"kernel": wi[:, i]}
+        expected, _ = plain.update({"kernel": grad[:, i]}, plain.init(part), part)
+        np.testing.assert_allclose(updates["mlp"]["wi_kernel"][:, i], expected["kernel"], atol=1e-6)
+
+
+def test_muon_on_the_variables_of_layers():
+    @nnx.vmap(in_axes=0)
+    def stacked(key):
+        return LayerNormMLP(8, 16, rngs=nnx.Rngs(key))
+
+    layer = nnx.eval_shape(lambda: TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0)))
+    model = nnx.Dict(
+        layer=layer,
+        stack=nnx.eval_shape(lambda: stacked(jax.random.split(jax.random.key(0), 3))),
+        adapted=nnx.eval_shape(lambda: LoRA(LayerNormMLP(8, 16, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))),
+    )
+    params = nnx.state(model, nnx.Param)
+    numbers = nnx.to_pure_dict(muon_dimension_numbers(params))
+    assert numbers["layer"]["self_attention"]["qkv"]["kernel"] == (-3, -1)
+    assert numbers["layer"]["self_attention"]["proj"]["kernel"] == (-2, -1)
+    assert numbers["layer"]["layernorm_mlp"]["scale"] is None
+    assert numbers["stack"]["wi_kernel"] == (-3, -1)
+    assert numbers["stack"]["wo_kernel"] == (-2, -1)
+    assert numbers["stack"]["wi_bias"] is None
+    assert numbers["adapted"]["wi_lora_b"] is None
+    tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=muon_dimension_numbers)
+    state = jax.eval_shape(tx.init, params)
+    updates, _ = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(updates)) == jax.tree.map(jnp.shape, nnx.to_pure_dict(params))
