@@ -13,7 +13,7 @@ from flax import nnx
 from jax_te.config import ActivationLike, ActivationParams
 from jax_te.config.internal import check_positive, checked, log_hints, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.parameters import constant, parameter, value_or_none
+from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
@@ -24,6 +24,7 @@ from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]
+_Norm: TypeAlias = tuple[Array, Array | None]
 
 _KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": ("ffn1", "gemm", "norm")}
 """What stays when a module of selective recomputation is computed again: the first GEMM's output, so that no GEMM runs
@@ -156,15 +157,16 @@ class LayerNormMLP(TensorParallelModule):
             wo_bias = None if self.wo_bias is None else self.wo_bias.get_value()
             wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
             wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
-            norm = (self.scale.get_value(), value_or_none(self.ln_bias))
+            ln_bias = None if self.ln_bias is None else self.ln_bias.get_value()
+            norm: _Norm = (self.scale.get_value(), ln_bias)
             if self.frozen:
                 # The states are left out: their next values leave backward as gradients, also of a frozen layer.
                 norm, exact = jax.lax.stop_gradient((norm, [(each.kernel, each.bias) for each in (wi, wo)]))
                 wi, wo = (LinearWeights(*w, each.state) for w, each in zip(exact, (wi, wo), strict=True))
             options = self._options(x, axes)
             # The fused op may write the norm's output quantized only, and here its values are needed.
-            run = self._unfused if self.return_layernorm_output or adapters else self._fused
-            arrays = (norm, wi, wo, options) if adapters is None else (norm, wi, wo, options, adapters)
+            run: Any = self._unfused if self.return_layernorm_output or adapters else self._fused
+            arrays: tuple[Any, ...] = (norm, wi, wo, options) if adapters is None else (norm, wi, wo, options, adapters)
             if ambient_modules.value:
                 y, *normed = run_recomputed(lambda x: run(x, *arrays), x, kept=_KEPT)
             else:
@@ -191,11 +193,11 @@ class LayerNormMLP(TensorParallelModule):
             wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, False, names[1], self.deterministic),
         )
 
-    def _fused(self, x: Array, norm: Any, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:
+    def _fused(self, x: Array, norm: _Norm, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:
         return (layernorm_mlp(x, *norm, wi, wo, options=options, recipe=self.recipe),)
 
     def _unfused(
-        self, x: Array, norm: Any, wi: LinearWeights, wo: LinearWeights, options: MlpOptions, adapters: Any = None
+        self, x: Array, norm: _Norm, wi: LinearWeights, wo: LinearWeights, options: MlpOptions, adapters: Any = None
     ) -> tuple[Array, Array]:
         """Return the output in four operations, and the norm's output."""
         recipe = self.recipe

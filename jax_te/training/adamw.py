@@ -87,7 +87,7 @@ def adamw_with_schedule(
         b1, b2, eps: of Adam.
         weight_decay: of the parameters that `weight_decay_mask` selects.
         mu_dtype: of the first moment, which may be bf16: two bytes a parameter less. None: the parameters'. The second
-            one cannot be: with ``b2 = 0.999`` a step changes it by less than bf16 resolves, and it would stand still.
+            one stays: with ``b2 = 0.999`` a step lowers it by less than bf16 resolves, so that it would never shrink.
         clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
     Raises:

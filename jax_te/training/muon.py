@@ -17,9 +17,9 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
 
     It is the argument ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``, which without it takes all arrays of
     two axes, embeddings among them, and no fused kernel. Here a kernel is a parameter with two or more axes whose name
-    ends in "kernel", but for ``output_kernel``, the output head. Its first axis is what the GEMM sums over, its last one
-    the output. The axes between them count matrices of their own: query, key and value in ``[h, r + 2, g·d]``, gate and
-    up in ``[h, n_act, f]``. Norms, biases, embeddings, heads and adapters of `jax_te.layers.LoRA` stay with Adam.
+    ends in "kernel", but for ``output_kernel``, the output head. Its first axis is what the GEMM sums over, its last
+    the output. The axes between them count matrices of their own: query, key and value in ``[h, r + 2, g·d]``, gate
+    and up in ``[h, n_act, f]``. Norms, biases, embeddings, heads and adapters of `jax_te.layers.LoRA` stay with Adam.
 
     Args:
         params: nested dictionaries, or a state of Variables as `make_train_step` gives it to the optimizer. Of layers
