@@ -51,6 +51,7 @@ PARTS = [
         "ops",
         "layers",
         "megatron",
+        "te_pytorch",
         "models",
         "checkpoint",
     ),

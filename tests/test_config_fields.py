@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +13,11 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
+from jax_te.config.checks import _log_hint, log_once
 from jax_te.config.internal import scaled_normal_init
+from jax_te.config.megatron_fields import parsed
 from jax_te.layers import normal_init
+from jax_te.megatron import is_layer_window_attention, recipe_from_config
 from jax_te.models import GPTModel
 from jax_te.recipe import autocast, recipe_from_name
 from tests.support.numerics import assert_bitwise, without_type_checker
@@ -58,7 +63,7 @@ def test_defaults_are_megatrons():
             ValueError,
             "expert_model_parallel_size must be 1, got 4: the mesh axis 'e",
         ),
-        ({"expert_tensor_parallel_size": 2}, ValueError, "must be None or tensor_model_parallel_size = 1, got 2"),
+        ({"expert_tensor_parallel_size": 2}, ValueError, "must be None or 1, got 2"),
         ({"fp16": True, "bf16": True}, ValueError, "fp16 and bf16 are both True"),
         ({"init_model_with_meta_device": True}, ValueError, r"nnx\.eval_shape"),
         ({"deterministic_mode": True}, ValueError, "--xla_gpu_exclude_nondeterministic_ops"),
@@ -78,11 +83,6 @@ def test_defaults_are_megatrons():
         ({"fp8_dot_product_attention": True}, ValueError, "attention does not run in FP8 here"),
         ({"fp8_multi_head_attention": True}, ValueError, "attention does not run in FP8 here"),
         (
-            {"fp8": "hybrid", "fp8_recipe": "mxfp8", "tp_only_amax_red": True},
-            ValueError,
-            "tp_only_amax_red=True has no effect under fp8_recipe 'mxfp8'",
-        ),
-        (
             {"fp8": "hybrid", "first_last_layers_bf16": True},
             ValueError,
             "first_last_layers_bf16 does not go with fp8_recipe 'delayed'",
@@ -91,7 +91,7 @@ def test_defaults_are_megatrons():
         ({"softmax_type": "sparse"}, ValueError, "softmax_type must be one of 'vanilla', 'off-by-one', 'learnable'"),
         ({"window_size": 128}, ValueError, "window_size must be two integers >= -1"),
         ({"window_size": (128, -2)}, ValueError, "window_size must be two integers >= -1"),
-        ({"window_attn_skip_freq": 0}, ValueError, "window_attn_skip_freq must be an integer >= 1 or 0 or 1 for each"),
+        ({"window_attn_skip_freq": 0}, ValueError, "window_attn_skip_freq must be an integer >= 1, or an integer for"),
         ({"window_attn_skip_freq": [1, 0, 1]}, ValueError, "for each of 2 layers"),
         ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be > 0"),
         ({"qk_clip_threshold": 0.0}, ValueError, "qk_clip_threshold must be > 0"),
@@ -108,7 +108,7 @@ def test_defaults_are_megatrons():
         ),
         (FULL | {"recompute_num_layers": 0}, ValueError, "recompute_num_layers must be an integer >= 1, got 0"),
         (FULL | {"recompute_method": "half"}, ValueError, "recompute_method must be one of None, 'uniform', 'block'"),
-        (FULL | {"recompute_modules": ["moe"]}, AssertionError, "must list some of core_attn, .* got \\['moe'\\]"),
+        (FULL | {"recompute_modules": ["moe"]}, AssertionError, "must list some of core_attn, .*; moe: parts that no"),
         ({"recompute_modules": "mlp"}, AssertionError, "must list some of core_attn, .* got 'mlp'"),
         ({"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
         (FULL | {"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
@@ -134,7 +134,7 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], error: type[
 
 
 def test_what_goes_together_is_taken():
-    config(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
+    config(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
     config(fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True, fp8_param=True)
     config(first_last_layers_bf16=True)
     lists = config(window_size=[4, 0], window_attn_skip_freq=[1, 0], cp_comm_type=["p2p", "a2a"])
@@ -170,9 +170,67 @@ def test_gpt_refuses_what_it_does_not_follow():
     def build(**fields: Any) -> GPTModel:
         return GPTModel(config(**fields), vocab_size=8, max_sequence_length=4, rngs=nnx.Rngs(0))
 
-    with pytest.raises(ValueError, match="the models do not follow qk_clip=True"):
-        build(qk_clip=True)
+    with pytest.raises(ValueError, match="the models do not follow disable_parameter_transpose_cache=True"):
+        build(disable_parameter_transpose_cache=True)
     with pytest.raises(ValueError, match="asks for the recipe 'current': build and call the model inside of autocast"):
         build(fp8="hybrid", fp8_recipe="tensorwise")
     with autocast(recipe_from_name("current")):
         build(fp8="hybrid", fp8_recipe="tensorwise")
+
+
+def test_fields_of_delayed_scaling_are_idle_under_another_recipe(caplog: pytest.LogCaptureFixture):
+    """As in Megatron, whose launch scripts give them for every recipe."""
+    log_once.cache_clear()
+    fields = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        recipes = [recipe_from_config(config(**fields)) for _ in range(2)]
+    assert recipes[0] == recipes[1] == recipe_from_config(config(fp8="hybrid", fp8_recipe="tensorwise"))
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [*fields][2:]
+
+
+def test_a_layer_has_the_window_where_its_entry_is_not_0():
+    windowed = config(window_size=[4, 0], window_attn_skip_freq=[2, 0])
+    skip = windowed.window_attn_skip_freq
+    assert [is_layer_window_attention((4, 0), skip, number) for number in (1, 2)] == [True, False]
+
+
+MEGATRON = Path(__file__).parent / "support" / "megatron_fields.txt"
+
+
+@pytest.mark.parametrize("kind", [ModelParallelConfig, TransformerConfig])
+def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
+    """Stored facts: the fields of both classes and their defaults, of August 2026."""
+    defaults = parsed(MEGATRON.read_text())
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    given = {name: value for name, value in defaults.items() if name not in known}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4} if kind is TransformerConfig else {}
+    assert len(given) > 150
+    assert kind(**sizes, **given) == kind(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' is reserved"),
+        ({"num_moe_experts": 8, "moe_router_topk": 2}, "num_moe_experts=8 .* no dispatch of tokens"),
+        ({"mtp_num_layers": 1}, "the models do not have this"),
+        ({"fp32_residual_connection": True}, "compute_dtype is the dtype of activations"),
+        ({"cpu_offloading": True}, "offload_gemms"),
+        ({"grad_scale_func": abs}, "make_train_step"),
+        ({"add_qkv_bias": True}, "add_bias_linear=True"),
+        ({"calculate_per_token_loss": True}, "WeightedMean"),
+    ],
+)
+def test_fields_that_would_change_numbers_say_what_jax_has(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+
+
+def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest.LogCaptureFixture):
+    _log_hint.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        for _ in range(2):
+            assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_router_topk=4) == config()
+    assert [record.args for record in caplog.records] == [("bias_dropout_fusion",)]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_layer'"):
+        config(num_layer=2)

@@ -10,8 +10,10 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.checks import _log_hint
+from jax_te.config.megatron_fields import HINTS, parsed
 from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
 from jax_te.megatron import TELinear, initialize_rng_tracker
+from jax_te.te_pytorch import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +41,8 @@ def te_linear(**hints):
 GIVEN = [
     (config, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False, "batch_invariant_mode": True}),
     (config, {"gradient_accumulation_fusion": True, "symmetric_ar_type": "one_shot", "use_cpu_initialization": True}),
+    # Of these a call that gives none has nothing to log, so that any value but the default will do.
+    (config, dict.fromkeys(parsed(HINTS), "other")),
     (config, {"tp_comm_overlap_disable_fc1": True, "tp_comm_overlap_disable_qkv": True}),
     (
         config,
@@ -64,6 +68,7 @@ GIVEN = [
         },
     ),
     (te_linear, {"symmetric_ar_type": "one_shot", "tp_comm_buffer_name": "fc1"}),
+    (lambda **hints: checkpoint(abs, 1.0, **hints), {"use_reentrant": False}),
     (initialize_rng_tracker, {"use_cudagraphable_rng": True, "use_te_rng_tracker": True}),
 ]
 
@@ -88,7 +93,7 @@ def test_the_table_lists_those_that_are_logged():
     text = (ROOT / "docs" / "parity.md").read_text()
     table = text.partition("| argument, field |")[2].partition("\n\n")[0]
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| [^|]* \|", table, re.MULTILINE))))
-    found = set()
+    found = set(parsed(HINTS))
     for path in (ROOT / "jax_te").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "log_hints":

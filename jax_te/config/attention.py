@@ -100,10 +100,11 @@ class AttentionConfig:
     def _check_layers(self, num_layers: int) -> None:
         """Check the fields with an entry for each layer."""
         skip: Any = self.window_attn_skip_freq
-        each = isinstance(skip, tuple) and len(skip) == num_layers and all(entry in (0, 1) for entry in skip)
+        each = isinstance(skip, tuple) and len(skip) == num_layers and all(isinstance(entry, int) for entry in skip)
         if not (skip is None or (_is_int(skip) and skip >= 1) or each):
             raise ValueError(
-                f"window_attn_skip_freq must be an integer >= 1 or 0 or 1 for each of {num_layers} layers, got {skip!r}"
+                f"window_attn_skip_freq must be an integer >= 1, or an integer for each of {num_layers} layers, 0 for "
+                f"those without the window; got {skip!r}"
             )
         kinds = self.cp_comm_type
         if isinstance(kinds, tuple) and len(kinds) != num_layers:

@@ -120,6 +120,12 @@ def _log_hint(name: str) -> None:
     logging.getLogger("jax_te").info("%s tunes CUDA kernels and has no effect in JAX; see docs/parity.md", name)
 
 
+@functools.cache
+def log_once(message: str) -> None:
+    """Log a message at level INFO, once a process."""
+    logging.getLogger("jax_te").info(message)
+
+
 def check_annotations(config: Any, base: type) -> None:
     """Raise TypeError or ValueError for a field of ``base`` that is not what its annotation says, see `checked`."""
     for name, check in _checks(base).items():

@@ -13,6 +13,7 @@ from jax_te.config.checks import (
     float_dtype,
     literal_names,
     log_hints,
+    log_once,
 )
 from jax_te.config.files import brief, read_text
 from jax_te.config.initializers import normal_init, scaled_normal_init
@@ -39,6 +40,7 @@ __all__ = [
     "float_dtype",
     "literal_names",
     "log_hints",
+    "log_once",
     "normal_init",
     "read_text",
     "scaled_normal_init",

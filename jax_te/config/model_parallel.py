@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from jax_te.config.checks import check_annotations, check_choice, check_positive, float_dtype, log_hints
+from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.typing import DTypeLike
 
 SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
 """Kinds of all-reduce over symmetric memory, in Megatron's words."""
 
 
+@accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig:
     """Parallelism, initialization and dtypes, in Megatron-Core's words; `TransformerConfig` has these fields, too.
@@ -25,9 +27,8 @@ class ModelParallelConfig:
             the sequence.
         context_parallel_size: devices on the mesh's context axis, in the same way.
         expert_model_parallel_size: 1; the mesh's axis for experts is reserved and not there yet. Every device holds all
-            of them, split over the tensor axis.
-        expert_tensor_parallel_size: devices that shard an expert's kernels. None or ``tensor_model_parallel_size``:
-            one axis of the mesh splits all kernels.
+            of them.
+        expert_tensor_parallel_size: None or 1: the tensor axis does not shard an expert's kernels.
         perform_initialization: False: kernels start as zeros, for a model whose weights are loaded anyway.
         use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they
             never do, so both values give the same. To draw them on the host, build the model under
@@ -141,10 +142,10 @@ class ModelParallelConfig:
         if self.expert_model_parallel_size != 1:
             raise ValueError(
                 f"expert_model_parallel_size must be 1, got {self.expert_model_parallel_size}: the mesh axis 'expert' "
-                "is reserved and not there yet; the tensor axis splits every expert's kernels"
+                "is reserved and not there yet"
             )
-        if self.expert_tensor_parallel_size not in (None, tensor):
+        if self.expert_tensor_parallel_size not in (None, 1):
             raise ValueError(
-                f"expert_tensor_parallel_size must be None or tensor_model_parallel_size = {tensor}, got "
-                f"{self.expert_tensor_parallel_size!r}: one axis of the mesh splits the kernels of all layers"
+                f"expert_tensor_parallel_size must be None or 1, got {self.expert_tensor_parallel_size!r}: the tensor "
+                "axis shards no expert's kernels, and experts do not communicate over it"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.config.checks import check_annotations, check_positive
+from jax_te.config.checks import check_annotations, check_positive, log_once
 
 # Megatron's defaults, which are not those of TE: a history of one step.
 _DELAYED_ONLY = {
@@ -30,7 +30,7 @@ class PrecisionConfig:
             configuration. Layers are always built with exact kernels, because masters are taken from those.
         fp8_quantizer_factory, fp4_quantizer_factory: dotted path of a ``"custom"`` recipe's ``qfactory``.
         fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: of delayed scaling, see
-            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's.
+            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. Without effect under another recipe.
         fp8_wgrad: False: weight gradients in high precision. Megatron's has no effect; here it holds, and for every
             recipe of FP8.
         fp8_dot_product_attention, fp8_multi_head_attention: refused if True: attention does not run in FP8 here.
@@ -41,8 +41,8 @@ class PrecisionConfig:
 
     Raises:
         ValueError: for an unknown name; fp8 and fp4 together; ``fp8_param`` without fp8 and ``fp4_param`` without fp4;
-            a custom recipe without its factory, and a factory without it; a field of delayed scaling with another
-            recipe; ``first_last_layers_bf16`` with fp8 and delayed scaling.
+            a custom recipe without its factory, and a factory without it; ``first_last_layers_bf16`` with fp8 and
+            delayed scaling.
         TypeError: for a flag that is no bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
@@ -82,14 +82,11 @@ class PrecisionConfig:
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
-        # Megatron's argument parser sets every field; one at its default was not asked for.
+        # As in Megatron, whose launch scripts set these fields for every recipe.
         if self.fp8 is not None and self.fp8_recipe != "delayed":
             for name, default in _DELAYED_ONLY.items():
                 if getattr(self, name) != default:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect under fp8_recipe {self.fp8_recipe!r}, only "
-                        "under 'delayed'; leave it out"
-                    )
+                    log_once(f"{name} is for fp8_recipe 'delayed', and has no effect under {self.fp8_recipe!r}")
         if self.fp8 is not None and self.fp8_recipe == "delayed" and self.first_last_layers_bf16:
             raise ValueError(
                 "first_last_layers_bf16 does not go with fp8_recipe 'delayed', as in Megatron; take another one. Or "

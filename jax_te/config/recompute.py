@@ -10,6 +10,12 @@ from jax_te.config.checks import check_annotations, check_positive
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
 """Parts of a transformer layer that selective recomputation may name."""
 
+_OTHER_MODULES = (
+    *("moe_act", "mla_up_proj", "moe", "shared_experts"),
+    *("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"),
+)
+"""Megatron's other names: of experts, latent attention, Mamba and hyper-connections."""
+
 RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_gemms")
 """Names of the policies in `jax_te.remat.POLICIES`."""
 
@@ -55,7 +61,11 @@ class RecomputeConfig:
         given = self.recompute_modules
         modules = ("core_attn",) if given is None else tuple(given)
         if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):
-            raise AssertionError(f"recompute_modules must list some of {', '.join(RECOMPUTE_MODULES)}, got {given!r}")
+            others = sorted(set(modules) & set(_OTHER_MODULES))
+            absent = f"; {', '.join(others)}: parts that no layer of this package has" if others else ""
+            raise AssertionError(
+                f"recompute_modules must list some of {', '.join(RECOMPUTE_MODULES)}, got {given!r}{absent}"
+            )
         object.__setattr__(self, "recompute_modules", modules)
         if self.recompute_granularity != "selective" and modules != ("core_attn",):
             raise ValueError(

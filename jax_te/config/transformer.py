@@ -11,6 +11,7 @@ from jax_te.config.attention import AttentionConfig
 from jax_te.config.checks import check_annotations, check_positive, check_rate, float_dtype
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.initializers import FilledInit
+from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.config.model_parallel import ModelParallelConfig
 from jax_te.config.precision import PrecisionConfig
 from jax_te.config.recompute import RecomputeConfig
@@ -20,12 +21,15 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 """Kinds of position embedding in `jax_te.models.GPTModel`, in Megatron-Core's words."""
 
 
+@accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, RecomputeConfig, CudaGraphConfig):
     """Sizes and choices of a stack of transformer layers, in Megatron-Core's words.
 
     It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig`, `RecomputeConfig` and
-    `CudaGraphConfig`, too, all keyword-only.
+    `CudaGraphConfig`, too, all keyword-only. Other fields of Megatron-Core's are taken without effect if they have
+    Megatron's default or only tune CUDA; those that would change numbers or communication are refused with what JAX has
+    in their place.
 
     Args:
         num_layers: transformer layers.
@@ -37,6 +41,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         layernorm_epsilon: added to the variance.
         layernorm_zero_centered_gamma: store the norm's scale as an offset from 1.
+        fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
         activation_func: Megatron-Core's way to say the same: a function, or its name. It sets ``activation``.
@@ -73,6 +78,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
+    fused_residual_rmsnorm: bool = False
     activation: ActivationLike = "gelu"
     activation_func: ActivationLike | None = None
     gated_linear_unit: bool = False

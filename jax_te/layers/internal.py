@@ -2,6 +2,7 @@
 
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.norm import norm_spec
+from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
 from jax_te.layers.parameters import parameter
 from jax_te.layers.qkv import merge_heads
 from jax_te.layers.quantizable import (
@@ -15,12 +16,13 @@ from jax_te.layers.quantizable import (
     use_cached_kernels,
 )
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group
+from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
 
 __all__ = [
     "CachedKernel",
     "TensorParallel",
     "TrainingMode",
+    "arbitrary_mask",
     "cache_name",
     "check_context_size",
     "check_tp_group",
@@ -29,9 +31,11 @@ __all__ = [
     "merge_heads",
     "natural_order",
     "norm_spec",
+    "padding_pair",
     "parameter",
     "quantizable_kernels",
     "quantize_kernels",
+    "sequence_axes",
     "set_grad_sinks",
     "use_cached_kernels",
 ]

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jax_te.ops import Segments, segments_from_cu_seqlens
 from jax_te.ops.internal import segment_positions
@@ -15,7 +16,7 @@ from jax_te.typing import Array
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"],
-    meta_fields=["qkv_format", "max_seqlen_q", "max_seqlen_kv"],
+    meta_fields=["qkv_format", "max_seqlen_q", "max_seqlen_kv", "total_tokens"],
 )
 @dataclass(frozen=True, kw_only=True)
 class PackedSeqParams:
@@ -33,6 +34,7 @@ class PackedSeqParams:
             they follow one another without a gap.
         max_seqlen_q, max_seqlen_kv: length of the longest sequence, which CUDA kernels reserve memory for. Not read:
             the row's length is static and bounds it.
+        total_tokens: length of the row, for `seq_idx`.
 
     Raises:
         ValueError: for another format.
@@ -52,6 +54,7 @@ class PackedSeqParams:
     cu_seqlens_kv_padded: Array | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+    total_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.qkv_format != "thd":
@@ -67,6 +70,19 @@ class PackedSeqParams:
         return segments_from_cu_seqlens(
             self.cu_seqlens_q, self.cu_seqlens_kv, self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
         )
+
+    @property
+    def seq_idx(self) -> Array | None:
+        """Number of each token's sequence, from 0, int32 ``[b, total_tokens]``; None without ``total_tokens``.
+
+        Padding between sequences has the number of the one before it, the rest of the row one more than the last, as in
+        Megatron's packed convolutions and scans.
+        """
+        if self.total_tokens is None:
+            return None
+        offsets = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        ends = jnp.atleast_2d(offsets)[:, None, 1:]
+        return jnp.sum(jnp.arange(self.total_tokens)[None, :, None] >= ends, axis=-1, dtype=jnp.int32)
 
     def positions(self, size: int) -> Array:
         """Return the position of each of a row's ``size`` tokens in its own sequence, int32 ``[b, size]``.

@@ -19,6 +19,7 @@ from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import make_norm
 from jax_te.layers.options import AttentionOptions, BlockOptions, NormOptions
 from jax_te.layers.packed import PackedSeqParams
+from jax_te.layers.padding_mask import read_mask
 from jax_te.layers.results import layer_output
 from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
@@ -66,6 +67,7 @@ class TransformerLayer(ContextParallelModule):
         zero_centered_gamma: store the norms' scales as offsets from 1.
         activation: a key of `jax_te.config.ACTIVATIONS`, or a function, as in `LayerNormMLP`.
         bias: biases in all linear layers.
+        return_max_logit: calls also return the max logit of each head of self-attention, for `clip_qk`.
         seq_length, micro_batch_size: without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
@@ -125,6 +127,7 @@ class TransformerLayer(ContextParallelModule):
         zero_centered_gamma: bool = False,
         activation: ActivationLike = "gelu",
         bias: bool = True,
+        return_max_logit: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         params_dtype: DTypeLike = jnp.float32,
@@ -159,6 +162,7 @@ class TransformerLayer(ContextParallelModule):
             return_layernorm_output=from_norm,
             attn_mask_type=enc_dec_attn_mask_type,
             window_size=enc_dec_window_size,
+            return_max_logit=False,
         )
         self.inter_attention = (
             MultiheadAttention(hidden_size, heads, **cross.keywords(), rngs=rngs) if layer_type == "decoder" else None
@@ -187,9 +191,9 @@ class TransformerLayer(ContextParallelModule):
     def __call__(
         self,
         x: Array,
-        attention_mask: Array | None = None,
+        attention_mask: Array | tuple[Array, Array] | None = None,
         encoder_output: Array | None = None,
-        enc_dec_attn_mask: Array | None = None,
+        enc_dec_attn_mask: Array | tuple[Array, Array] | None = None,
         *,
         sequence_lengths: Array | None = None,
         encoder_lengths: Array | None = None,
@@ -209,10 +213,12 @@ class TransformerLayer(ContextParallelModule):
 
         Args:
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
-            attention_mask: bool, broadcastable to ``[b, n, s, s]``, True is masked out; for mask type ``"arbitrary"``.
+            attention_mask: bool, True is masked out: under mask type ``"arbitrary"`` broadcastable to ``[b, n, s, s]``,
+                under ``"padding"`` and ``"padding_causal"`` ``[b, 1, 1, s]``, in place of lengths and with the padding
+                anywhere. Ignored under the other types, as in Transformer Engine.
             encoder_output: ``[b, skv, h]``, for a decoder.
-            enc_dec_attn_mask: bool, broadcastable to ``[b, n, s, skv]``, for cross-attention of mask type
-                ``"arbitrary"``.
+            enc_dec_attn_mask: the same of cross-attention: ``[b, n, s, skv]``; under ``"padding"`` that of the
+                encoder's output, or a pair ``(queries' mask, encoder's mask)``.
             sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
                 padding types.
             encoder_lengths: the same for ``encoder_output``.
@@ -226,8 +232,8 @@ class TransformerLayer(ContextParallelModule):
             is_first_microbatch: as in `Linear`, for all projections.
 
         Returns:
-            ``y [b, s, h]``, split like activations over batch; with a cache the NamedTuple ``(y, cache)``,
-            the cache with ``x`` appended.
+            ``y [b, s, h]``, split like activations over batch; or a NamedTuple of ``y`` and those of the following that
+            apply: ``max_logit`` fp32 ``[n]``; ``cache``, with ``x`` appended.
         """
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
@@ -235,6 +241,13 @@ class TransformerLayer(ContextParallelModule):
             raise ValueError(
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
             )
+        # Without a mask nothing of this runs: lengths, packed sequences and causal masks need no array.
+        masks = {"attention_mask": None, "attn_mask_type": self_attn_mask_type}
+        if attention_mask is not None:
+            masks = _masks(self.self_attention, x, attention_mask, self_attn_mask_type)
+        cross_masks = {"attention_mask": None, "attn_mask_type": enc_dec_attn_mask_type}
+        if enc_dec_attn_mask is not None:
+            cross_masks = _masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
         keys = (None,) * 5 if dropout_key is None else _keys(dropout_key)
         axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
@@ -242,31 +255,34 @@ class TransformerLayer(ContextParallelModule):
             x = constrain(x, axes)
             attended: Any = self.self_attention(
                 x,
-                attention_mask,
+                **masks,
                 sequence_lengths=sequence_lengths,
                 packed_seq_params=packed_seq_params,
                 rotary_pos_emb=rotary_pos_emb,
                 core_attention_bias_type=core_attention_bias_type,
                 core_attention_bias=core_attention_bias,
                 alibi_slopes=alibi_slopes,
-                attn_mask_type=self_attn_mask_type,
                 dropout_key=keys[0],
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
                 is_first_microbatch=is_first_microbatch,
             )
+            extra: dict[str, Any] = {}
+            # Before these there may be the norm's output, which `_add` reads.
             if cache is not None:
-                *attended, cache = attended  # before it there may be the norm's output, which `_add` reads
+                *attended, extra["cache"] = attended
+            if self.self_attention.core_attention.return_max_logit:
+                *attended, max_logit = attended
+                extra = {"max_logit": max_logit, **extra}
             x = self._add(x, attended, keys[1], axes)
             if self.inter_attention is not None:
                 attended = self.inter_attention(
                     x,
-                    enc_dec_attn_mask,
-                    encoder_output,
+                    **cross_masks,
+                    encoder_output=encoder_output,
                     # Lengths of the queries count only beside those of the keys.
                     sequence_lengths=sequence_lengths if encoder_lengths is not None else None,
                     encoder_lengths=encoder_lengths,
-                    attn_mask_type=enc_dec_attn_mask_type,
                     dropout_key=keys[3],
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
@@ -275,7 +291,7 @@ class TransformerLayer(ContextParallelModule):
             x = self._add(x, self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), keys[2], axes)
             if self.layernorm is not None:
                 x = self.layernorm(x)
-        return x if cache is None else layer_output(x, cache=cache)
+        return layer_output(x, **extra) if extra else x
 
     def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes) -> Array:
         """Add a block's output to its input, or to the norm's output if the block returned that, too."""
@@ -297,3 +313,10 @@ def _keys(key: Array) -> tuple[Array, ...]:
     """Return the keys of self-attention, its output, the feed-forward block, cross-attention and its output."""
     # Cross-attention folds its keys in, so that a decoder draws what an encoder of the same key draws.
     return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
+
+
+def _masks(attention: Any, x: Array, mask: Any, mask_type: str | None) -> dict[str, Any]:
+    """Return the arguments of an attention block that say what a mask of a call hides."""
+    core = attention.core_attention
+    kind: str = core.attn_mask_type if mask_type is None else mask_type
+    return read_mask(mask, kind, core.window_size, x.shape[1], of_self=attention.attention_type == "self")

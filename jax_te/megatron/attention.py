@@ -11,10 +11,11 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import checked, log_hints
 from jax_te.layers import DotProductAttention, PackedSeqParams
-from jax_te.layers.internal import check_tp_group, merge_heads
+from jax_te.layers.internal import arbitrary_mask, check_tp_group, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
-from jax_te.ops.internal import normal_window
+from jax_te.megatron.state_dict import StateDicts
+from jax_te.megatron.te_layer import check_groups
 from jax_te.typing import Array
 
 
@@ -52,7 +53,7 @@ def is_layer_window_attention(
 
 
 @checked
-class TEDotProductAttention(DotProductAttention):
+class TEDotProductAttention(StateDicts, DotProductAttention):
     """The core of attention, built from a configuration.
 
     Arrays are ``[b, s, n, d]`` here (``[s, b, n, d]`` in Megatron), or ``[t, n, d]`` with ``packed_seq_params``.
@@ -109,11 +110,7 @@ class TEDotProductAttention(DotProductAttention):
         padding_at_end: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
-        if pg_collection is not None:
-            raise TypeError(
-                "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has "
-                "axes 'tensor' and 'data' in their place"
-            )
+        check_groups(pg_collection)
         # Megatron's rule: one size without the other is ignored.
         both = k_channels is not None and v_channels is not None
         channels: Any = (k_channels, v_channels) if both else config.kv_channels
@@ -214,28 +211,15 @@ class TEDotProductAttention(DotProductAttention):
 
     def _padding(self, mask_type: str, mask: Array | tuple[Array, Array], sq: int) -> tuple[str, Any, dict[str, Any]]:
         """Return mask type, window and masks of the core's call, for padding masks ``[b, 1, 1, s]``."""
-        if not isinstance(mask, tuple):
-            # A single mask of self-attention is that of queries and keys, unless the keys are those of a KV cache.
-            shared = self.attention_type == "self" and mask.shape[-1] == sq
-            mask = (mask if shared else jnp.zeros((*mask.shape[:-1], sq), bool), mask)
-        for one in mask:
-            if one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1):
-                found = f"{one.dtype} {one.shape}"
-                raise ValueError(f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {found}")
+        mask = padding_pair(mask, sq, of_self=self.attention_type == "self")
         q_hidden, kv_hidden = mask
         if self.padding_at_end:
             q_lengths, kv_lengths = (jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32) for one in mask)
             # None: the op then knows that both have the same lengths.
             lengths = {"q_lengths": None if q_hidden is kv_hidden else q_lengths, "kv_lengths": kv_lengths}
             return mask_type, self.layer_window, lengths
-        if mask_type == "padding_causal_bottom_right":
-            raise ValueError(
-                "the diagonal of 'padding_causal_bottom_right' ends where sequences end, and a mask may have its "
-                "padding anywhere; build the layer with padding_at_end=True, or give a mask of type 'arbitrary'"
-            )
-        # The core's padding types know lengths alone. Causality is a window that ends at the query.
-        window = normal_window(self.layer_window, mask_type)
-        return "arbitrary", window, {"attention_mask": q_hidden.swapaxes(2, 3) | kv_hidden}
+        hidden, window = arbitrary_mask(mask, mask_type, self.layer_window)
+        return "arbitrary", window, {"attention_mask": hidden}
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """Check the argument. There is nothing to set: heads are sharded over the tensor axis of the mesh in use.

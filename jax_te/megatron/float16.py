@@ -251,9 +251,14 @@ class Float16Module(MegatronModule):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load into the wrapped module; names have no prefix ``module.``. Megatron's method returns nothing.
 
+        Floating-point arrays are cast to the dtypes of the module's own, as torch does, so that an fp32 checkpoint
+        loads into a model in half precision. No other function of this package casts what it loads.
+
         Raises:
-            ValueError: listing every difference in names, shapes and dtypes.
+            ValueError: listing every other difference.
         """
+        own = self.state_dict()
+        state_dict = {name: _as_dtype_of(own.get(name), array) for name, array in state_dict.items()}
         if isinstance(self.module, MegatronModule):
             return self.module.load_state_dict(state_dict, strict)
         return load_state_dict(self.module, state_dict, strict)
@@ -272,6 +277,12 @@ def _virtual_ends(vp_size: int | None, vp_stage: int | None) -> tuple[bool, bool
 
 def _variables(module: nnx.Module) -> list[nnx.Variable]:
     return [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
+
+
+def _as_dtype_of(own: Any, array: Any) -> Any:
+    """Return ``array`` in the dtype of ``own`` if both are floating-point arrays; quantized values are none."""
+    cast = _has_dtype(own, *_WIDE_FLOATS) and _has_dtype(array, *_WIDE_FLOATS)
+    return array.astype(own.dtype) if cast else array
 
 
 def _has_dtype(x: Any, *names: str) -> bool:

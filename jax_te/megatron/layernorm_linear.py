@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import checked
 from jax_te.layers import LayerNormLinear
 from jax_te.layers.internal import check_context_size
-from jax_te.megatron.te_layer import TELayer, TELayerOptions, refuse
+from jax_te.megatron.te_kwargs import in_dtype_of
+from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_groups, refuse
 from jax_te.typing import Array, Initializer
 
 
@@ -25,7 +25,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Args:
         is_expert: False; experts take `TENorm` and `TEColumnParallelLinear`.
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
-            tp_comm_buffer_name, tp_group, name, rngs: as in `TEColumnParallelLinear`.
+            tp_comm_buffer_name, tp_group, stride, name, pg_collection, rngs: as in `TEColumnParallelLinear`.
 
     Attributes are those of `TELinear` except ``save_original_input``: the GEMM's input is the norm's output.
 
@@ -60,9 +60,12 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
         skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: str | None = None,
+        stride: int = 1,
         name: str | None = None,
+        pg_collection: None = None,
         rngs: nnx.Rngs,
     ):
+        check_groups(pg_collection, stride)
         refuse(
             gather_output=gather_output,
             is_expert=is_expert,
@@ -95,11 +98,9 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
         Returns:
             ``(y [..., n], bias [n] or None)``, as `TELinear`; the norm's output is not returned.
         """
-        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would else run in fp32.
-        own = self.scale.get_value().dtype
-        if x.dtype == jnp.float32 and jnp.dtype(own).itemsize < x.dtype.itemsize:
-            x = x.astype(own)
         check_context_size(self.config.context_parallel_size)
+        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would else run in fp32.
+        x = in_dtype_of(x, self.scale)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)

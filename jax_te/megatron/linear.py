@@ -11,8 +11,10 @@ from flax import nnx
 from jax_te.config import ModelParallelConfig
 from jax_te.config.internal import checked
 from jax_te.layers import Linear
-from jax_te.layers.internal import check_context_size
-from jax_te.megatron.te_layer import TELayer, TELayerOptions, refuse
+from jax_te.layers.internal import check_context_size, sequence_axes
+from jax_te.megatron.te_kwargs import in_dtype_of
+from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_groups, refuse
+from jax_te.ops import LinearOptions
 from jax_te.typing import Array, Initializer
 
 
@@ -34,11 +36,13 @@ class TELinear(TELayer, Linear):
         bias: there is a bias ``[n]``, initially 0.
         skip_bias_add: with ``bias``, return the bias instead of adding it, for a fused operation to add.
         skip_weight_param_allocation: False.
-        tp_comm_buffer_name: ``"qkv"``, ``"proj"``, ``"fc1"``, ``"fc2"`` or None: a name of user buffers; JAX has none,
-            so the name has no effect.
-        is_expert: the layer belongs to one expert of a mixture. Arrays and collectives are those of any other layer:
-            collectives follow from shardings, so a token dispatcher has nothing to gather or reduce over the tensor
-            axis. The caller decides which tokens come in. Kernels of all experts are on every device of the other axes.
+        tp_comm_buffer_name: any name, such as ``"qkv"``, or None: of user buffers; JAX has none, so it has no effect.
+        is_expert: the layer belongs to one expert of a mixture. It computes the tokens that each device has, in forward
+            without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
+            ``expert_tensor_parallel_size=1``). Its input is ``[tokens, k]`` or ``[b, s, k]``; under sequence
+            parallelism the tensor axis shards the tokens, of input and output. A dispatcher, which this package does
+            not have, brings tokens to their expert. The kernel is drawn from the stream ``expert-parallel-rng`` of
+            ``rngs`` (``nnx.Rngs(0, **{"expert-parallel-rng": 1})``), else from one that follows from ``params``.
         symmetric_ar_type: None, ``"two_shot"``, ``"one_shot"`` or ``"multimem_all_reduce"``, without effect.
         tp_group: None or ``"tensor"``, the mesh axis that takes the role of Megatron's process group.
         name: under which the rules of ``config.quant_recipe`` know the layer. None: the rules are not applied, until
@@ -103,7 +107,8 @@ class TELinear(TELayer, Linear):
         """Apply the layer.
 
         Args:
-            x: ``[..., k]``; its dtype is the dtype of computation and of the output.
+            x: ``[..., k]``; its dtype is the dtype of computation and of the output. In fp32 it is cast to the dtype of
+                a kernel in half precision, as `TELayerNormColumnParallelLinear` and `TENorm` do.
             is_first_microbatch: as in `Linear`.
 
         Returns:
@@ -113,9 +118,18 @@ class TELinear(TELayer, Linear):
         """
         # A layer may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
+        x = x if self.kernel is None else in_dtype_of(x, self.kernel)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)
+
+    def _options(self, x: Array) -> LinearOptions:
+        options = super()._options(x)
+        if not (self.is_expert and self.config.sequence_parallel):
+            return options
+        lead = sequence_axes(x) if x.ndim > 2 else ("tokens",)
+        # Neither names a feature axis: an expert's kernel is whole along both.
+        return options._replace(x_axes=(*lead, "hidden"), out_axes=(*lead, None))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
@@ -145,9 +159,10 @@ class TEColumnParallelLinear(TELinear):
         input_size, output_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation,
             tp_comm_buffer_name, tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is
             ``config.symmetric_ar_type``.
+        stride, pg_collection: 1 and None.
 
     Raises:
-        ValueError: for ``gather_output``; and as `TELinear`.
+        ValueError: for ``gather_output`` and another ``stride``; and as `TELinear`.
         AssertionError, TypeError: as `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelLinear``.
@@ -172,9 +187,12 @@ class TEColumnParallelLinear(TELinear):
         skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: str | None = None,
+        stride: int = 1,
         name: str | None = None,
+        pg_collection: None = None,
         rngs: nnx.Rngs,
     ):
+        check_groups(pg_collection, stride)
         refuse(gather_output=gather_output, skip_weight_param_allocation=skip_weight_param_allocation)
         options = TELayerOptions(
             "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
@@ -194,6 +212,7 @@ class TERowParallelLinear(TELinear):
         is_expert: as in `TELinear`.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
             as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
+        pg_collection: None.
 
     Raises:
         ValueError: for ``input_is_parallel=False``; and as `TELinear`.
@@ -221,8 +240,10 @@ class TERowParallelLinear(TELinear):
         tp_comm_buffer_name: str | None = None,
         tp_group: str | None = None,
         name: str | None = None,
+        pg_collection: None = None,
         rngs: nnx.Rngs,
     ):
+        check_groups(pg_collection)
         if not input_is_parallel:
             raise ValueError(
                 "input_is_parallel=False is not supported: the input of a row-parallel layer is split over the tensor "

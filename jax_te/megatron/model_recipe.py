@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_te.config import PrecisionConfig
+from jax_te.config.internal import log_hints
 from jax_te.megatron.quant_recipe import resolve_factory
 from jax_te.recipe import (
     CustomRecipe,
@@ -34,9 +35,8 @@ class TEDelayedScaling(DelayedScaling):
         fields: of `DelayedScaling`, in place of the configuration's.
 
     Raises:
-        ValueError: for ``fp8_interval`` other than 1 (Megatron warns: scales follow every step); if
-            ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` is set, because attention does not run in FP8
-            here; for values that `DelayedScaling` refuses.
+        ValueError: if ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` is set, because attention does not
+            run in FP8 here; for values that `DelayedScaling` refuses.
         TypeError: for a format that is no `Format`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEDelayedScaling``.
@@ -53,9 +53,8 @@ class TEDelayedScaling(DelayedScaling):
         **fields: Any,
     ):
         # By getattr: Megatron's older configurations and argparse namespaces lack some of these fields.
-        interval = getattr(config, "fp8_interval", 1)
-        if interval != 1:
-            raise ValueError(f"fp8_interval must be 1, got {interval!r}: scales follow the amaxes of every step")
+        # Megatron warns that Transformer Engine has ignored it since version 1.8: scales follow every step's amaxes.
+        log_hints(fp8_interval=getattr(config, "fp8_interval", 1) != 1)
         # Refused, not ignored: attention in the compute dtype would change numbers silently.
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
             if getattr(config, name, False):

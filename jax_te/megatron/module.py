@@ -9,7 +9,7 @@ from flax import nnx
 from jax_te.config.internal import SYMMETRIC_AR_TYPES
 from jax_te.layers.internal import TrainingMode, drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
-from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
+from jax_te.megatron.state_dict import StateDicts
 
 _QUANTIZED_BY = ("fp8", "fp4", "quant_recipe")
 
@@ -30,7 +30,7 @@ def param_is_not_shared(param: nnx.Variable) -> bool:
     return not param.get_metadata("shared", False)
 
 
-class MegatronModule(TrainingMode):
+class MegatronModule(StateDicts, TrainingMode):
     """An NNX module with a configuration and the methods that Megatron expects of every model.
 
     Args:
@@ -61,34 +61,11 @@ class MegatronModule(TrainingMode):
             ) from None
         self.config = config
 
-    def state_dict(
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return arrays by dotted name, see `jax_te.megatron.state_dict`.
-
-        Args:
-            destination: a dict to which the arrays are added, and which is returned.
-            prefix: of every name, with its dot.
-            keep_vars: return the Variables, not their arrays.
-        """
-        destination = {} if destination is None else destination
-        # In place, as torch's: callers collect several modules in one dict and may ignore the result.
-        destination.update(state_dict(self, prefix, keep_vars))
-        return destination
-
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return this module's part of a checkpoint: its `state_dict`, unless a subclass overrides this method."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     sharded_state_dict = sharded_state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
-        """Load the arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
-
-        Raises:
-            ValueError: listing every difference in names, shapes and dtypes.
-        """
-        return load_state_dict(self, state_dict, strict)
 
     def set_is_first_microbatch(self) -> None:
         """Set ``is_first_microbatch`` on every submodule that has this attribute, if the configuration quantizes.

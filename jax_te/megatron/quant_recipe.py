@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jax_te.config.internal import brief
+from jax_te.config.internal import brief, log_once
 from jax_te.megatron.enums import Fp4Recipe, Fp8Recipe
 from jax_te.recipe import (
     CustomRecipe,
@@ -52,9 +52,10 @@ class TEQuantizationRecipe:
     Differences from Megatron: instances are frozen and hashable, since they select code under ``jit``. A flag that is
     no bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors
     appear when a recipe is attached to a layer, not in its first forward pass. `to_recipe` also refuses fields that
-    have no effect, which Megatron ignores: ``fp8_format`` other than ``"e4m3"`` without an FP8 recipe of a fixed name,
-    ``custom_recipe_factory`` without a custom recipe, ``fp8_param`` and ``fp4_param`` without a recipe of their kind,
-    and ``tp_only_amax_red``, which concerns only delayed scaling, never a layer's own recipe.
+    have no effect, which Megatron ignores: ``custom_recipe_factory`` without a custom recipe, ``fp8_param`` and
+    ``fp4_param`` without a recipe of their kind. ``fp8_format`` other than ``"e4m3"`` without an FP8 recipe of a fixed
+    name, and ``tp_only_amax_red``, which concerns only delayed scaling, never a layer's own recipe, are logged once:
+    files name them for every recipe.
 
     Raises:
         TypeError: for a flag that is not a bool.
@@ -171,9 +172,12 @@ class TEQuantizationRecipe:
     def _refuse_fields_without_effect(self) -> None:
         fp8, fp4 = self.fp8_quantization_recipe, self.fp4_quantization_recipe
         custom = "custom" in (fp8, fp4)
+        # Files name these two for every recipe; Megatron reads one for delayed scaling alone, the other for FP8.
+        if self.tp_only_amax_red:
+            log_once("tp_only_amax_red is for delayed scaling, which no layer has of its own, and has no effect")
+        if self.fp8_format != "e4m3" and (custom or fp8 is None):
+            log_once(f"fp8_format {brief(self.fp8_format)} has no effect where no FP8 recipe reads it")
         idle = {
-            "tp_only_amax_red": (self.tp_only_amax_red, "it concerns delayed scaling, which no layer has of its own"),
-            "fp8_format": (self.fp8_format != "e4m3" and (custom or fp8 is None), "no FP8 recipe here reads it"),
             "custom_recipe_factory": (self.custom_recipe_factory is not None and not custom, "no recipe is 'custom'"),
             "fp8_param": (self.fp8_param and fp8 is None, "there is no FP8 recipe"),
             "fp4_param": (self.fp4_param and fp4 is None, "there is no FP4 recipe"),

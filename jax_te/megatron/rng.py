@@ -153,8 +153,8 @@ def model_parallel_cuda_manual_seed(
     Args:
         seed: >= 0, and such that no stream's integer exceeds 2^32 - 1.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: as `initialize_rng_tracker`.
-        tp_rank, ep_rank, etp_rank: None. One program runs on all devices here, and each folds its position into the
-            key when it draws; `jax_te.random.model_parallel_seeds` returns the integers of Megatron's ranks.
+        tp_rank, ep_rank, etp_rank: None or 0. One program runs on all devices, and each folds its position into the key
+            when it draws; `jax_te.random.model_parallel_seeds` returns the integers of Megatron's ranks.
         force_reset_rng: replace an existing tracker.
 
     Raises:
@@ -168,10 +168,10 @@ def model_parallel_cuda_manual_seed(
     """
     for name, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank)):
         # An integer would give all devices the same stream; positions are folded in inside shard_map.
-        if rank is not None:
+        if rank not in (None, 0):
             raise ValueError(
                 f"{name}={rank!r}: one program runs on all ranks, and inside shard_map each folds its own into its "
-                "keys; leave it None"
+                "keys; leave it None, or 0"
             )
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     model_parallel_seed(seed, get_cuda_rng_tracker())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,33 @@ def load_state_dict(
     # They were made from the old values.
     drop_cached_kernels(module)
     return IncompatibleKeys(missing, unexpected)
+
+
+class StateDicts:
+    """Torch's methods ``state_dict`` and ``load_state_dict``, for NNX modules that derive from this class, too."""
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return arrays by dotted name, see `jax_te.megatron.state_dict`.
+
+        Args:
+            destination: a dict to which the arrays are added, and which is returned.
+            prefix: of every name, with its dot.
+            keep_vars: return the Variables, not their arrays.
+        """
+        destination = {} if destination is None else destination
+        # In place, as torch's: callers collect several modules in one dict and may ignore the result.
+        destination.update(state_dict(cast(nnx.Module, self), prefix, keep_vars))
+        return destination
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
+        """Load the arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
+
+        Raises:
+            ValueError: listing every difference in names, shapes and dtypes.
+        """
+        return load_state_dict(cast(nnx.Module, self), state_dict, strict)
 
 
 def variables_of(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:

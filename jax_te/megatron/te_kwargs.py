@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_te.config import ModelParallelConfig
-from jax_te.typing import Initializer
+from jax_te.typing import Array, Initializer
 
 
 def condition_init_method(config: ModelParallelConfig, init_method: Initializer) -> Initializer:
@@ -46,3 +48,16 @@ def get_extra_te_kwargs(config: ModelParallelConfig) -> dict[str, Any]:
     {'params_dtype': dtype(bfloat16)}
     """
     return {"params_dtype": config.params_dtype}
+
+
+def in_dtype_of(x: Array, parameter: nnx.Variable) -> Array:
+    """Return ``x`` in the dtype of a layer's parameter if ``x`` is in fp32 and the parameter in half precision.
+
+    So does Megatron's fused layer with an fp32 residual stream, and Transformer Engine's norms; its linear layers raise
+    an error. Parameters in fp32 widen nothing: the dtype of computation is then that of the input.
+
+    >>> in_dtype_of(jnp.ones(2), nnx.Param(jnp.ones(2, jnp.bfloat16))).dtype
+    dtype(bfloat16)
+    """
+    own = jnp.dtype(parameter.get_value().dtype)
+    return x.astype(own) if x.dtype == jnp.float32 and own.name in ("bfloat16", "float16") else x

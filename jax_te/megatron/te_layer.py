@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig
@@ -13,13 +15,12 @@ from jax_te.layers.internal import TensorParallel, check_context_size
 from jax_te.megatron.quant_config import get_quant_config_or_none
 from jax_te.megatron.quant_layer import finish_init, will_execute_quantized
 from jax_te.megatron.sharded_state import sharded_state_dict
+from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
+from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import axis_ranks
 from jax_te.typing import Initializer
-
-TP_COMM_BUFFER_NAMES = (None, "qkv", "proj", "fc1", "fc2")
-"""Which linear layer of a transformer layer this is, in Megatron's words."""
 
 
 class TELayerOptions(NamedTuple):
@@ -35,7 +36,7 @@ class TELayerOptions(NamedTuple):
     name: str | None
 
 
-class TELayer(QuantizableModule):
+class TELayer(StateDicts, QuantizableModule):
     """Construction and methods of Megatron's linear layers, for `TELinear` and `TELayerNormColumnParallelLinear`.
 
     Attributes, all static:
@@ -75,8 +76,9 @@ class TELayer(QuantizableModule):
     ) -> None:
         """Construct the layer of `jax_te.layers` that comes behind this class; ``own``: arguments of that one alone."""
         self._describe(sizes, config, options)
-        # A layer that is not sharded has no part in sequence parallelism either: it takes and gives whole sequences.
-        sharded = options.parallel_mode is not None
+        # A layer that is not sharded has no part in sequence parallelism either: it takes and gives whole sequences. An
+        # expert's is not: it computes the tokens that a device has, as Megatron's does behind its token dispatcher.
+        sharded = options.parallel_mode is not None and not options.is_expert
         # The next class in the resolution order is a layer of jax_te.layers, which a type checker cannot know here.
         super().__init__(  # pyright: ignore[reportCallIssue]
             *sizes,
@@ -85,10 +87,10 @@ class TELayer(QuantizableModule):
             sequence_parallel=config.sequence_parallel and sharded,
             tp_group=options.tp_group,
             tp_size=config.tensor_model_parallel_size if sharded else 1,
-            parallel_mode=options.parallel_mode,
+            parallel_mode=options.parallel_mode if sharded else None,
             fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
             return_bias=self.te_return_bias,
-            rngs=rngs,
+            rngs=_expert_rngs(rngs) if options.is_expert else rngs,
             **own,
             **get_extra_te_kwargs(config),
         )
@@ -103,29 +105,24 @@ class TELayer(QuantizableModule):
             raise AssertionError(
                 f"symmetric_ar_type must be one of {SYMMETRIC_AR_TYPES}, got {options.symmetric_ar_type!r}"
             )
-        if options.tp_comm_buffer_name not in TP_COMM_BUFFER_NAMES:
-            raise ValueError(
-                f"tp_comm_buffer_name must be one of {TP_COMM_BUFFER_NAMES}, got {options.tp_comm_buffer_name!r}"
-            )
         log_hints(symmetric_ar_type=options.symmetric_ar_type, tp_comm_buffer_name=options.tp_comm_buffer_name)
         self.config = config
         self.in_features, self.out_features = sizes
         self.parallel_mode = mode
+        self.is_expert = options.is_expert
         # Not return_bias: with skip_bias_add and no bias a call returns (y, None), not y.
         self.te_return_bias = options.skip_bias_add and options.bias
-        self.is_expert = options.is_expert
         self.tp_comm_buffer_name = options.tp_comm_buffer_name
         self.symmetric_ar_type = options.symmetric_ar_type
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
         check_context_size(config.context_parallel_size)
         wanted = config.tensor_model_parallel_size
-        if mode is not None and wanted not in (1, self.tp_size):
+        if mode is not None and not options.is_expert and wanted not in (1, self.tp_size):
             raise ValueError(
                 f"config.tensor_model_parallel_size is {wanted}, and the mesh in use has {self.tp_size} tensor ranks; "
                 "set a mesh with that many (jax.set_mesh), or leave it 1, which takes the mesh's"
             )
         split = {"column": self.out_features, "row": self.in_features}.get(mode or "", 0)
-        # Checked for experts, too, whose sizes Megatron divides by hand.
         if split % self.tp_size:
             raise AssertionError(
                 f"{split} {'output' if mode == 'column' else 'input'} features of a {mode}-parallel "
@@ -136,9 +133,9 @@ class TELayer(QuantizableModule):
     def tp_size(self) -> int:
         """Number of shards of the kernel on the mesh in use; without a mesh, as the configuration says.
 
-        1 for a layer that is not sharded.
+        1 for a layer that is not sharded, as that of an expert.
         """
-        if self.parallel_mode is None:
+        if self.parallel_mode is None or self.is_expert:
             return 1
         return self.config.tensor_model_parallel_size if current_mesh() is None else axis_ranks("ffn")
 
@@ -162,6 +159,31 @@ class TELayer(QuantizableModule):
             sizes[split] //= self.tp_size  # Megatron prints the sizes of one rank's kernel
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return f"{type(self).__name__}({listed}, bias={self.use_bias}, TP={self.tp_size})"
+
+
+def _expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
+    """Return the stream from which an expert's kernel is drawn, as ``params``."""
+    if EXPERT_PARALLEL_RNG in rngs:
+        return nnx.Rngs(params=rngs[EXPERT_PARALLEL_RNG]())
+    # crc32, not hash(): Python's hash of a string differs from process to process.
+    return nnx.Rngs(params=jax.random.fold_in(rngs.params(), zlib.crc32(EXPERT_PARALLEL_RNG.encode())))
+
+
+def check_groups(pg_collection: None, stride: int = 1) -> None:
+    """Raise for arguments that only have their defaults: TypeError for ``pg_collection``, ValueError for ``stride``.
+
+    >>> check_groups(None)
+    """
+    if pg_collection is not None:
+        raise TypeError(
+            "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has axes "
+            "'tensor' and 'data' in their place"
+        )
+    if stride != 1:
+        raise ValueError(
+            f"stride must be 1, got {stride!r}: a kernel is one array, whose parts do not interleave over the tensor "
+            "ranks; jax_te.layers.LayerNormMLP keeps gate and up projection on an axis of their own"
+        )
 
 
 def refuse(**given: bool) -> None:

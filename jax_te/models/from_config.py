@@ -20,8 +20,6 @@ _NOT_FOLLOWED = {
     "delay_wgrad_compute": "; jax_te.training.deferred_vjp computes weight gradients apart",
     "disable_parameter_transpose_cache": "; kernels are kept between microbatches only where a call asks for it",
     "quant_recipe": "; jax_te.megatron.apply_quantization_config(model, config.quant_recipe) does",
-    "qk_clip": "",
-    "log_max_attention_logit": "",
 }
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import POSITION_EMBEDDINGS, checked
-from jax_te.layers import KVCache, Rotary, init_kv_cache, rotary_embedding
+from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RotaryPositions
@@ -162,6 +162,49 @@ class GPTModel(LanguageModel):
         weights = None if loss_mask is None else model_order(self.config, loss_mask)
         loss = self._loss(x, labels, weights, options, reduction)
         return caller_order(self.config, loss, ("batch", "sequence")) if reduction == "none" else loss
+
+    def max_logits(self, tokens: Array) -> Array:
+        """Return the max attention logit of every layer's heads, fp32 ``[num_layers, n]``, from a forward pass.
+
+        For the log, and for `clip_qk`: ``config.log_max_attention_logit`` and ``config.qk_clip``. Megatron's layers
+        keep these numbers as attributes, which a jitted training step could not set.
+
+        Args:
+            tokens: integers ``[b, s]``, such as those of a step.
+        """
+        self._check(tokens, None)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
+        x, found = self._embed(tokens, positions, None), []
+        for layer in self.layers:
+            # A copy of the layer's structure, not of its arrays: training steps do not compute these numbers.
+            measured = nnx.merge(*nnx.split(layer))
+            measured.self_attention.core_attention.return_max_logit = True
+            x, max_logit = measured(x, rotary_pos_emb=self._angles(positions))
+            found.append(max_logit)
+        return jnp.stack(found)
+
+    def clip_qk(self, max_logits: Array) -> None:
+        """Scale down query and key projections, as ``config.qk_clip_threshold`` and ``config.qk_clip_alpha`` say.
+
+        Call it after the optimizer's update, on the model or on its masters; see `jax_te.layers.clip_qk`.
+
+        Args:
+            max_logits: fp32 ``[num_layers, n]``, of `max_logits`; the maximum of several calls.
+
+        Raises:
+            ValueError: as `jax_te.layers.clip_qk`; without ``config.qk_clip``.
+        """
+        if not self.config.qk_clip:
+            raise ValueError("the model's config has qk_clip=False; build the model with qk_clip=True")
+        options = {"threshold": self.config.qk_clip_threshold, "alpha": self.config.qk_clip_alpha}
+        for layer, logits in zip(self.layers, max_logits, strict=True):
+            core = layer.self_attention.core_attention
+            core.return_max_logit = True  # as in `max_logits`
+            try:
+                clip_qk(layer.self_attention, logits, **options)
+            finally:
+                core.return_max_logit = False
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
         """Return empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.

@@ -24,8 +24,10 @@ T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
 """Kinds of position embedding of `T5Model`, in Megatron-Core's words."""
 
 _NOT_FOLLOWED = {
+    "qk_clip": "; GPTModel does",
+    "log_max_attention_logit": "; GPTModel does",
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and the encoder has none (T5's relative "
-    "positions are of natural order, too)"
+    "positions are of natural order, too)",
 }
 _EXECUTION, _OPTIONS = Execution(), LossOptions()
 

@@ -20,8 +20,9 @@ MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]
 """How an array is sharded: the mesh axes of each of its dimensions, the outermost first; ``()``: not along this one."""
 
-# The tensor axis outermost: an all-gather over fsdp then leaves each device its tensor shard, in one piece.
-_COMPOSED = {"heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
+# The tensor axis outermost: an all-gather over fsdp then leaves each device its tensor shard, in one piece. The tokens
+# of experts, [tokens, h], are those of [b, s, h] under sequence parallelism.
+_COMPOSED = {"tokens": ("batch", "sequence_parallel"), "heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
 # What fsdp splits of a kernel is all-gathered before its GEMM: to an activation it is the whole axis.
 _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 

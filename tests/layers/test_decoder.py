@@ -263,3 +263,15 @@ X = jnp.ones((2, S, H))
 def test_bad_arguments_say_what_is_allowed(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_packed_sequences_number_their_tokens_over_the_whole_row() -> None:
+    """As Megatron's ``seq_idx``: by the padded offsets if there are some, the rest of the row behind the last."""
+    packed = PackedSeqParams(cu_seqlens_q=jnp.array([0, 3, 5]), total_tokens=8)
+    assert packed.seq_idx.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    padded = PackedSeqParams(
+        cu_seqlens_q=jnp.array([0, 3, 5]), cu_seqlens_q_padded=jnp.array([0, 4, 7]), total_tokens=8
+    )
+    assert padded.seq_idx.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]
+    assert jax.tree.map(lambda leaf: leaf, padded).total_tokens == 8
+    assert PackedSeqParams(cu_seqlens_q=jnp.array([0, 3])).seq_idx is None

@@ -1,11 +1,23 @@
 """clip_qk: which weights it scales, and that the logits then keep to the threshold."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.layers import LoRA, MultiheadAttention, clip_qk, quantize_parameters
+from jax_te.config import TransformerConfig
+from jax_te.layers import (
+    LoRA,
+    MultiheadAttention,
+    TransformerLayer,
+    clip_qk,
+    init_kv_cache,
+    quantize_parameters,
+)
+from jax_te.models import Execution, GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, without_type_checker
 from tests.support.reference import randomize
@@ -81,3 +93,46 @@ def test_kernels_that_were_cached_are_dropped():
         _, logits = layer(x, is_first_microbatch=True)
         clip_qk(layer, logits, threshold=float(logits.min()) / 2)
     assert layer.qkv.kernel_cache is None
+
+
+def test_through_a_transformer_layer():
+    """Its self-attention returns them; a cache comes behind, and the norm's output stays inside."""
+    options = {"return_max_logit": True, "apply_residual_connection_post_layernorm": True, "layer_type": "decoder"}
+    layer = randomize(TransformerLayer(H, 2 * H, N, rngs=nnx.Rngs(0), **options))
+    x = draw("x", (1, 8, H))
+    y, logits = layer(x, None, x)
+    assert logits.shape == (N,)
+    attended = layer.self_attention(x)
+    assert_bitwise(logits, attended.max_logit)
+    assert layer(x, None, x, cache=init_kv_cache(1, 8, N, H // N))._fields == ("y", "max_logit", "cache")
+    threshold = float(logits.max()) / 2
+    clip_qk(layer.self_attention, logits, threshold=threshold)
+    after = layer(x, None, x)
+    assert after.max_logit.max() == pytest.approx(threshold, rel=1e-5)
+    assert (after.y != y).any()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_through_a_gpt(scan):
+    """As its configuration says; losses and gradients are computed without the logits."""
+    sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": N, "num_query_groups": G}
+    config = TransformerConfig(**sizes, qk_clip=True, qk_clip_threshold=0.05, qk_clip_alpha=0.25)
+    model = GPTModel(
+        config, vocab_size=16, max_sequence_length=8, execution=Execution(scan_layers=scan), rngs=nnx.Rngs(0)
+    )
+    randomize(model)
+    tokens = jnp.arange(16).reshape(2, 8)
+    before = jax.jit(lambda model, tokens: model.max_logits(tokens))(model, tokens)
+    assert before.shape == (2, N)
+    assert before[0].max() > 0.05
+    value = model.layers[0].self_attention.qkv.kernel[...]
+    model.clip_qk(before)
+    # The first layer's input does not depend on what is clipped.
+    after = model.max_logits(tokens)
+    np.testing.assert_array_less(after[0].reshape(G, -1).max(1), 0.05 * (1 + 1e-5))
+    r = N // G
+    assert_bitwise(model.layers[0].self_attention.qkv.kernel[:, r + 1], value[:, r + 1])
+    assert model(tokens).shape == (2, 8, 16)
+    plain = GPTModel(dataclasses.replace(config, qk_clip=False), vocab_size=16, max_sequence_length=8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="qk_clip=False"):
+        plain.clip_qk(before)

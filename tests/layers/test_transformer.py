@@ -188,5 +188,6 @@ def test_bad_sizes_say_what_is_allowed() -> None:
         TransformerLayer(30, F, N, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"takes \[b, s, 32\], got shape \(8, 32\)"):
         build(GPT2)(draw("x", (S, H)))
-    with pytest.raises(ValueError, match="'causal' takes no mask"):
-        build(GPT2)(draw("x", (2, S, H)), attention_mask=jnp.zeros((1, 1, S, S), bool))
+    layer = TransformerLayer(H, F, N, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"a padding mask must be bool \[b, 1, 1, s\]"):
+        layer(draw("x", (2, S, H)), attention_mask=jnp.zeros((1, 1, S, S), bool))

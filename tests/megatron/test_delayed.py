@@ -51,7 +51,6 @@ def test_fields_are_mapped():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fp8_interval": 2}, "fp8_interval.* 1.* 2"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True"),
         ({"fp8_margin": -1}, "margin.* -1"),
@@ -61,6 +60,11 @@ def test_fields_are_mapped():
 def test_what_is_refused(fields: dict[str, Any], message: str):
     with without_type_checker(), pytest.raises(ValueError, match=message):
         TEDelayedScaling(SimpleNamespace(**fields), Format.HYBRID)
+
+
+def test_an_interval_is_ignored_as_in_transformer_engine():
+    config = SimpleNamespace(fp8_interval=2)
+    assert TEDelayedScaling(config, Format.HYBRID) == TEDelayedScaling(SimpleNamespace(), Format.HYBRID)
 
 
 def test_attention_flags_that_are_off_are_fine():

@@ -22,6 +22,7 @@ from jax_te.megatron import (
     convert_module_to_dtype_except_fp32_marked,
     float16_to_fp32,
     fp32_to_float16,
+    load_state_dict,
     mark_keep_in_fp32,
     state_dict,
 )
@@ -281,8 +282,16 @@ def test_state_dicts_are_the_wrapped_modules():
     other = Float16Module(BF16, Linear(16, 16, rngs=nnx.Rngs(7)))
     assert other.load_state_dict(model.state_dict()) == IncompatibleKeys([], [])
     assert_bitwise(other.module.kernel[...], inner.kernel[...])
-    with pytest.raises(ValueError, match=r"kernel.* float32\[16, 16\].* bfloat16\[16, 16\]"):
-        other.load_state_dict(state_dict(Linear(16, 16, rngs=nnx.Rngs(0))))
+    # As torch's, and nowhere else: an fp32 checkpoint is cast. Integers are not, nor other shapes.
+    wide = state_dict(Linear(16, 16, rngs=nnx.Rngs(3)))
+    other.load_state_dict({name: np.asarray(array) for name, array in wide.items()})
+    assert_bitwise(other.module.kernel[...], wide["kernel"].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"bias is int32\[16\], the module has bfloat16\[16\]"):
+        other.load_state_dict(wide | {"bias": jnp.zeros(16, jnp.int32)})
+    with pytest.raises(ValueError, match=r"bias is bfloat16\[8\]"):
+        other.load_state_dict(wide | {"bias": jnp.zeros(8)})
+    with pytest.raises(ValueError, match=r"kernel is float32\[16, 16\], the module has bfloat16\[16, 16\]"):
+        load_state_dict(other.module, wide)
 
 
 def test_a_wrapped_megatron_module_is_asked():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 from typing import Any
 
 import pytest
 
+from jax_te.config.checks import log_once
 from jax_te.megatron import (
     Fp4Recipe,
     Fp8Recipe,
@@ -161,10 +164,6 @@ def test_unknown_names_are_refused_when_used(recipe: TEQuantizationRecipe, messa
 @pytest.mark.parametrize(
     ("field", "recipe"),
     [
-        ("tp_only_amax_red=True", TEQuantizationRecipe("tensorwise", tp_only_amax_red=True)),
-        ("fp8_format='hybrid'", TEQuantizationRecipe(fp8_format="hybrid")),
-        ("fp8_format='hybrid'", TEQuantizationRecipe(None, "nvfp4", fp8_format="hybrid")),
-        ("fp8_format='hybrid'", TEQuantizationRecipe("custom", None, FACTORY, fp8_format="hybrid")),
         (f"custom_recipe_factory='{FACTORY}'", TEQuantizationRecipe("mxfp8", None, FACTORY)),
         ("fp8_param=True", TEQuantizationRecipe(None, "nvfp4", fp8_param=True)),
         ("fp4_param=True", TEQuantizationRecipe("mxfp8", fp4_param=True)),
@@ -173,6 +172,22 @@ def test_unknown_names_are_refused_when_used(recipe: TEQuantizationRecipe, messa
 def test_fields_without_effect_are_refused(field: str, recipe: TEQuantizationRecipe):
     with pytest.raises(ValueError, match=field):
         recipe.to_recipe()
+
+
+@pytest.mark.parametrize(
+    ("field", "recipe"),
+    [
+        ("tp_only_amax_red", TEQuantizationRecipe("tensorwise", tp_only_amax_red=True)),
+        ("fp8_format", TEQuantizationRecipe(None, "nvfp4", fp8_format="hybrid")),
+        ("fp8_format", TEQuantizationRecipe("custom", None, FACTORY, fp8_format="hybrid")),
+    ],
+)
+def test_fields_that_files_name_for_every_recipe_are_logged_once(field: str, recipe: TEQuantizationRecipe, caplog):
+    log_once.cache_clear()
+    plain = dataclasses.replace(recipe, tp_only_amax_red=False, fp8_format="e4m3")
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        assert recipe.to_recipe() == recipe.to_recipe() == plain.to_recipe()
+    assert [record.getMessage().startswith(field) for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,5 @@ def test_the_process_has_one():
 def test_ranks_are_not_given():
     with pytest.raises(ValueError, match="tp_rank=1"):
         model_parallel_cuda_manual_seed(1, tp_rank=1)
+    # The streams are those of rank 0.
+    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)

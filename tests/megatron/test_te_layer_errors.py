@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,10 +95,22 @@ def test_what_is_refused(build: Any, error: type[Exception], message: str):
 
 @pytest.mark.parametrize("build", EVERY)
 def test_names_of_user_buffers(build: Any):
-    for name in ("qkv", "proj", "fc1", "fc2", None):
+    """Megatron warns of a name that it does not know, and passes several of its own."""
+    for name in ("qkv", "q_up_proj", "mtp_eh_proj", None):
         assert build(tp_comm_buffer_name=name).tp_comm_buffer_name == name
-    with pytest.raises(ValueError, match=r"tp_comm_buffer_name.* 'mlp'"):
-        build(tp_comm_buffer_name="mlp")
+
+
+@pytest.mark.parametrize("build", EVERY)
+def test_todays_arguments_have_their_defaults(build: Any):
+    if "pg_collection" not in inspect.signature(type(build())).parameters:
+        return
+    build(pg_collection=None)
+    with without_type_checker(), pytest.raises(TypeError, match=r"pg_collection must be None.* jax.set_mesh"):
+        build(pg_collection="tp")
+    if "stride" in inspect.signature(type(build())).parameters:
+        build(stride=1)
+        with pytest.raises(ValueError, match="stride must be 1, got 2"):
+            build(stride=2)
 
 
 @pytest.mark.parametrize("build", EVERY)
@@ -109,14 +122,15 @@ def test_initializers_are_functions(build: Any):
 
 
 def test_sizes_that_the_tensor_ranks_do_not_divide():
-    """By the configuration without a mesh, by the mesh with one; for experts, too, which Megatron divides by hand."""
+    """By the configuration without a mesh, by the mesh with one; the tensor axis shards no expert."""
     three = ModelParallelConfig(tensor_model_parallel_size=3)
     for build, size in ((column, 64), (row, 32)):
         with pytest.raises(AssertionError, match=f"{size} .*put features.* 3"):
-            build(config=three, is_expert=True)
+            build(config=three)
+        assert build(config=three, is_expert=True).tp_size == 1
     linear(config=three)
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=8))):
-        assert column(is_expert=True).tp_size == 8
+        assert (column().tp_size, column(is_expert=True).tp_size) == (8, 1)
         with pytest.raises(AssertionError, match=r"60 output features.* 8"):
             fused(n=60)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te.config import ModelParallelConfig, NormalInit, TransformerConfig
+from jax_te.config import ModelParallelConfig, NormalInit, ParallelConfig, TransformerConfig
 from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from jax_te.megatron import (
     MegatronModule,
@@ -20,13 +22,14 @@ from jax_te.megatron import (
     TERowParallelLinear,
     _get_extra_te_kwargs,
     condition_init_method,
+    load_state_dict,
     set_save_original_input,
     state_dict,
 )
 from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
-from jax_te.sharding import constrain
+from jax_te.sharding import constrain, make_mesh, named_sharding
 from tests.support.meshes import shard
-from tests.support.numerics import assert_bitwise, assert_close, draw, value_and_vjp, with_vjp
+from tests.support.numerics import assert_bitwise, assert_close, compiled_text, draw, value_and_vjp, with_vjp
 from tests.support.reference import ROUNDOFF, Form, norm, parameters, randomize, value_and_vjp64
 
 H, F = 32, 64
@@ -38,14 +41,19 @@ COLUMN, ROW, LN = TEColumnParallelLinear, TERowParallelLinear, TELayerNormColumn
 
 def te(kind: Any, k: int = H, n: int = F, *, config: Any = CONFIG, seed: int = 0, **options: Any) -> Any:
     """A layer of one of the classes, with what its other arguments usually are."""
-    given: dict[str, Any] = {"bias": True, "skip_bias_add": False, "init_method": NormalInit(0.1)}
+    given: dict[str, Any] = {
+        "bias": True,
+        "rngs": nnx.Rngs(seed),
+        "skip_bias_add": False,
+        "init_method": NormalInit(0.1),
+    }
     given |= {
         TELinear: {"parallel_mode": "duplicated", "skip_weight_param_allocation": False},
         COLUMN: {"gather_output": False, "is_expert": False},
         LN: {"gather_output": False, "is_expert": False},
         ROW: {"input_is_parallel": True, "is_expert": False},
     }[kind]
-    return kind(k, n, config=config, rngs=nnx.Rngs(seed), **{**given, **options})
+    return kind(k, n, config=config, **{**given, **options})
 
 
 def plain(kind: Any, k: int = H, n: int = F, *, return_bias: bool = False, bias: bool = True) -> Any:
@@ -137,20 +145,48 @@ def test_column_then_row_is_the_two_formulas(sequence_parallel: bool, mesh_mode:
 
 
 def test_weights_depend_on_the_seed_alone():
-    """One kernel for every mode and for an expert, whatever the configured tensor parallel size is."""
+    """One kernel for every mode, whatever the configured tensor parallel size is."""
     kernel = te(TELinear).kernel[...]
     wide = ModelParallelConfig(tensor_model_parallel_size=4, use_cpu_initialization=True)
-    for other in (te(COLUMN), te(ROW, config=wide), te(TELinear, parallel_mode="row"), te(COLUMN, is_expert=True)):
+    for other in (te(COLUMN), te(ROW, config=wide), te(TELinear, parallel_mode="row")):
         assert_bitwise(other.kernel[...], kernel)
     assert (te(COLUMN, seed=1).kernel[...] != kernel).any()
 
 
 @pytest.mark.parametrize("kind", [COLUMN, ROW])
-def test_an_experts_layer_is_the_same(kind: Any):
-    """Its collectives follow from the shardings, too: the row-parallel output is whole, not a rank's part of a sum."""
-    expert, x = te(kind, is_expert=True), draw("x", (2, 8, H))
+def test_an_experts_kernel_has_a_stream_of_its_own(kind: Any):
+    """Of the name that Megatron's has, or one that follows from ``params``; the formula is the layer's."""
+    expert, other, x = te(kind, is_expert=True), te(kind), draw("x", (6, H))
     assert expert.is_expert
-    assert_bitwise(expert(x)[0], te(kind)(x)[0])
+    assert (expert.kernel[...] != other.kernel[...]).any()
+    named = te(kind, is_expert=True, rngs=nnx.Rngs(0, **{"expert-parallel-rng": 1}))
+    again = te(kind, is_expert=True, rngs=nnx.Rngs(5, **{"expert-parallel-rng": 1}))
+    assert_bitwise(named.kernel[...], again.kernel[...])
+    assert (named.kernel[...] != expert.kernel[...]).any()
+    load_state_dict(other, state_dict(expert))
+    assert_bitwise(expert(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("shape", [(32, H), (2, 16, H)])
+def test_an_expert_does_not_communicate_over_the_tensor_axis(shape: tuple[int, ...]):
+    """Under sequence parallelism the axis shards the tokens, which stay where they are; so it is for any other pair."""
+    sizes = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 4, "tensor_model_parallel_size": 2}
+    config, x = TransformerConfig(**sizes, sequence_parallel=True), draw("x", shape)
+    column, row = te(COLUMN, config=config, is_expert=True), te(ROW, F, H, config=config, is_expert=True)
+
+    def pair(column: Any, row: Any, x: jax.Array) -> jax.Array:
+        return row(jax.nn.gelu(column(x)[0]))[0]
+
+    expected = pair(column, row, x)
+    axes = ("tokens", None) if len(shape) == 2 else ("batch", "sequence_parallel", None)
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, tensor=2))):
+        x = jax.device_put(x, named_sharding(axes, jax.sharding.get_mesh()))
+        text = compiled_text(pair, shard(column), shard(row), x)
+        y = jax.jit(pair)(shard(column), shard(row), x)
+        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+        assert column.tp_size == 1
+    assert not re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
+    assert_close(y, expected, TOLERANCE)
 
 
 def test_saving_the_input():
@@ -177,7 +213,8 @@ def test_norm_is_one_of_two_layers(name: Any, kind: Any):
     sizes = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 2, "normalization": name}
     config = TransformerConfig(**sizes, layernorm_zero_centered_gamma=True, params_dtype="bfloat16")
     made = TENorm(config, 16, eps=1e-2)
-    assert type(made) is kind
+    assert isinstance(made, kind)
+    assert made.returns_residual is False
     assert made.scale.dtype == jnp.bfloat16
     assert not made.scale[...].any()
     same = kind(16, 1e-2, zero_centered_gamma=True, params_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -196,6 +233,46 @@ def test_a_residual_stream_in_fp32_is_cast_by_the_fused_layer():
     assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.float32)
     assert_bitwise(y, layer(x.astype(jnp.bfloat16))[0])
     assert te(LN)(x.astype(jnp.bfloat16))[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN, "norm"])
+def test_layers_in_half_precision_agree_on_an_input_in_fp32(kind: Any):
+    """All cast it to their dtype; layers in fp32 compute in the dtype of their input."""
+    half = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2, params_dtype="bfloat16")
+    for config, dtype in ((half, jnp.bfloat16), (CONFIG, jnp.float32)):
+        layer = TENorm(config, H) if kind == "norm" else te(kind, config=config)
+        for given in (jnp.float32, jnp.bfloat16):
+            result = layer(draw("x", (2, 8, H), given))
+            y = result if kind == "norm" else result[0]
+            assert y.dtype == (jnp.bfloat16 if given == jnp.bfloat16 else dtype)
+
+
+def test_a_norm_returns_its_residual_if_both_options_are_on():
+    sizes = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 2, "normalization": "RMSNorm"}
+    fused = TransformerConfig(**sizes, fused_residual_rmsnorm=True, params_dtype="bfloat16")
+    norm, x = TENorm(fused, H, has_residual=True), draw("x", (2, H))
+    assert norm.returns_residual
+    y, residual = norm(x)
+    assert residual is x
+    assert_bitwise(y, TENorm(fused, H)(x))
+    assert TENorm(TransformerConfig(**sizes), H, has_residual=True)(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"fused_residual_rmsnorm .* 'RMSNorm'"):
+        TENorm(dataclasses.replace(fused, normalization="LayerNorm"), H, has_residual=True)
+
+
+@pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN, "norm"])
+def test_every_layer_has_torchs_methods_for_its_arrays(kind: Any):
+    one, two = (TENorm(CONFIG, H) if kind == "norm" else te(kind, seed=seed) for seed in (1, 2))
+    randomize(one)
+    arrays: dict[str, Any] = {}
+    assert one.state_dict(arrays, prefix="a.") is arrays
+    assert all(name.startswith("a.") for name in arrays)
+    assert two.load_state_dict({name.removeprefix("a."): array for name, array in arrays.items()}) == ([], [])
+    x = draw("x", (2, 8, H))
+    for y, expected in zip(jax.tree.leaves(two(x)), jax.tree.leaves(one(x)), strict=True):
+        assert_bitwise(y, expected)
+    with pytest.raises(ValueError, match="is missing"):
+        two.load_state_dict({})
 
 
 def test_repr_shows_a_ranks_part(mesh_mode: str):

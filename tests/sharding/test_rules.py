@@ -85,7 +85,7 @@ def test_unknown_logical_axis():
     with pytest.raises(
         ValueError,
         match=r"unknown logical axis 'mlp' .* allowed: batch, components, ffn, ffn_fsdp, fsdp, heads, heads_fsdp, "
-        "hidden, norm, sequence, sequence_parallel, vocab",
+        "hidden, norm, sequence, sequence_parallel, tokens, vocab",
     ):
         logical_to_spec(("mlp",), MESH)
 

@@ -1,0 +1,171 @@
+"""The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s own differ.
+
+Its other layers are those of `jax_te.layers`, under the same names, with the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from jax_te import layers
+from jax_te.config.internal import check_bool, log_hints
+from jax_te.layers import KVCache, WindowKVCache
+from jax_te.megatron import te_checkpoint
+from jax_te.random import RNGStatesTracker
+from jax_te.recipe import DelayedScaling, Recipe
+from jax_te.recipe import autocast as _autocast
+from jax_te.typing import Array
+
+__all__ = ["TransformerLayer", "autocast", "checkpoint", "fp8_autocast"]
+
+
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: None = None,
+) -> AbstractContextManager[None]:
+    """Return the context of `jax_te.recipe.autocast`, with the arguments of ``transformer_engine.pytorch.autocast``.
+
+    Args:
+        enabled: quantize.
+        calibrating: False. Transformer Engine gathers amaxes in high precision if it is True.
+        recipe: None: ``DelayedScaling()``.
+        amax_reduction_group: None; the recipe says over which part of the mesh amaxes are reduced.
+
+    Raises:
+        ValueError: for ``calibrating=True``.
+        TypeError: for a group; for what is no recipe or no bool.
+
+    Source: ``transformer_engine.pytorch.autocast``.
+
+    >>> from jax_te.recipe import current_recipe
+    >>> with autocast():
+    ...     current_recipe() == DelayedScaling()
+    True
+    """
+    check_bool(enabled=enabled, calibrating=calibrating)
+    if calibrating:
+        raise ValueError(
+            "calibrating=True: scales are computed in each step, and delayed scaling's first step takes them from its "
+            "own data. jax_te.quantize.observe_quantization gives the amaxes of a call; leave calibrating False"
+        )
+    if amax_reduction_group is not None:
+        raise TypeError(
+            f"the group of amax reductions must be None, got {amax_reduction_group!r}: JAX has no process groups. "
+            "DelayedScaling(tp_only_amax_red=True) reduces them over the mesh's tensor and context axes alone"
+        )
+    return _autocast(DelayedScaling() if recipe is None else recipe, enabled=enabled)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: None = None,
+) -> AbstractContextManager[None]:
+    """Return the context of `autocast`, under the older names of its arguments.
+
+    Args:
+        enabled: quantize. The first releases' default was False.
+        calibrating, fp8_recipe, fp8_group: as ``calibrating``, ``recipe`` and ``amax_reduction_group`` of `autocast`.
+
+    Raises:
+        ValueError, TypeError: as `autocast`.
+
+    Source: ``transformer_engine.pytorch.fp8_autocast``.
+
+    >>> from jax_te.recipe import current_recipe
+    >>> with fp8_autocast(enabled=False):
+    ...     print(current_recipe())
+    None
+    """
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], RNGStatesTracker] | None = None,
+    get_cuda_rng_tracker: Callable[[], RNGStatesTracker] | None = None,
+    tp_group: str | None = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Return ``function(*args, **kwargs)``, which backward recomputes; see `jax_te.megatron.te_checkpoint`.
+
+    As in Transformer Engine, the options may stand in front of the function's arguments:
+    ``checkpoint(function, False, get_cuda_rng_tracker, None, x)``. They are read so if three or more arguments are
+    given, of which the first is a bool, the second None or a function and the third None or a name.
+
+    Args:
+        function: function of arrays and pytrees of arrays, or a module.
+        *args, **kwargs: of ``function``.
+        distribute_saved_activations, get_rng_state_tracker, tp_group: see `jax_te.megatron.te_checkpoint`.
+        get_cuda_rng_tracker: the older name of ``get_rng_state_tracker``.
+        use_reentrant: without effect: it chooses among PyTorch's implementations.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `jax_te.megatron.te_checkpoint`.
+
+    Source: ``transformer_engine.pytorch.checkpoint``.
+
+    >>> loss = lambda x: checkpoint(jnp.sin, False, None, None, x).sum()
+    >>> jax.grad(loss)(jnp.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
+    log_hints(use_reentrant=not use_reentrant)
+    options: tuple[Any, ...] = (distribute_saved_activations, get_rng_state_tracker or get_cuda_rng_tracker, tp_group)
+    # A function whose own first arguments look so is called with the options as keywords, or with its own as keywords.
+    flag, tracker, group = (*args, *(options,) * 3)[:3]
+    if isinstance(flag, bool) and (tracker is None or callable(tracker)) and (group is None or isinstance(group, str)):
+        options, args = args[:3], args[3:]
+    return te_checkpoint(function, *options, *args, **kwargs)
+
+
+class TransformerLayer(layers.TransformerLayer):
+    """`jax_te.layers.TransformerLayer`, called with the names and the order of Transformer Engine's arguments.
+
+    Source: ``transformer_engine.pytorch.TransformerLayer``.
+
+    >>> layer = TransformerLayer(32, 64, 4, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
+    >>> padding = jnp.arange(8)[None, None, None] >= 6
+    >>> layer(hidden_states=jnp.ones((1, 8, 32)), attention_mask=padding).shape
+    (1, 8, 32)
+    """
+
+    def __call__(  # type: ignore[override]  # Transformer Engine's arguments
+        self,
+        hidden_states: Array,
+        attention_mask: Any = None,
+        encoder_output: Array | None = None,
+        enc_dec_attn_mask: Any = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: KVCache | WindowKVCache | None = None,
+        **options: Any,
+    ) -> Any:
+        """Apply the layer.
+
+        Args:
+            hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
+            inference_params: its ``cache``; a call with one also returns it, with the new tokens appended.
+            attention_mask, encoder_output, enc_dec_attn_mask, is_first_microbatch, checkpoint_core_attention, options:
+                as there.
+
+        Returns:
+            As there.
+        """
+        return super().__call__(
+            hidden_states,
+            attention_mask,
+            encoder_output,
+            enc_dec_attn_mask,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
+            cache=inference_params,
+            **options,
+        )
