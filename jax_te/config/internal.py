@@ -2,6 +2,7 @@
 
 from jax_te.config.activation import activation_parts
 from jax_te.config.checks import (
+    COMPUTE_DTYPES,
     FLOAT_DTYPES,
     check_annotations,
     check_bool,
@@ -23,6 +24,7 @@ from jax_te.config.recompute import RECOMPUTE_POLICIES
 from jax_te.config.transformer import POSITION_EMBEDDINGS
 
 __all__ = [
+    "COMPUTE_DTYPES",
     "FLOAT_DTYPES",
     "POSITION_EMBEDDINGS",
     "RECOMPUTE_POLICIES",

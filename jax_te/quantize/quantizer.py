@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, cast, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
@@ -135,11 +135,11 @@ class Quantization(NamedTuple):
         All shards take this way, also those that share their scale with no other: backends tell delayed from current
         scaling, and a GEMM takes operands of one kind.
         """
-        if not self.needs_amax:
+        quantizer = self.quantizer
+        if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
             return self
-        quantizer, axes = cast(TensorQuantizer, self.quantizer), cast(MeshAxes, self.amax_axes)
         # With the amax of all shards that share it, current scaling is delayed scaling under a scale that is known.
-        scale = quantizer.scale_for(reduce_max(amax(x), axes), None)
+        scale = quantizer.scale_for(reduce_max(amax(x), self.amax_axes or ()), None)
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_float
+from jax_te.config.internal import COMPUTE_DTYPES, check_float
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     BIAS_TYPES,
@@ -88,7 +88,9 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
         ValueError: for shapes that do not go together.
         TypeError: for arrays that are not floating point.
     """
-    check_float("dot_product_attention", *qkv)
+    for array in qkv:
+        if array.dtype.name not in COMPUTE_DTYPES:
+            check_float("dot_product_attention", array)
     if len(qkv) == 1:
         shape = qkv[0].shape
         if len(shape) != 5 or shape[2] != 3:

@@ -19,7 +19,7 @@ from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.quantize.internal import ROLES, Gemm, OpaqueTree, Quantization, TensorRole, pad_rows, unpad_rows
 from jax_te.recipe.internal import GEMMS
 from jax_te.sharding import constrain
-from jax_te.sharding.internal import all_gather, flat, reduce_max, reduce_sum
+from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 Used = tuple[Array | None, Array | None]
@@ -63,10 +63,10 @@ class LinearResiduals(NamedTuple):
 
 def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization:
     """Return how an operand of this layer is quantized."""
-    precision, plan, operand = spec.precision, spec.plan, getattr(spec.precision, role)
-    # What an all-gather joins has one scale.
-    axes = plan.amax_axes if operand.whole_amax else flat(plan.joined(role))
-    return Quantization(operand.quantizer, precision.scale(state, role), None if plan.mesh is None else axes)
+    precision, plan = spec.precision, spec.plan
+    scale = None if precision.amax_rule is None else precision.scale(state, role)
+    axes = None if plan.scale_axes is None else plan.scale_axes[ROLES.index(role)]
+    return Quantization(getattr(precision, role).quantizer, scale, axes)
 
 
 def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization | None:
@@ -76,7 +76,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     which must be zeros: a norm's bias and an activation would make others of them.
     """
     precision = getattr(spec.precision, role)
-    dims = spec.plan.joined(role)
+    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     # A fused kernel writes quantized values only: statistics, GEMMs in high precision and `show_overflow` need the
     # tensor itself.
     read = spec.observer is not None or precision.read_unquantized or (dims and not precision.one_scale)
@@ -87,7 +87,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
     """Return the operand of a tensor that its op has written as one (see `fused_quantization`), all-gathered."""
-    dims = spec.plan.joined(role)
+    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if dims:
         written = spec.backend.all_gather_operand(written, dims)
     unquantized = getattr(spec.precision, role).quantizer is None
@@ -104,7 +104,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState 
         state: the recipe's state.
         axis: rows of its matrix view end here.
     """
-    dims = spec.plan.joined(role)
+    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if not dims:
         return _quantized(spec, role, x, state, axis=axis)
     if not getattr(spec.precision, role).one_scale:

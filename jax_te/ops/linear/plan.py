@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import Precision, TensorRole, ambient_observer
+from jax_te.quantize.internal import ROLES, Precision, ambient_observer
 from jax_te.sharding import current_mesh, logical_to_spec
 from jax_te.sharding.internal import (
     REPLICATED,
@@ -75,6 +75,7 @@ class Plan:
         feature_axes: mesh axes that shard the output's features.
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's.
+        scale_axes: for input, kernel and gradient the mesh axes whose shards share a current scale. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
 
     Source: Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism), Rajbhandari et al.
@@ -93,6 +94,7 @@ class Plan:
     x_row_axes: MeshAxes = ()
     out_row_axes: MeshAxes = ()
     amax_axes: MeshAxes = ()
+    scale_axes: tuple[MeshAxes, ...] | None = None
     x_spec: PartitionSpec = REPLICATED
     kernel_spec: PartitionSpec = REPLICATED
     bias_spec: PartitionSpec = REPLICATED
@@ -101,10 +103,6 @@ class Plan:
     def without_mesh(self, reason: str | None) -> Plan:
         """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
-
-    def joined(self, role: TensorRole) -> Dims:
-        """Return the mesh axes along which an operand is all-gathered before its GEMMs."""
-        return {"x": self.x_all_gather, "kernel": self.kernel_all_gather, "grad": self.out_reduce_scatter}[role]
 
     def shards(self, args: Any, out: Any) -> Shards | None:
         """Return where arrays lie around an op that runs by this plan; None without a mesh.
@@ -177,6 +175,10 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         bias_spec=partition_spec(features),
         out_spec=partition_spec(out),
     )
+    # What an all-gather joins has one scale.
+    joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
+    shared = (mesh.axis_names if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
+    plan = replace(plan, scale_axes=tuple(shared))
     # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
     # any other would leave devices with shards of different products.
     if (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import check_float
+from jax_te.config.internal import COMPUTE_DTYPES, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.linear.plan import Plan, linear_plan
@@ -78,12 +78,14 @@ def run_op(
     Raises:
         ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
     """
-    check_float(name, x, *(array for layer in layers for array in layer.weights[:2]))
     if norm is not None:
-        check_float(name, norm.scale, norm.bias)
         check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
     precision, plans, weights, specs, sinks = precision_of(recipe), [], [], [], []
     for _, shape, given, options in layers:
+        arrays: tuple[Any, ...] = (x, given.kernel, given.bias, *(norm or ())[1:])
+        for array in arrays:
+            if array is not None and array.dtype.name not in COMPUTE_DTYPES:
+                check_float(name, array)
         weights.append(usable_weights(given, precision, recipe))
         # Asked here, so that a call without a mesh takes no detour.
         whole = jax.sharding.get_abstract_mesh().empty

@@ -31,7 +31,7 @@ OURS = (QuantizedOperand, BlockOperand)
 
 def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
     """Return ``x`` as an operand, and its amax where the quantizer reports one."""
-    quantizer, scale, _ = how = how.of_shard(x)
+    quantizer, scale, _ = how = how if how.amax_axes is None else how.of_shard(x)
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, how, axis=axis)
     axis = axis if axis < 0 else axis - x.ndim
@@ -47,7 +47,7 @@ def quantize_dbias(
 
     With a quantizer and a bias, one TE kernel quantizes both ways and sums; te.jax takes three passes there.
     """
-    quantizer, scale, _ = how = how.of_shard(g)
+    quantizer, scale, _ = how = how if how.amax_axes is None else how.of_shard(g)
     if bias_dtype is None:
         operand, g_amax = quantize_operand(g, how, axis=axis)
         return operand, None, g_amax

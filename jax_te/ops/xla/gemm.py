@@ -24,7 +24,7 @@ def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Operand
     """Return ``x`` as an operand, and its amax; see `jax_te.ops.backend.Backend`."""
     if how.quantizer is None:
         return x, None
-    quantizer, scale, _ = how.of_shard(x)
+    quantizer, scale, _ = how if how.amax_axes is None else how.of_shard(x)
     assert quantizer is not None
     if isinstance(quantizer, BlockQuantizer) and hopper.runs_here(quantizer):
         return hopper.quantize_operand(x, quantizer, axis=axis), None
