@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron import TwoModeRecipe
-from jax_te.recipe import Recipe, current_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class LayerRecipes:
         kind: name of its class.
         training, evaluation: recipe in each mode; None is high precision.
         why: what decided it, in words.
+        layer, kernels: the layer, and the names of those of its kernels that this is about.
     """
 
     module: str
@@ -27,6 +28,8 @@ class LayerRecipes:
     training: Recipe | None
     evaluation: Recipe | None
     why: str
+    layer: QuantizableModule
+    kernels: tuple[str, ...]
 
 
 def layer_recipes(model: nnx.Module) -> list[LayerRecipes]:
@@ -40,7 +43,12 @@ def layer_recipes(model: nnx.Module) -> list[LayerRecipes]:
     ...     [(layer.module, layer.why) for layer in layer_recipes(model)]
     [('proj', 'kept in high precision, as a first or last layer'), ('qkv', 'the ambient recipe')]
     """
-    return [_describe(path, module) for path, module in quantizable_modules(model)]
+    found = []
+    for path, module in quantizable_modules(model):
+        apart = [kernel for kernel, _ in module.kernel_recipes]
+        together = tuple(kernel for kernel in module.kernels if kernel not in apart)
+        found += [_describe(path, module, kernels) for kernels in (together, *((kernel,) for kernel in apart))]
+    return found
 
 
 def recipe_label(recipe: Recipe | None) -> str:
@@ -52,17 +60,19 @@ def recipe_label(recipe: Recipe | None) -> str:
     return "high precision" if recipe is None else recipe.name
 
 
-def _describe(path: str, module: QuantizableModule) -> LayerRecipes:
+def _describe(path: str, module: QuantizableModule, kernels: tuple[str, ...]) -> LayerRecipes:
     # As QuantizableModule.recipe: a layer in high precision sees no ambient recipe, yet may have its own.
-    ambient, own = None if module.high_precision else current_recipe(), module.module_recipe
+    ambient, own = None if module.high_precision else current_recipe(), module.own_recipe(kernels[0])
     training, evaluation = (ambient if own is None else own.resolve(ambient, training=mode) for mode in (True, False))
-    reasons = [_why(module, ambient, training=mode) for mode in (True, False)]
+    reasons = [_why(module, own, ambient, training=mode) for mode in (True, False)]
     why = reasons[0] if reasons[0] == reasons[1] else f"in training: {reasons[0]}; in evaluation: {reasons[1]}"
-    return LayerRecipes(module=path, kind=type(module).__name__, training=training, evaluation=evaluation, why=why)
+    # Where the kernels run under different recipes, each has a row of its own.
+    name = f"{path}.{kernels[0]}".lstrip(".") if len(kernels) < len(module.kernels) else path
+    modes = {"training": training, "evaluation": evaluation}
+    return LayerRecipes(module=name, kind=type(module).__name__, why=why, layer=module, kernels=kernels, **modes)
 
 
-def _why(module: QuantizableModule, ambient: Recipe | None, *, training: bool) -> str:
-    own = module.module_recipe
+def _why(module: QuantizableModule, own: ModuleRecipe | None, ambient: Recipe | None, *, training: bool) -> str:
     outside = "the ambient recipe" if current_recipe() is not None else "no ambient recipe"
     if module.high_precision:
         outside = "kept in high precision, as a first or last layer"

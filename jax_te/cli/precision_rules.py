@@ -63,12 +63,12 @@ def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:
     with _naming("--precision-config"):
         report = apply_quantization_config(model, rules)
         for path, module in quantizable_modules(model):
-            own = module.module_recipe
-            if own is not None and (own.fp8_param or own.fp4_param):
-                raise ValueError(
-                    f"the rule for {path} sets {'fp8_param' if own.fp8_param else 'fp4_param'}; a run holds all "
-                    "quantized kernels so, or none: leave it out and give --fp8-param"
-                )
+            for own in map(module.own_recipe, module.kernels):
+                if own is not None and (own.fp8_param or own.fp4_param):
+                    raise ValueError(
+                        f"the rule for {path} sets {'fp8_param' if own.fp8_param else 'fp4_param'}; a run holds all "
+                        "quantized kernels so, or none: leave it out and give --fp8-param"
+                    )
     # The layers were built without their rules: a rule may call for state that the ambient recipe does not.
     prepare_quantization(model, current_recipe())
     return report

@@ -12,7 +12,6 @@ from jax_te.cli.module_recipes import LayerRecipes, layer_recipes, recipe_label
 from jax_te.cli.options import flag
 from jax_te.cli.precision_rules import apply_rules, rules_without_effect
 from jax_te.cli.run_config import RunConfig
-from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron import QuantizationReport
 from jax_te.ops import OPS, AttentionSpec, explain_backend
 from jax_te.quantize import TensorQuantizer, quantizer_for
@@ -101,12 +100,12 @@ def check_precision(config: RunConfig) -> QuantizationReport | None:
                     f"{flag(name)} is for runs that quantize, and --recipe {config.recipe} with the rules of "
                     "--precision-config quantizes no layer"
                 )
-    for layer, (_, module) in zip(layers, quantizable_modules(model), strict=True):
-        _check_layer(config, layer, module)
+    for layer in layers:
+        _check_layer(config, layer)
     return report
 
 
-def _check_layer(config: RunConfig, layer: LayerRecipes, module: QuantizableModule) -> None:
+def _check_layer(config: RunConfig, layer: LayerRecipes) -> None:
     kernels = [quantizer_for(recipe, "kernel") for recipe in (layer.training, layer.evaluation)]
     # A kernel that is stored quantized exists in one format only.
     if config.fp8_param and None not in kernels and kernels[0] != kernels[1]:
@@ -115,8 +114,8 @@ def _check_layer(config: RunConfig, layer: LayerRecipes, module: QuantizableModu
             f"in --precision-config evaluates under {recipe_label(layer.evaluation)}; leave one of them out"
         )
     for recipe in filter(None, (layer.training, layer.evaluation)):
-        for kernel in module.kernels:
-            rows, *columns = getattr(module, kernel).get_value().shape
+        for kernel in layer.kernels:
+            rows, *columns = getattr(layer.layer, kernel).get_value().shape
             sizes = {"input size": rows, "output size": math.prod(columns)}
             for what, size in sizes.items():
                 if size % recipe.alignment:

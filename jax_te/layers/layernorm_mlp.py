@@ -164,8 +164,10 @@ class LayerNormMLP(TensorParallelModule):
                 norm, exact = jax.lax.stop_gradient((norm, [(each.kernel, each.bias) for each in (wi, wo)]))
                 wi, wo = (LinearWeights(*w, each.state) for w, each in zip(exact, (wi, wo), strict=True))
             options = self._options(x, axes)
-            # The fused op may write the norm's output quantized only, and here its values are needed.
-            run: Any = self._unfused if self.return_layernorm_output or adapters else self._fused
+            # The fused op may write the norm's output quantized only, and here its values are needed; and it has one
+            # recipe.
+            apart = self.return_layernorm_output or adapters or self.kernel_recipes
+            run: Any = self._unfused if apart else self._fused
             arrays: tuple[Any, ...] = (norm, wi, wo, options) if adapters is None else (norm, wi, wo, options, adapters)
             if ambient_modules.value:
                 y, *normed = run_recomputed(lambda x: run(x, *arrays), x, kept=_KEPT)
@@ -200,13 +202,12 @@ class LayerNormMLP(TensorParallelModule):
         self, x: Array, norm: _Norm, wi: LinearWeights, wo: LinearWeights, options: MlpOptions, adapters: Any = None
     ) -> tuple[Array, Array]:
         """Return the output in four operations, and the norm's output."""
-        recipe = self.recipe
         normed = layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)
-        a = _dense(normed, wi, recipe, options.wi)
+        a = _dense(normed, wi, self.recipe_of("wi_kernel"), options.wi)
         if adapters is not None:
             a = a + adapters[0](normed, options.wi.out_axes)
         z = apply_activation(a, self.activation, params=self.activation_params, out_axes=options.wo.x_axes)
-        y = _dense(z, wo, recipe, options.wo)
+        y = _dense(z, wo, self.recipe_of("wo_kernel"), options.wo)
         return y if adapters is None else y + adapters[1](z, options.wo.out_axes), normed
 
 

@@ -41,11 +41,11 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             "LayerNormLinear, LayerNormMLP and what is built from them"
         )
     for module in modules:
-        own = module.module_recipe
         ambient = None if module.high_precision else recipe
-        # State belongs to training, whichever mode the module is in now: its training recipe decides.
-        effective = ambient if own is None else own.resolve(ambient, training=True)
         for kernel, name in module.kernels.items():
+            own = module.own_recipe(kernel)
+            # State belongs to training, whichever mode the module is in now: its training recipe decides.
+            effective = ambient if own is None else own.resolve(ambient, training=True)
             variable, state = getattr(module, kernel), init_gemm_state(effective)
             if variable is not None:
                 # Layers that nnx.vmap stacked have one axis more than each of them names, and a state each.

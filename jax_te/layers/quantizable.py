@@ -32,6 +32,8 @@ class QuantizableModule(TrainingMode):
     Attributes:
         high_precision: take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last layers.
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
+        kernel_recipes: what single kernels have in place of ``module_recipe``: pairs of a kernel's name and a
+            `ModuleRecipe` or None.
         deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
             recipes holds.
         is_first_microbatch: what a call that does not say takes: True: quantize the kernels anew and keep them, for
@@ -44,6 +46,7 @@ class QuantizableModule(TrainingMode):
     def _init_quantization(self) -> None:
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
+        self.kernel_recipes: tuple[tuple[str, ModuleRecipe | None], ...] = ()
         self.is_first_microbatch: bool | None = None
         self.module_name: str | None = None
         for kernel, quantizers in self.kernels.items():
@@ -58,10 +61,18 @@ class QuantizableModule(TrainingMode):
             return ambient
         return self.module_recipe.resolve(ambient, training=self.training)
 
-    @property
-    def kernel_quantizer(self) -> Quantizer | None:
-        """Quantizer of cached kernels, or None if any GEMM of the recipe needs the unquantized kernel."""
-        recipe = self.recipe
+    def own_recipe(self, kernel: str) -> ModuleRecipe | None:
+        """The layer's own recipe for the GEMMs of one kernel."""
+        return dict(self.kernel_recipes).get(kernel, self.module_recipe)
+
+    def recipe_of(self, kernel: str) -> Recipe | None:
+        """The recipe that the GEMMs of one kernel run under here and now."""
+        own, ambient = self.own_recipe(kernel), None if self.high_precision else ambient_recipe.value
+        return ambient if own is None else own.resolve(ambient, training=self.training)
+
+    def kernel_quantizer(self, kernel: str) -> Quantizer | None:
+        """Quantizer of a kernel that is cached, or None if any GEMM of its recipe needs the unquantized kernel."""
+        recipe = self.recipe_of(kernel)
         # Forward's GEMM and the input gradient's read the kernel; the third, the kernel gradient's, does not.
         if recipe is not None and any(recipe.override_linear_precision[:2]):
             return None
@@ -79,9 +90,9 @@ class QuantizableModule(TrainingMode):
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
-        assert self.recipe is not None
-        axes = self.axes_of(kernel)
-        quantize = functools.partial(quantize_kernel, recipe=self.recipe, kernel_axes=axes, portable=portable)
+        recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
+        assert recipe is not None
+        quantize = functools.partial(quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable)
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
             # Layers that nnx.vmap stacked have one axis more: each layer's kernel is quantized by itself.
@@ -126,7 +137,7 @@ class QuantizableModule(TrainingMode):
         if first is None and cache is None:
             return LinearWeights(value, bias, state)
         cached, grad_sink = (None, None) if cache is None else cache.get_value()
-        quantizer = None if first is None or isinstance(value, QuantizedKernel) else self.kernel_quantizer
+        quantizer = None if first is None or isinstance(value, QuantizedKernel) else self.kernel_quantizer(kernel)
         if quantizer is None:
             return LinearWeights(value, bias, state, grad_sink)
         if first:
@@ -227,7 +238,7 @@ def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
     kept: list[QuantizedKernel | None] = []
     for _, module, kernel in quantizable_kernels(model):
         value = getattr(module, kernel).get_value()
-        if isinstance(value, QuantizedKernel) or module.kernel_quantizer is None:
+        if isinstance(value, QuantizedKernel) or module.kernel_quantizer(kernel) is None:
             kept.append(None)
             continue
         kept.append(module.quantized(kernel, value))
@@ -257,10 +268,10 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
     dtype(float8_e4m3fn)
     """
     for _, module, kernel in quantizable_kernels(model):
-        own, value = module.module_recipe, getattr(module, kernel).get_value()
+        own, value = module.own_recipe(kernel), getattr(module, kernel).get_value()
         if only_marked and (own is None or not own.holds_kernels):
             continue
-        if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe, "kernel") is not None:
+        if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe_of(kernel), "kernel") is not None:
             module.hold_quantized(kernel)
     return model
 

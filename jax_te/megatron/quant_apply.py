@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flax import nnx
 
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron.float16 import Float16Module
-from jax_te.megatron.quant_config import QuantizationConfig, RecipeConfig, get_quant_config_or_none, match_context
-from jax_te.megatron.quant_layer import finish_init
-from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
+from jax_te.megatron.quant_config import RecipeConfig, get_quant_config_or_none, match_context
+from jax_te.megatron.quant_layer import own_recipe
+from jax_te.megatron.quant_params import TwoModeRecipe
+from jax_te.megatron.quant_paths import kernel_paths
 from jax_te.recipe import ModuleRecipe, Recipe
+
+_logger = logging.getLogger(__name__)
 
 _HEADER = ("module", "class", "matcher", "config", "training", "evaluation", "acts where")
 _ACTS = {
@@ -27,7 +32,7 @@ class ModuleQuantization:
     """Precision of one quantizable layer.
 
     Args:
-        path: dotted path of the layer.
+        path: dotted path of the layer; with the kernel's name if another rule applies to its other kernel.
         kind: name of its class.
         matcher: label of the rule that applied, or None.
         config_key: name of the config that the rule gave, or None.
@@ -86,9 +91,13 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     """Give every quantizable layer the precision of the first rule that matches its path.
 
     A path consists of the attribute names and list indices that lead to a layer: ``layers.0.self_attention.qkv``. A
-    `Float16Module` around the model adds nothing to it. Two things differ from Megatron's names: paths have no prefix
-    ``decoder.``, and a LayerNormMLP is one layer with both of its GEMMs, so ``layers.0.layernorm_mlp`` stands for
-    Megatron's ``mlp.linear_fc1`` and ``mlp.linear_fc2``. `jax_te.layers.quantizable_modules` lists a model's paths.
+    `Float16Module` around the model adds nothing to it. A rule may also name Megatron's path of the same GEMM
+    (``decoder.layers.0.self_attention.linear_qkv``), and one kernel of a LayerNormMLP, by its path
+    (``layers.0.layernorm_mlp.wo_kernel``) or Megatron's (``decoder.layers.0.mlp.linear_fc2``). A LayerNormMLP whose
+    kernels are under different rules runs unfused. `jax_te.layers.quantizable_modules` lists a model's paths.
+
+    Rules that match no path are logged as a warning. Where `run_layers` scans a stack, a layer whose rules differ from
+    its neighbours' runs outside of the loop.
 
     Layers to which no rule applies lose the recipe that they had and follow the ambient one, as after Megatron's walk
     with ``finish_init``.
@@ -120,6 +129,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     self_attention.qkv   LayerNormLinear  -             -       ambient         ambient         -
     layers left to the ambient recipe: layernorm_mlp, self_attention.qkv
     """
+    recipe_config = RecipeConfig([], {}) if recipe_config is None else recipe_config
     # Without the wrapper, so that the same file fits a model with and without Float16Module.
     layers = dict(quantizable_modules(model.module if isinstance(model, Float16Module) else model))
     if not layers:
@@ -127,45 +137,71 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
             f"{type(model).__name__} has no quantizable layer; jax_te.layers has: Linear, LayerNormLinear, "
             "LayerNormMLP and what is built from them"
         )
-    configs = {path: get_quant_config_or_none(path, recipe_config) for path in layers}
     # All payloads are parsed before any layer is changed, so that an error leaves the model as it was.
-    for config in configs.values():
-        if config is not None:
-            TEQuantizationParams.parse_from_config(config).to_module_recipe()
-    for path, layer in layers.items():
-        finish_init(layer, configs[path])
-    return _report(layers, configs, recipe_config)
+    units = [unit for path, layer in layers.items() for unit in _units(path, layer, recipe_config)]
+    for layer in layers.values():
+        layer.module_recipe, layer.kernel_recipes = None, ()
+    for unit in units:
+        if unit.kernel in (None, next(iter(unit.layer.kernels))):
+            unit.layer.module_recipe = unit.recipe
+        else:
+            unit.layer.kernel_recipes = (*unit.layer.kernel_recipes, (unit.kernel, unit.recipe))
+    return _report(units, recipe_config)
 
 
-def _report(
-    layers: dict[str, QuantizableModule],
-    configs: dict[str, QuantizationConfig | None],
-    recipe_config: RecipeConfig | None,
-) -> QuantizationReport:
-    recipe_config = RecipeConfig([], {}) if recipe_config is None else recipe_config
-    labels = [repr(matcher) if matcher.name is None else matcher.name for matcher in recipe_config.matchers]
-    # Matched again, because a QuantizationConfig does not say which rule gave it.
-    first = {path: recipe_config.first_match(match_context(path)) for path in layers}
-    modules = []
-    for path, layer in layers.items():
-        hit, config = first[path], configs[path]
+class _Unit(NamedTuple):
+    """A layer, or a kernel of one whose kernels are under different rules, and what the rules say of it."""
+
+    path: str
+    layer: QuantizableModule
+    kernel: str | None
+    names: tuple[str, ...]
+    rule: int | None
+    config_key: str | None
+    recipe: ModuleRecipe | None
+
+
+def _units(path: str, layer: QuantizableModule, rules: RecipeConfig) -> list[_Unit]:
+    """Return the units of one layer: itself, or its kernels if the rules that apply to them differ."""
+    units = []
+    for kernel, names in kernel_paths(path, layer).items():
+        # The first rule that matches any of the names; of several names the first, which is the layer's path.
+        hits = [(hit[0], i) for i, name in enumerate(names) if (hit := rules.first_match(match_context(name)))]
+        rule, name = min(hits) if hits else (None, 0)
+        config = get_quant_config_or_none(names[name], rules)
         key = None if config is None else config.config_key
-        label = None if hit is None else labels[hit[0]]
-        modules.append(ModuleQuantization(path, type(layer).__name__, label, key, layer.module_recipe))
-    used = {hit[0] for hit in first.values() if hit is not None}
+        unit_path = names[1] if len(layer.kernels) > 1 else path
+        units.append(_Unit(unit_path, layer, kernel, names, rule, key, own_recipe(config)))
+    if len({unit.rule for unit in units}) > 1:
+        return units
+    every = tuple(dict.fromkeys(name for unit in units for name in unit.names))
+    return [units[0]._replace(path=path, kernel=None, names=every)]
+
+
+def _report(units: list[_Unit], rules: RecipeConfig) -> QuantizationReport:
+    labels = [repr(matcher) if matcher.name is None else matcher.name for matcher in rules.matchers]
+    modules = []
+    for path, layer, _, _, rule, key, recipe in units:
+        label = None if rule is None else labels[rule]
+        modules.append(ModuleQuantization(path, type(layer).__name__, label, key, recipe))
+    used, names = {unit.rule for unit in units}, [name for unit in units for name in unit.names]
     fitting = {
         # A rule that matches some path is not misspelt; if it applied nowhere, an earlier rule shadows it.
         index
-        for index, matcher in enumerate(recipe_config.matchers)
-        if any(matcher.match(match_context(path)) is not None for path in layers)
+        for index, matcher in enumerate(rules.matchers)
+        if any(matcher.match(match_context(name)) is not None for name in names)
     }
+    unused = tuple(label for i, label in enumerate(labels) if i not in fitting)
+    if unused:
+        shown = ", ".join(units[0].names + units[-1].names)
+        _logger.warning("No layer's path matches the rules %s; paths are for example %s", ", ".join(unused), shown)
     given = {module.config_key for module in modules}
     return QuantizationReport(
         tuple(modules),
-        unused_matchers=tuple(label for i, label in enumerate(labels) if i not in fitting),
+        unused_matchers=unused,
         shadowed_matchers=tuple(label for i, label in enumerate(labels) if i in fitting - used),
-        disabled_matchers=recipe_config.disabled,
-        unused_configs=tuple(str(key) for key in recipe_config.configs if key not in given),
+        disabled_matchers=rules.disabled,
+        unused_configs=tuple(str(key) for key in rules.configs if key not in given),
     )
 
 

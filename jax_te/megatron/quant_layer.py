@@ -9,7 +9,7 @@ from flax import nnx
 from jax_te.layers import QuantizableModule
 from jax_te.megatron.quant_config import QuantizationConfig
 from jax_te.megatron.quant_params import TEQuantizationParams
-from jax_te.recipe import Float8CurrentScaling
+from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 
 _ANY_RECIPE = Float8CurrentScaling()  # stands for a quantized ambient context; which recipe it is does not matter
 
@@ -39,10 +39,14 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
     False
     """
     _check_quantizable(module, "finish_init")
+    module.module_recipe, module.kernel_recipes = own_recipe(quantization_config), ()
+
+
+def own_recipe(quantization_config: QuantizationConfig | None) -> ModuleRecipe | None:
+    """Return the ``module_recipe`` that a quantization config stands for, see `finish_init`."""
     if quantization_config is None:
-        module.module_recipe = None
-    else:
-        module.module_recipe = TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
+        return None
+    return TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
 
 
 def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool) -> bool:
@@ -58,11 +62,12 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     True
     """
     _check_quantizable(module, "will_execute_quantized")
-    if module.module_recipe is None:
-        return is_context_quantized
     # Through resolve, which layers use, so that this answer and a call cannot differ.
     ambient = _ANY_RECIPE if is_context_quantized else None
-    return module.module_recipe.resolve(ambient, training=module.training) is not None
+    own = [module.own_recipe(kernel) for kernel in module.kernels]
+    return any(
+        (ambient if recipe is None else recipe.resolve(ambient, training=module.training)) is not None for recipe in own
+    )
 
 
 def set_save_original_input(module: nnx.Module) -> None:

@@ -61,10 +61,11 @@ def parameters_of(full: nnx.State, params: nnx.State, model: nnx.Module) -> nnx.
 
 
 def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, value: Any) -> QuantizedKernel:
-    if quantizer_for(module.recipe, "kernel") != old.quantizer:
+    recipe = module.recipe_of(kernel)
+    if quantizer_for(recipe, "kernel") != old.quantizer:
         raise ValueError(
             f"a kernel of {type(module).__name__} is stored as {old.quantizer}, and the train step runs under "
-            f"{module.recipe}; call the step under the recipe that the state was created with"
+            f"{recipe}; call the step under the recipe that the state was created with"
         )
     new = module.quantized(kernel, value, portable=True)
     # In the old structure, whose static dtype is that of the parameter: the master was fp32, and another structure
@@ -78,7 +79,7 @@ def _rounded(old: Any, new: Any) -> Any:
 
 def store_quantized(model: nnx.Module, fp8_param: bool) -> None:
     """Quantize in place the kernels that ``fp8_param``, the model's configuration or their layer's own recipe names."""
-    own = [module.module_recipe for _, module in quantizable_modules(model)]
+    own = [module.own_recipe(kernel) for _, module in quantizable_modules(model) for kernel in module.kernels]
     config = getattr(model, "config", None)  # of the models of this package
     every = fp8_param or getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False)
     if every or any(recipe is not None and recipe.holds_kernels for recipe in own):

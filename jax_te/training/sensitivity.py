@@ -170,7 +170,7 @@ def _plain_copy(model: nnx.Module) -> Any:
         )
     copy: Any = nnx.merge(graphdef, params, quantizers, rest, copy=True)
     for _, module in quantizable_modules(copy):
-        module.module_recipe, module.high_precision = None, False
+        module.module_recipe, module.kernel_recipes, module.high_precision = None, (), False
     return copy
 
 
