@@ -2,6 +2,7 @@
 
 from jax_te.config.internal import normal_init, scaled_normal_init
 from jax_te.layers.attention import DotProductAttention, alibi_slopes
+from jax_te.layers.drop_in import DotGeneral, EinsumOp
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.embedding import Embedding
 from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
@@ -23,13 +24,18 @@ from jax_te.layers.quantizable import (
     quantizable_modules,
     quantize_parameters,
 )
+from jax_te.layers.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
 from jax_te.layers.relative_bias import RelativePositionBias
 from jax_te.layers.rotary import Rotary, apply_rotary, rotary_embedding
 from jax_te.layers.rotary_scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.layers.transformer import TransformerLayer
 
 __all__ = [
+    "DotGeneral",
     "DotProductAttention",
+    "DropInLayer",
+    "DropInReport",
+    "EinsumOp",
     "Embedding",
     "Fp8Padding",
     "Fp8Unpadding",
@@ -54,6 +60,7 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "clip_qk",
+    "dequantize_model",
     "drop_path",
     "dropout",
     "init_kv_cache",
@@ -66,6 +73,7 @@ __all__ = [
     "parameter_axes",
     "prepare_quantization",
     "quantizable_modules",
+    "quantize_model",
     "quantize_parameters",
     "rotary_embedding",
     "scaled_normal_init",

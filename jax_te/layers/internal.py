@@ -1,5 +1,6 @@
 """Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
 
+from jax_te.layers.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.norm import norm_spec
 from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
@@ -15,26 +16,34 @@ from jax_te.layers.quantizable import (
     set_grad_sinks,
     use_cached_kernels,
 )
+from jax_te.layers.quantize_model import Rules, decide, report_of
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
 
 __all__ = [
     "CachedKernel",
+    "FlaxLinear",
+    "Rules",
     "TensorParallel",
     "TrainingMode",
     "arbitrary_mask",
     "cache_name",
     "check_context_size",
     "check_tp_group",
+    "decide",
     "drop_cached_kernels",
+    "einsum_linear",
     "layer_output",
     "merge_heads",
     "natural_order",
     "norm_spec",
     "padding_pair",
     "parameter",
+    "precision_reason",
     "quantizable_kernels",
     "quantize_kernels",
+    "read_einsum",
+    "report_of",
     "sequence_axes",
     "set_grad_sinks",
     "use_cached_kernels",

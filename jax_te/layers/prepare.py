@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers.quantizable import cache_name, quantizable_modules
+from jax_te.layers.quantizable import QuantizableModule, cache_name
 from jax_te.quantize import init_gemm_state
 from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import Recipe
@@ -34,24 +34,22 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     >>> layer.quantizers["x"]["scale"].shape
     ()
     """
-    modules = [module for _, module in quantizable_modules(model)]
+    found = dict(nnx.iter_modules(model))
+    modules = {path: module for path, module in found.items() if isinstance(module, QuantizableModule)}
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
-            "LayerNormLinear, LayerNormMLP and what is built from them"
+            "LayerNormLinear, LayerNormMLP and what is built from them; for layers of Flax call quantize_model"
         )
-    for module in modules:
+    for path, module in modules.items():
         ambient = None if module.high_precision else recipe
         for kernel, name in module.kernels.items():
             own = module.own_recipe(kernel)
             # State belongs to training, whichever mode the module is in now: its training recipe decides.
             effective = ambient if own is None else own.resolve(ambient, training=True)
-            variable, state = getattr(module, kernel), init_gemm_state(effective)
-            if variable is not None:
-                # Layers that nnx.vmap stacked have one axis more than each of them names, and a state each.
-                shape = variable.get_value().shape
-                stack = shape[: len(shape) - len(module.axes_of(kernel))]
-                state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
+            # Layers that nnx.vmap stacked have a state each.
+            state, stack = init_gemm_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
+            state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
             setattr(module, name, nnx.data(quantizer_variables(state)))
             # A cached kernel was quantized under the recipe before.
             setattr(module, cache_name(kernel), nnx.data(None))

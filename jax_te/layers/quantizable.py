@@ -42,6 +42,8 @@ class QuantizableModule(TrainingMode):
     """
 
     kernels: ClassVar[dict[str, str]] = {}
+    attribute: ClassVar[str | None] = None
+    """The attribute in which a layer of Flax holds a module of this class, for `DotGeneral`."""
 
     def _init_quantization(self) -> None:
         self.high_precision = False
@@ -87,6 +89,13 @@ class QuantizableModule(TrainingMode):
         variable = getattr(self, kernel)
         axes = variable.get_metadata().get("logical_axes")
         return (None,) * len(variable.get_value().shape) if axes is None else axes
+
+    def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
+        """Sizes of the axes that ``nnx.vmap`` put before those of a kernel; ``owner`` is what holds this layer."""
+        if getattr(self, kernel) is None:
+            return ()
+        shape = getattr(self, kernel).get_value().shape
+        return shape[: len(shape) - len(self.axes_of(kernel))]
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
@@ -177,7 +186,8 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
     ['proj', 'qkv']
     """
     found = [
-        (".".join(map(str, path)), module)
+        # What a layer of Flax holds has that layer's path.
+        (".".join(map(str, path[:-1] if path[-1:] == (module.attribute,) else path)), module)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, QuantizableModule)
     ]
@@ -258,6 +268,9 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
         model: changed in place.
         only_marked: only in layers whose own `ModuleRecipe` sets ``fp8_param`` or ``fp4_param``.
 
+    Raises:
+        ValueError: for layers of Flax under `quantize_model`, which hold arrays alone.
+
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
 
     >>> from jax_te.layers import Linear
@@ -267,6 +280,11 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
     >>> layer.kernel.get_value().operand.rowwise.data.dtype
     dtype(float8_e4m3fn)
     """
+    if not only_marked and any(getattr(module, "of_flax", False) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            "layers of Flax hold their kernels as arrays, which cannot be stored quantized: leave fp8_param out, or "
+            "build the model of jax_te's layers"
+        )
     for _, module, kernel in quantizable_kernels(model):
         own, value = module.own_recipe(kernel), getattr(module, kernel).get_value()
         if only_marked and (own is None or not own.holds_kernels):

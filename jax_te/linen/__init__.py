@@ -61,6 +61,7 @@ A training loop in FP8, in which only ``autocast`` and the layers are new:
 """
 
 from jax_te.linen.convert import from_nnx, to_nnx
+from jax_te.linen.drop_in import DotGeneral, EinsumOp, dequantize_model, quantization_report, quantize_model
 from jax_te.linen.layers import (
     DotProductAttention,
     Embedding,
@@ -79,7 +80,9 @@ from jax_te.linen.quantization import prepare_quantization, value_and_grad
 from jax_te.linen.sharding import logical_axis_rules
 
 __all__ = [
+    "DotGeneral",
     "DotProductAttention",
+    "EinsumOp",
     "Embedding",
     "LayerNorm",
     "LayerNormLinear",
@@ -91,9 +94,12 @@ __all__ = [
     "RMSNorm",
     "RelativePositionBias",
     "TransformerLayer",
+    "dequantize_model",
     "from_nnx",
     "logical_axis_rules",
     "prepare_quantization",
+    "quantization_report",
+    "quantize_model",
     "to_nnx",
     "value_and_grad",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import logging
 import re
 from abc import ABC, abstractmethod
@@ -14,6 +13,7 @@ from typing import Any
 
 from jax_te.config.internal import brief
 from jax_te.megatron.yaml_file import read_yaml
+from jax_te.recipe.internal import first_rule
 
 _logger = logging.getLogger(__name__)
 
@@ -96,8 +96,7 @@ class GlobMatcher(Matcher):
         self.pattern, self.config_key, self.name = pattern, config_key, name
 
     def match(self, context: MatchContext) -> str | None:
-        # Not fnmatch.fnmatch, which ignores case on some operating systems.
-        return self.config_key if fnmatch.fnmatchcase(context.module_path, self.pattern) else None
+        return self.config_key if first_rule((self.pattern,), context.module_path) else None
 
     def __repr__(self) -> str:
         label = "" if self.name is None else f", name={self.name!r}"

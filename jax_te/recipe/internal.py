@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_te.recipe.base import GEMMS
 from jax_te.recipe.format import E2M1_MAX, E4M3_MAX, fp8_max
+from jax_te.recipe.module_recipe import first_rule, own_recipe
 from jax_te.recipe.tensor_scaling import MAX_MARGIN, AmaxScope
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ __all__ = [
     "MAX_MARGIN",
     "AmaxScope",
     "ambient_recipe",
+    "first_rule",
     "fp8_max",
+    "own_recipe",
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,3 +60,22 @@ class ModuleRecipe:
         if training or self.evaluation == "training":
             return self.training
         return self.evaluation  # type: ignore[return-value]  # "training" was dealt with
+
+
+def own_recipe(recipe: Recipe | ModuleRecipe) -> ModuleRecipe:
+    """Return the recipe of one module as a `ModuleRecipe`; a plain one is in force whatever the ambient one is.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(recipe, ModuleRecipe):
+        return recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"expected a recipe or a ModuleRecipe, got {recipe!r}")
+    return ModuleRecipe(training=recipe, override_nonquantized_autocast=True)
+
+
+def first_rule(patterns: Iterable[str], path: str) -> str | None:
+    """Return the first glob pattern that fits a module's whole path, or None; ``*`` fits dots, too, and case counts."""
+    # Not fnmatch.fnmatch, which ignores case on some operating systems.
+    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(path, pattern)), None)

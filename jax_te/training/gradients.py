@@ -296,7 +296,14 @@ def as_created(tree: PyTree) -> PyTree:
     """Return ``tree`` with every leaf in the sharding that it was created with."""
     # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
     # other shardings, would be compiled again.
-    leaves = [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(tree)]
+    leaves = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable)):
+        metadata = node.get_metadata() if isinstance(node, nnx.Variable) else {}
+        if metadata.get("out_sharding") is not None and "logical_axes" not in metadata:
+            # Flax placed it where its own rules put its own axis names, and the compiler carries that on.
+            leaves += jax.tree.leaves(node)
+        else:
+            leaves += [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(node)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 

@@ -1,0 +1,227 @@
+"""Quantized GEMMs for the linear layers of Flax Linen, one by one or in a whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jax_te import layers
+from jax_te.layers import DropInLayer, DropInReport
+from jax_te.layers.internal import FlaxLinear, Rules, decide, einsum_linear, precision_reason, read_einsum, report_of
+from jax_te.linen.module import LinenModule
+from jax_te.recipe import ModuleRecipe, Recipe
+from jax_te.typing import Array
+
+# A user context takes part in the jit cache key: what was traced without these rules is traced again with them.
+_rules_in_force = jax.make_user_context(None)
+
+
+class DotGeneral(LinenModule, nnx_class=layers.DotGeneral, init=False):
+    """
+    In Linen it is the ``dot_general_cls`` of ``nn.Dense``, ``nn.DenseGeneral`` and attention modules, with
+    ``functools.partial(DotGeneral, recipe)`` for a recipe of their own.
+
+    >>> from jax_te.recipe import DelayedScaling, autocast
+    >>> layer, x = nn.Dense(16, dot_general_cls=DotGeneral), jnp.ones((16, 32))
+    >>> with autocast(DelayedScaling()):
+    ...     variables = layer.init(jax.random.key(0), x)
+    >>> list(variables["_overwrite_with_gradient"]["DotGeneral_0"]["quantizers"])
+    ['grad', 'kernel', 'x']
+    """
+
+
+class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
+    """
+    In Linen it is for modules of your own: ``nn.Einsum`` takes no such argument, and gets it from `quantize_model`.
+
+    >>> x, kernel = jnp.ones((2, 8, 32)), jnp.ones((32, 2, 16))
+    >>> EinsumOp().apply({}, "btd,dnh->btnh", x, kernel).shape
+    (2, 8, 2, 16)
+    """
+
+
+def quantize_model(model: nn.Module, rules: Rules | None = None) -> Any:
+    """Return a model written in plain Flax Linen, in which recipes quantize the linear layers.
+
+    Every ``nn.Dense``, ``nn.DenseGeneral`` (with it the projections of Flax's attention modules) and ``nn.Einsum`` that
+    is one GEMM computes by a `DotGeneral` or `EinsumOp`, in all methods of the model and in what ``nn.remat``,
+    ``nn.scan``, ``nn.vmap`` and ``nn.jit`` run. Nothing else changes: parameters have their names, boxes and dtypes, so
+    that checkpoints and optimizer states still fit, and where no recipe is in force the model computes what it computed
+    before. The state of a recipe is in the collection ``_overwrite_with_gradient``, which ``init`` makes under
+    the recipe, and `prepare_quantization` for parameters that exist; list it in ``variable_axes`` of ``nn.scan`` and
+    ``nn.vmap``.
+
+    Args:
+        model: not changed. The result is an instance of a subclass of its class, with the same fields.
+        rules: glob pattern of paths (``"block_*.mlp.up"``: the names of the parameters' scopes, joined by dots) -> a
+            recipe, a `ModuleRecipe`, or None for high precision, as in `jax_te.layers.quantize_model`.
+
+    Raises:
+        TypeError: when called, for a rule that is no recipe.
+        ValueError: for a model that is bound to variables.
+
+    >>> model, x = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(10)])), jnp.ones((16, 32))
+    >>> print(quantization_report(model, x))
+    layer     class  precision
+    layers_0  Dense  the ambient recipe
+    layers_1  Dense  high: its output size 10 is no multiple of 16
+    """
+    if model.scope is not None:
+        raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
+    return _as_class(model, _quantized_class(_original(type(model)), tuple((rules or {}).items())))
+
+
+def dequantize_model(model: nn.Module) -> Any:
+    """Return the model from which `quantize_model` made ``model``, or ``model``.
+
+    >>> type(dequantize_model(quantize_model(nn.Dense(16)))) is nn.Dense
+    True
+    """
+    return _as_class(model, _original(type(model)))
+
+
+def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
+    """Return which layers of a model recipes quantize, and why others stay in high precision.
+
+    Call it under the recipe that is to be in force.
+
+    Args:
+        model: of `quantize_model`. It is traced, not run.
+        args, kwargs: arguments of ``model.init`` after its ``rngs``.
+
+    Raises:
+        ValueError: for a model that `quantize_model` did not make.
+
+    >>> quantization_report(quantize_model(nn.Dense(16), {"*": None}), jnp.ones((16, 32))).left
+    {'': "the rule '*'"}
+    """
+    if not hasattr(type(model), "quantization_rules"):
+        raise ValueError(f"{type(model).__name__} is not quantized; call jax_te.linen.quantize_model first")
+    rules = dict(type(model).quantization_rules)
+    found: dict[str, DropInLayer | None] = {}
+    with _quantizing(rules, found):
+        variables = jax.eval_shape(functools.partial(model.init, **kwargs), jax.random.key(0), *args)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nn.unbox(variables.get("params", {}))):
+        owner = ".".join(str(part.key) for part in path[:-1])
+        ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
+        if leaf.ndim > 1 and str(path[-1].key) not in ("scale", "bias") and not ours and owner not in found:
+            found[owner] = DropInLayer(owner, "-", why="it is none of Flax's linear layers")
+    return report_of([layer for layer in found.values() if layer is not None], rules)
+
+
+# Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
+@functools.lru_cache(maxsize=512)
+def _quantized_class(cls: type[nn.Module], rules: tuple[tuple[str, Recipe | ModuleRecipe | None], ...]) -> Any:
+    """Return a subclass of ``cls`` all of whose methods run under `_quantizing`."""
+
+    def quantizing(name: str, method: Any) -> Any:
+        # updated=(): Flax's marks of compact methods are those of the method itself, which runs inside.
+        @nn.nowrap
+        @functools.wraps(method, updated=())
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _quantizing(dict(rules)):
+                return getattr(super(made, self), name)(*args, **kwargs)
+
+        return run
+
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    names = {name for base in own for name, value in vars(base).items() if inspect.isfunction(value)}
+    public = {name for name in names if not name.startswith("_")} - {"setup", *vars(nn.Module)} | {"__call__"}
+    methods = {name: quantizing(name, getattr(cls, name)) for name in (*public, "apply", "init_with_output")}
+    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "quantization_rules": rules, **methods}
+    made: Any = type(cls.__name__, (cls,), namespace)
+    return made
+
+
+def _original(cls: Any) -> Any:
+    """Return the class of which `_quantized_class` made ``cls``, or ``cls``."""
+    return cls.__bases__[0] if hasattr(cls, "quantization_rules") else cls
+
+
+def _as_class(model: nn.Module, cls: type[nn.Module]) -> Any:
+    names = [field.name for field in dataclasses.fields(model) if field.init and field.name != "parent"]  # type: ignore[arg-type]
+    return cls(**{name: getattr(model, name) for name in names})
+
+
+@contextlib.contextmanager
+def _quantizing(rules: Rules, found: dict[str, DropInLayer | None] | None = None) -> Iterator[None]:
+    """Quantize the linear layers that run inside and that ``rules`` do not exclude; note in ``found`` what is done."""
+
+    def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, path, entry, own = context.module, ".".join(context.module.path), None, None
+        layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
+        if layer is not None:
+            entry, own = decide(path, type(module).__name__, rules, layer)
+        # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
+        if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
+            found.setdefault(path, entry)
+        if entry is None or entry.why is not None:
+            return run(*args, **kwargs)
+        if isinstance(module, nn.Einsum):
+            return _einsum(module, own, *args, **kwargs)
+        # For the time of this call: the module is the user's.
+        object.__setattr__(module, "dot_general_cls", functools.partial(DotGeneral, own))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            object.__setattr__(module, "dot_general_cls", None)
+
+    pairs = tuple(rules.items())
+    again = _rules_in_force.value == pairs  # in a method that another one called
+    with _rules_in_force(pairs), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
+        yield
+
+
+def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:
+    """Return the description of one of Flax's linear layers, called with these arguments; None for another module."""
+    own = next((base for base in (nn.Dense, nn.DenseGeneral, nn.Einsum) if isinstance(module, base)), None)
+    if own is None or _is_ours(module):
+        return None
+    why = precision_reason(module.precision)
+    if isinstance(module, nn.Einsum):
+        equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
+        kernel, out, reason = read_einsum(equation, inputs.ndim)[1:]
+        layer = einsum_linear(kernel, out, module.shape, why or reason)
+    elif isinstance(module, nn.Dense):
+        layer = FlaxLinear(inputs.shape[-1:], (module.features,), why)
+    else:
+        axes, features = (
+            value if isinstance(value, Sequence) else (value,) for value in (module.axis, module.features)
+        )
+        why = "it has batch axes" if module.batch_dims else why
+        layer = FlaxLinear([inputs.shape[axis] for axis in axes], features, why)
+    if _original(type(module)).__call__ is not own.__call__:
+        return layer._replace(why=f"its class overrides the __call__ of nn.{own.__name__}")
+    for name in ("dot_general", "dot_general_cls"):
+        if getattr(module, name, None) is not None:
+            return layer._replace(why=f"it has a {name} of its own")
+    return layer
+
+
+def _is_ours(module: Any) -> bool:
+    """Whether a layer of Flax has a quantized GEMM already."""
+    given = getattr(module, "dot_general_cls", None)
+    return getattr(given, "func", given) is DotGeneral
+
+
+def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None) -> Array:
+    """Return what ``nn.Einsum`` returns, from inside of a call of ``module``."""
+    equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
+    _, names, out, _ = read_einsum(equation, inputs.ndim)
+    sizes = dict(zip(names, module.shape, strict=True))
+    kernel, bias = module.param("kernel", module.kernel_init, module.shape, module.param_dtype), None
+    if module.use_bias:
+        shape = [sizes[name] for name in out if name in sizes]
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+    options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
+    y = EinsumOp(recipe)(equation, inputs, kernel, **options)
+    return y if bias is None else y + jnp.reshape(bias, [sizes.get(name, 1) for name in out])

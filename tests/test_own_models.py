@@ -1,0 +1,396 @@
+"""Models written in plain Flax: one line quantizes their linear layers, and changes nothing else."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+
+import jax_te.linen as te
+from jax_te.errors import QuantizerStateError
+from jax_te.layers import (
+    DotGeneral,
+    EinsumOp,
+    dequantize_model,
+    keep_in_high_precision,
+    prepare_quantization,
+    quantizable_modules,
+    quantize_model,
+    quantize_parameters,
+)
+from jax_te.layers import Linear as LibraryLinear
+from jax_te.megatron import GlobMatcher, RecipeConfig, apply_quantization_config
+from jax_te.ops import dense
+from jax_te.quantize import QuantizerState, frozen_scales
+from jax_te.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    ModuleRecipe,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    autocast,
+)
+from jax_te.training import Optimizer, create_train_state, make_train_step, value_and_grad
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plain_linen_lm, plain_nnx_lm = example("plain_linen_lm"), example("plain_nnx_lm")
+CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling(amax_history_len=2)
+STATE = plain_linen_lm.STATE
+X = jax.random.normal(jax.random.key(0), (2, 16, 32))
+
+
+class Net(nnx.Module):
+    """Every kind of linear layer of Flax NNX, once."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+        self.up = nnx.Linear(32, 64, dtype=jnp.bfloat16, rngs=rngs)
+        self.down = nnx.Einsum("...f,df->...d", (32, 64), (32,), rngs=rngs)
+        self.head = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return self.head(x + self.down(self.up(x).astype(jnp.float32)))
+
+
+class LinenNet(nn.Module):
+    """The same in Linen."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(x)
+        up = nn.Dense(64, dtype=jnp.bfloat16, name="up")(x).astype(jnp.float32)
+        return nn.Dense(10, name="head")(x + nn.Einsum((32, 64), "...f,df->...d", name="down")(up))
+
+    def twice(self, x):
+        return 2.0 * self(x)
+
+
+def square(model: Any, x: jax.Array = X) -> jax.Array:
+    return jnp.mean(jnp.square(model(x).astype(jnp.float32)))
+
+
+QUANTIZED = ["attention.key", "attention.out", "attention.query", "attention.value", "down", "up"]
+HEAD = {"head": "its output size 10 is no multiple of 16"}
+
+
+def test_nnx_layers_are_reached_and_keep_their_parameters():
+    model = Net(nnx.Rngs(0))
+    before, value = nnx.state(model), model(X)
+    kernel = model.up.kernel
+    report = quantize_model(model)
+    assert list(report.quantized) == QUANTIZED
+    assert report.left == HEAD
+    assert "head             Linear         high: its output size 10 is no multiple of 16" in str(report)
+    # The same Variables under the same names, and the same numbers where no recipe is in force.
+    assert model.up.kernel is kernel
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
+    np.testing.assert_array_equal(model(X), value)
+    with autocast(CURRENT):
+        assert np.any(np.asarray(model(X)) != np.asarray(value))
+        dequantize_model(model)
+        np.testing.assert_array_equal(model(X), value)
+    assert quantizable_modules(model) == []
+
+
+def test_a_linen_model_is_reached_and_keeps_its_parameters():
+    model = LinenNet()
+    variables = model.init(jax.random.key(1), X)
+    value = model.apply(variables, X)
+    quantized = te.quantize_model(model)
+    assert isinstance(quantized, LinenNet)
+    assert quantized == te.quantize_model(model)
+    report = te.quantization_report(quantized, X)
+    assert list(report.quantized) == QUANTIZED
+    assert report.left == HEAD
+    np.testing.assert_array_equal(quantized.apply(variables, X), value)
+    assert te.quantization_report(te.quantize_model(nn.Dense(16)), X).quantized == ("",)
+    with autocast(CURRENT):
+        in_fp8 = quantized.apply(variables, X)
+        assert np.any(np.asarray(in_fp8) != np.asarray(value))
+        # Whichever way a method is called.
+        for method in ("twice", LinenNet.twice, type(quantized).twice):
+            np.testing.assert_array_equal(quantized.apply(variables, X, method=method), 2.0 * in_fp8)
+        np.testing.assert_array_equal(quantized.bind(variables).twice(X), 2.0 * in_fp8)
+        np.testing.assert_array_equal(te.dequantize_model(quantized).apply(variables, X), value)
+    with autocast(DELAYED):
+        fresh = quantized.init(jax.random.key(1), X)
+        jax.tree.map(np.testing.assert_array_equal, fresh["params"], variables["params"])
+        prepared = te.prepare_quantization(quantized, variables, DELAYED, X)
+        assert jax.tree.structure(prepared) == jax.tree.structure(fresh)
+        assert len(jax.tree.leaves(fresh[STATE])) == 6 * len(QUANTIZED)
+
+
+RECIPES = [DELAYED, CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_the_gemm_is_that_of_the_library(recipe):
+    """Forward and backward, bit for bit: with a plain kernel, several summed axes, and a kernel in another order."""
+    x = jax.random.normal(jax.random.key(1), (4, 32, 128))
+    kernel = jax.random.normal(jax.random.key(2), (128, 128))
+    with autocast(recipe):
+        op, einsum, library = DotGeneral(), EinsumOp(), LibraryLinear(128, 128, bias=False, rngs=nnx.Rngs(0))
+    state = library.gemm_state("kernel")
+
+    def reference(x, kernel):
+        return dense(x, kernel, recipe=recipe, state=state)
+
+    def plain(x, kernel):
+        return op(x, kernel, (((2,), (0,)), ((), ())))
+
+    def several(x, kernel):
+        return op(x.reshape(4, 32, 8, 16), kernel.reshape(8, 16, 128), (((2, 3), (0, 1)), ((), ())))
+
+    def other_order(x, kernel):
+        y = einsum("btd,hkd->bhtk", x, kernel.T.reshape(8, 16, 128))
+        return y.transpose(0, 2, 1, 3).reshape(4, 32, 128)
+
+    weight = jax.random.normal(jax.random.key(3), x.shape)
+
+    def all_of(fn):
+        with autocast(recipe), frozen_scales():
+            return jax.jit(jax.value_and_grad(lambda x, k: jnp.sum(weight * fn(x, k)), argnums=(0, 1)))(x, kernel)
+
+    expected = all_of(reference)
+    for fn in (plain, several, other_order):
+        jax.tree.map(np.testing.assert_array_equal, all_of(fn), expected)
+
+
+def test_rules_decide_in_order_and_recipes_of_their_own_need_no_context():
+    rules = {"attention.*": None, "up": CURRENT, "down": ModuleRecipe(training=CURRENT), "*p": DELAYED}
+    model = Net(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"rules that fit no layer: \*p"):
+        report = quantize_model(model, rules)
+    assert report.quantized == ("down", "up")
+    assert report.left["attention.out"] == "the rule 'attention.*'"
+    recipes = {path: module.recipe for path, module in quantizable_modules(model)}
+    assert recipes == {"down": None, "up": CURRENT}
+    linen = te.quantize_model(LinenNet(), rules)
+    assert te.quantization_report(linen, X).left == report.left
+    variables = linen.init(jax.random.key(0), X)
+    jaxpr = str(jax.make_jaxpr(linen.apply)(variables, X))
+    assert jaxpr.count("f8_e4m3fn[64") == 0 < jaxpr.count("f8_e4m3fn[")
+    # A quantization file's rules find the layers by their own paths.
+    payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    apply_quantization_config(model, RecipeConfig([GlobMatcher("up", "high")], {"high": payload}))
+    with autocast(CURRENT):
+        assert {path: module.recipe for path, module in quantizable_modules(model)} == {"down": CURRENT, "up": None}
+        keep_in_high_precision(model)
+        assert model.down.einsum_op.recipe is None
+    with pytest.raises(TypeError):
+        quantize_model(model, {"*": "fp8"})
+
+
+class OwnCall(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+LEFT = {
+    "it has batch axes": lambda r: nnx.LinearGeneral(32, 32, batch_axis={0: 2}, rngs=r),
+    "'bsd,bdf->bsf' has the batch axes b": lambda r: nnx.Einsum("bsd,bdf->bsf", (2, 32, 32), rngs=r),
+    "'bsd,df->bf' is more than a sum": lambda r: nnx.Einsum("bsd,df->bf", (32, 32), rngs=r),
+    "its precision is 'highest'": lambda r: nnx.Linear(32, 32, precision="highest", rngs=r),
+    "it has a dot_general of its own": lambda r: nnx.Linear(32, 32, dot_general=lambda *a, **k: None, rngs=r),
+    "overrides the __call__ of nnx.Linear": lambda r: OwnCall(32, 32, rngs=r),
+    "its input size 24 is no multiple of 16": lambda r: nnx.Linear(24, 32, rngs=r),
+    "it is none of Flax's linear layers": lambda r: nnx.Conv(32, 32, 3, rngs=r),
+}
+
+
+def test_what_is_left_in_high_precision_says_why():
+    rngs = nnx.Rngs(0)
+    names = dict(zip("abcdefgh", LEFT, strict=True))
+    model = nnx.Dict(good=nnx.Linear(32, 32, rngs=rngs), **{name: LEFT[why](rngs) for name, why in names.items()})
+    report = quantize_model(model)
+    assert report.quantized == ("good",)
+    for name, why in names.items():
+        assert why in report.left[name]
+    with autocast(MXFP8BlockScaling()), pytest.raises(ValueError, match="48 is no multiple of 32"):
+        quantize_model(nnx.Linear(48, 48, rngs=rngs))
+
+
+def test_a_call_that_is_no_gemm_is_refused():
+    with autocast(CURRENT):
+        with pytest.raises(ValueError, match="it has batch axes"):
+            DotGeneral()(X, X, (((2,), (2,)), ((0,), (0,))))
+        with pytest.raises(ValueError, match="precision is 'highest'"):
+            DotGeneral()(X, X[0], (((2,), (1,)), ((), ())), "highest")
+        with pytest.raises(ValueError, match="batch axes b"):
+            EinsumOp()("bsd,btd->bst", X, X)
+    model = te.quantize_model(LinenNet())
+    with pytest.raises(ValueError, match="not bound"):
+        te.quantize_model(model.bind({}))
+    with pytest.raises(ValueError, match="quantize_model first"):
+        te.quantization_report(LinenNet(), X)
+
+
+def test_kernels_of_flax_are_not_stored_quantized():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    quantize_model(model)
+    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match="leave fp8_param out"):
+        quantize_parameters(model)
+
+
+def test_dtypes_are_those_of_flax():
+    layer = nnx.Linear(32, 32, use_bias=False, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0))
+    quantize_model(layer)
+    with autocast(CURRENT):
+        y = layer(X)
+        assert y.dtype == jnp.float32
+        # Sums are not rounded to bf16 on their way.
+        assert np.any(np.asarray(y) != np.asarray(y.astype(jnp.bfloat16).astype(jnp.float32)))
+        grads = nnx.grad(lambda layer: jnp.sum(layer(X)))(layer)
+        assert grads["kernel"].dtype == jnp.float32
+
+
+def test_drop_ins_stand_where_flax_takes_a_dot_general():
+    with autocast(DELAYED):
+        layer = nnx.Linear(32, 16, dot_general=DotGeneral(), rngs=nnx.Rngs(0))
+        assert isinstance(layer.dot_general.quantizers["x"]["scale"], QuantizerState)
+        attention = nn.MultiHeadDotProductAttention(
+            2, qkv_dot_general_cls=te.DotGeneral, out_dot_general_cls=functools.partial(te.DotGeneral, CURRENT)
+        )
+        states = attention.init(jax.random.key(0), X)[STATE]
+        assert sorted(states) == ["key", "query", "value"]  # current scaling has no state
+    # An op with a recipe of its own has it with and without a context.
+    own = DotGeneral(DELAYED)
+    assert own.recipe == DELAYED
+    assert own.quantizers is not None
+
+
+def test_a_loop_without_the_state_raises_and_one_with_it_trains():
+    with autocast(DELAYED):
+        model = Net(nnx.Rngs(0))
+        quantize_model(model)
+        with pytest.raises(QuantizerStateError, match="leaves the quantizer state out"):
+            nnx.value_and_grad(square)(model)
+        optimizer = Optimizer(model, optax.sgd(0.1))
+        loss, grads = nnx.jit(value_and_grad(square))(model)
+        optimizer.update(model, grads)
+        newest = model.up.dot_general.quantizers["kernel"]["amax_history"][0]
+        assert newest > 0.0
+        state = create_train_state(model, optax.sgd(0.1), key=jax.random.key(0))
+        step = make_train_step(lambda model, x, key: square(model, x), optax.sgd(0.1), microbatches=2)
+        state, metrics = step(state, jnp.concatenate([X, X]))
+        assert metrics["loss"] < loss
+        assert state.model.up.dot_general.quantizers["kernel"]["amax_history"][1] == newest
+    layer = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    quantize_model(layer)
+    with pytest.raises(QuantizerStateError, match="needs quantizer state"), autocast(DELAYED):
+        layer(X)
+
+
+def stacked(rngs: nnx.Rngs) -> nnx.Module:
+    make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Linear(32, 32, rngs=rngs)))
+    return nnx.Dict(layers=make(rngs))
+
+
+def test_stacked_layers_have_a_state_each():
+    model = stacked(nnx.Rngs(0))
+    quantize_model(model)
+    assert prepare_quantization(model, DELAYED) is model
+    op = model["layers"].dot_general
+    assert op.quantizers["x"]["amax_history"].shape == (3, 2)
+
+    def run(model, x):
+        return nnx.scan(nnx.remat(lambda x, layer: layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, model["layers"]
+        )
+
+    with autocast(DELAYED):
+        value_and_grad(lambda model, x: jnp.sum(run(model, x)))(model, X)
+    kernels = jnp.max(jnp.abs(model["layers"].kernel[...]), axis=(1, 2))
+    np.testing.assert_array_equal(op.quantizers["kernel"]["amax_history"][:, 0], kernels)
+
+
+STEPS = 3
+
+
+@pytest.fixture
+def as_users_run_flax():
+    """Flax's norms promote bf16 to fp32 implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def linen_losses(model: Any, tx: Any) -> tuple[Any, list[float]]:
+    state, losses = plain_linen_lm.create_state(model, tx), []
+    for rows in plain_linen_lm.batches(STEPS):
+        state, loss = plain_linen_lm.train_step(state, rows)
+        losses.append(float(loss))
+    return state, losses
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
+def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2) if on_mesh else None
+    config = plain_linen_lm.Config(layers=1, width=32, heads=2, hidden=64, scan=on_mesh, remat=on_mesh)
+    model, tx = plain_linen_lm.LM(config), optax.adam(3e-3)
+    with jax.set_mesh(mesh) if on_mesh else autocast(None), nn.logical_axis_rules(plain_linen_lm.RULES):
+        _, plain = linen_losses(model, tx)
+        with autocast(DELAYED):
+            state, losses = linen_losses(te.quantize_model(model), tx)
+    near(losses, plain)
+    assert len(jax.tree.leaves(state.params[STATE])) == 8 * 6
+    if on_mesh:
+        kernel = state.params["params"]["blocks"]["mlp"]["up"]["kernel"]
+        assert kernel.names == ("layers", "embed", "mlp")
+        assert kernel.value.sharding.spec[2] == "model"
+    assert isinstance(state, TrainState)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
+def test_a_plain_nnx_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
+    # Flax asks for a mesh where parameters name axes.
+    mesh = jax.make_mesh((4, 2) if on_mesh else (1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    config = plain_nnx_lm.Config(layers=1, width=32, heads=2, hidden=64, scan=on_mesh, remat=on_mesh)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(plain_nnx_lm.RULES):
+        plain = plain_nnx_lm.train(plain_nnx_lm.LM(config, nnx.Rngs(0)), STEPS)
+        model = plain_nnx_lm.LM(config, nnx.Rngs(0))
+        with autocast(DELAYED):
+            quantize_model(model)
+            losses = plain_nnx_lm.train(model, STEPS)
+            graphdef, params = nnx.split(model)
+            rows = next(plain_nnx_lm.batches(1))
+
+            def derivative(params):
+                return value_and_grad(plain_nnx_lm.loss_fn)(nnx.merge(graphdef, params), rows)
+
+            jaxpr = str(jax.make_jaxpr(derivative)(params))
+    near(losses, plain)
+    assert jaxpr.count("f8_e5m2[") > 0 < jaxpr.count("f8_e4m3fn[")
+    if on_mesh:
+        kernel = model.blocks.mlp.up.kernel
+        assert kernel.get_metadata("out_sharding") == ("layers", "embed", "mlp")
+        assert kernel.get_value().sharding.spec[2] == "model"
+
+
+def near(losses: list[float], plain: list[float]) -> None:
+    """An e4m3 value is within 2**-4 of what it stands for, and a loss is of the size of the logits it comes from."""
+    np.testing.assert_allclose(losses, plain, rtol=2.0**-4)
+    assert losses != plain
+    assert losses[-1] < losses[0]
