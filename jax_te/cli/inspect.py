@@ -104,15 +104,12 @@ def _show_recipes(options: argparse.Namespace, config: RunConfig, recipe: Recipe
         model = abstract_model(config)
         report = None if rules is None else apply_rules(model, quantization_rules(rules, options.factory_modules))
         layers = layer_recipes(model)
+    rows = [(r.module, r.kind, recipe_label(r.training), recipe_label(r.evaluation), r.why) for r in layers]
     if options.json:
-        modules = [
-            dataclasses.asdict(layer)
-            | {"training": recipe_label(layer.training), "evaluation": recipe_label(layer.evaluation)}
-            for layer in layers
-        ]
+        names = ("module", "kind", "training", "evaluation", "why")
+        modules = [dict(zip(names, row, strict=True)) for row in rows]
         return _print_json(recipe, {"modules": modules} | _report_values(report))
     _print_report(report)
-    rows = [(r.module, r.kind, recipe_label(r.training), recipe_label(r.evaluation), r.why) for r in layers]
     print(table(("module", "class", "training", "evaluation", "why"), rows))
     return 0
 

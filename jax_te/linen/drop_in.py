@@ -109,12 +109,20 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
     found: dict[str, DropInLayer | None] = {}
     with _quantizing(rules, found):
         variables = jax.eval_shape(functools.partial(model.init, **kwargs), jax.random.key(0), *args)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nn.unbox(variables.get("params", {}))):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_unboxed(variables.get("params", {}))):
         owner = ".".join(str(part.key) for part in path[:-1])
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
         if leaf.ndim > 1 and str(path[-1].key) not in ("scale", "bias") and not ours and owner not in found:
             found[owner] = DropInLayer(owner, "-", why="it is none of Flax's linear layers")
     return report_of([layer for layer in found.values() if layer is not None], rules)
+
+
+def _unboxed(tree: Any) -> Any:
+    # nn.unbox would constrain the values to the mesh in use, and these are shapes.
+    def is_box(node: Any) -> bool:
+        return isinstance(node, nn.Partitioned)
+
+    return jax.tree.map(lambda node: node.unbox(apply_constraint=False) if is_box(node) else node, tree, is_leaf=is_box)
 
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
