@@ -103,7 +103,7 @@ def test_errors():
     ):
         activation(jnp.ones((2, 2, 4)), ("tanh", "linear"))
     # The first is ours, the second that of the types' check, which tests run with.
-    with pytest.raises(TypeError, match="or a tuple of them: 3|parameter 'activation'"):
+    with pytest.raises(TypeError, match=r"or a tuple of them: 3|parameter 'activation'"):
         Activation(3).parts()
     with pytest.raises(ValueError, match=r"activation: x must be \[..., 2, f\] for 'swiglu', got \(4, 1, 8\)"):
         activation(jnp.ones((4, 1, 8)), "swiglu")
