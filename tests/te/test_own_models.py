@@ -10,13 +10,13 @@ from flax import nnx
 
 from jax_te.layers import Linear, quantize_model
 from jax_te.ops import use_backend
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.training import value_and_grad
 
 pytestmark = pytest.mark.te
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling(), MXFP8BlockScaling()])
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling()])
 def test_a_quantized_layer_of_flax_is_the_layer_of_this_package(recipe):
     x = jax.random.normal(jax.random.key(0), (2, 32, 64))
     flax = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
