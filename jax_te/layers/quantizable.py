@@ -42,6 +42,8 @@ class QuantizableModule(TrainingMode):
     """
 
     kernels: ClassVar[dict[str, str]] = {}
+    of_flax: ClassVar[bool] = False
+    """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
     attribute: ClassVar[str | None] = None
     """The attribute in which a layer of Flax holds a module of this class, for `DotGeneral`."""
 
@@ -280,7 +282,7 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
     >>> layer.kernel.get_value().operand.rowwise.data.dtype
     dtype(float8_e4m3fn)
     """
-    if not only_marked and any(getattr(module, "of_flax", False) for _, module in nnx.iter_modules(model)):
+    if not only_marked and any(module.of_flax for _, module in quantizable_modules(model)):
         raise ValueError(
             "layers of Flax hold their kernels as arrays, which cannot be stored quantized: leave fp8_param out, or "
             "build the model of jax_te's layers"

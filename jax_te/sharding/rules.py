@@ -93,7 +93,8 @@ class ShardingRules:
         >>> ShardingRules().mesh_axes("ffn_fsdp")
         ('tensor', 'fsdp')
         """
-        return tuple(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part))
+        # Each axis once: batch and sequence_parallel may name the same, where no array has both.
+        return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
 
     def __post_init__(self) -> None:
         for rule in fields(self):

@@ -71,7 +71,7 @@ def test_every_layer_has_a_linen_form_with_the_same_arguments():
         name
         for name in layers.__all__
         if inspect.isclass(getattr(layers, name)) and issubclass(getattr(layers, name), nnx.Module)
-    } - {"QuantizableModule"}
+    } - {"QuantizableModule", "DotGeneral", "EinsumOp"}  # the last two are arguments of Flax's layers
     assert found == set(CASES), "add new layers to jax_te/linen/layers.py, to its __init__ and to CASES"
     for name in found:
         assert name in te.__all__

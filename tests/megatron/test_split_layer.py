@@ -48,7 +48,7 @@ def test_the_parts_compute_what_the_whole_did(normalization: Any, recipe: str):
     with autocast(recipe_from_name(recipe)):
         whole = fused(config(**fields), bias=bias, skip_bias_add=bias)
         norm, linear = split_te_layernorm_column_parallel_linear(whole, config(**fields))
-        assert type(norm) is (LayerNorm if bias else RMSNorm)
+        assert isinstance(norm, LayerNorm if bias else RMSNorm)
         assert type(linear) is TEColumnParallelLinear
         expected, returned = jax.jit(lambda whole, x: whole(x))(whole, x)
         y, same = jax.jit(lambda norm, linear, x: linear(norm(x)))(norm, linear, x)

@@ -71,6 +71,7 @@ def test_options_outside_their_range(options, match):
         learning_rate_schedule(**{"learning_rate": 0.1, "total_steps": 10, **options})
 
 
+@jax.numpy_dtype_promotion("standard")  # optax relies on implicit promotion, here and below
 def test_the_first_moment_may_be_bf16():
     params = {"kernel": jnp.ones((4, 4))}
     tx = adamw_with_schedule(0.1, mu_dtype=jnp.bfloat16)
@@ -83,6 +84,7 @@ def test_the_first_moment_may_be_bf16():
     np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=2**-7)
 
 
+@jax.numpy_dtype_promotion("standard")
 def test_muon_takes_each_matrix_of_a_fused_kernel_by_itself():
     """The update of a fused kernel is that of its parts; embeddings, heads, norms, biases and adapters are Adam's."""
     key = jax.random.key(0)
@@ -107,6 +109,8 @@ def test_muon_takes_each_matrix_of_a_fused_kernel_by_itself():
         np.testing.assert_allclose(updates["mlp"]["wi_kernel"][:, i], expected["kernel"], atol=1e-6)
 
 
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
 def test_muon_on_the_variables_of_layers():
     @nnx.vmap(in_axes=0)
     def stacked(key):
