@@ -1,132 +1,36 @@
-"""docs/parity.md: it has every name of the reference documents, and what it says is there, is there."""
+"""docs/parity.md: it is what docs/parity.yaml says, and what that says is there, is there, as it says."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
-from dataclasses import dataclass
+import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-TEXT = (TESTS.parent / "docs" / "parity.md").read_text()
+DOCS = TESTS.parent / "docs"
+TEXT = (DOCS / "parity.md").read_text()
 
-# The names of the three documents, by section; a method or function with its arguments behind it.
-NAMES = {
-    "core.extensions.transformer_engine": {
-        "Data": "_TE_CONFIG_TYPE_KEY",
-        "TransformerEngineConfigType": "TransformerEngineConfigType TEQuantizationParams",
-        "TEQuantizationRecipe": """
-            TEQuantizationRecipe fp8_quantization_recipe fp4_quantization_recipe custom_recipe_factory fp8_format
-            override_quantized_autocast override_nonquantized_autocast tp_only_amax_red
-            parse_from_config(quant_config) get_config_keys
-        """,
-        "TEQuantizationParams": """
-            TEQuantizationParams training_recipe evaluation_recipe parse_from_config(quant_config)
-        """,
-        "Functions": """
-            _get_fp8_autocast_for_quant_recipe(qrecipe) _get_fp8_autocast_for_quant_params(qparams, training)
-            _get_should_context_be_quantized_recipe(qrecipe, is_original_context_quantized)
-            _get_should_context_be_quantized_params(qparams, training, is_context_quantized)
-            _get_extra_te_kwargs(config) condition_init_method(config, init_method)
-            split_te_layernorm_column_parallel_linear(fused_layer, config, init_method, tp_group)
-            te_checkpoint(forward_func, distribute_saved_activations, get_rng_state_tracker, tp_group, args, kwargs)
-            set_save_original_input(module)
-        """,
-        "TENorm": "TENorm config hidden_size eps",
-        "TELinear": """
-            TELinear input_size output_size parallel_mode config init_method bias skip_bias_add
-            skip_weight_param_allocation tp_comm_buffer_name is_expert symmetric_ar_type tp_group
-            set_tensor_parallel_group finish_init(quantization_config) will_execute_quantized(is_context_quantized)
-            forward(x) sharded_state_dict(prefix, sharded_offsets, metadata) backward_dw
-        """,
-        "TELayerNormColumnParallelLinear": """
-            TELayerNormColumnParallelLinear input_size output_size config init_method gather_output bias
-            skip_bias_add is_expert skip_weight_param_allocation tp_comm_buffer_name tp_group
-            finish_init(quantization_config) will_execute_quantized(is_context_quantized) forward(x)
-            sharded_state_dict(prefix, sharded_offsets, metadata) __repr__ backward_dw
-        """,
-        "TEColumnParallelLinear": """
-            TEColumnParallelLinear input_size output_size config init_method gather_output bias skip_bias_add
-            is_expert skip_weight_param_allocation tp_comm_buffer_name tp_group sharded_state_dict(prefix,
-            sharded_offsets, metadata) __repr__ backward_dw
-        """,
-        "TERowParallelLinear": """
-            TERowParallelLinear input_size output_size config init_method bias input_is_parallel skip_bias_add
-            is_expert tp_comm_buffer_name tp_group sharded_state_dict(prefix, sharded_offsets, metadata) __repr__
-            backward_dw
-        """,
-        "TEDotProductAttention": """
-            TEDotProductAttention config layer_number attn_mask_type attention_type attention_dropout softmax_scale
-            k_channels v_channels num_splits cp_comm_type pg_collection set_tensor_parallel_group
-            set_context_parallel_group cp_stream forward(query, key, value, attention_mask, attn_mask_type,
-            attention_bias, packed_seq_params, num_splits) sharded_state_dict(prefix, sharded_offsets, metadata)
-        """,
-        "TEDelayedScaling": "TEDelayedScaling config fp8_format override_linear_precision",
-        "TECudaRNGStatesTracker": """
-            TECudaRNGStatesTracker is_inference_rng_tracker is_initialized reset set_states(states) add(name, seed)
-        """,
-    },
-    "transformer_engine.pytorch": {
-        "Linear": """
-            Linear in_features out_features bias init_method sequence_parallel tp_group tp_size
-            set_tensor_parallel_group(tp_group) parallel_mode skip_weight_param_allocation fuse_wgrad_accumulation
-            return_bias params_dtype forward(inp, weight, bias, is_first_microbatch)
-        """,
-        "LayerNorm": "LayerNorm hidden_size eps sequence_parallel params_dtype",
-        "LayerNormLinear": """
-            LayerNormLinear in_features out_features eps bias init_method return_layernorm_output sequence_parallel
-            tp_group tp_size set_tensor_parallel_group(tp_group) parallel_mode skip_weight_param_allocation
-            fuse_wgrad_accumulation return_bias params_dtype forward(inp, weight, bias, is_first_microbatch)
-        """,
-        "LayerNormMLP": """
-            LayerNormMLP hidden_size ffn_hidden_size eps bias init_method output_layer_init_method
-            return_layernorm_output set_parallel_mode sequence_parallel tp_group tp_size
-            set_tensor_parallel_group(tp_group) fuse_wgrad_accumulation return_bias params_dtype seq_length
-            micro_batch_size forward(inp, is_first_microbatch)
-        """,
-        "TransformerLayer": """
-            TransformerLayer hidden_size ffn_hidden_size num_attention_heads layernorm_epsilon hidden_dropout
-            attention_dropout init_method output_layer_init_method apply_residual_connection_post_layernorm
-            layer_number apply_query_key_layer_scaling output_layernorm attention_softmax_in_fp32 layer_type
-            kv_channels self_attn_mask_type set_parallel_mode sequence_parallel tp_group tp_size
-            set_tensor_parallel_group(tp_group) fuse_wgrad_accumulation params_dtype seq_length micro_batch_size
-            drop_path_rate fuse_qkv_params forward(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask,
-            is_first_microbatch, checkpoint_core_attention, inference_params)
-        """,
-        "Functions": """
-            fp8_autocast(enabled, fp8_recipe, fp8_group) checkpoint(function, distribute_saved_activations,
-            get_cuda_rng_tracker, tp_group, args, kwargs)
-        """,
-    },
-    "core.transformer.module": {
-        "Data": "_FLOAT_TYPES _HALF_TYPES _BF16_TYPES",
-        "MegatronModule": """
-            MegatronModule config state_dict_for_save_checkpoint(prefix, keep_vars) sharded_state_dict(prefix,
-            sharded_offsets, metadata) set_is_first_microbatch set_symmetric_ar(set_to)
-        """,
-        "GraphableMegatronModule": """
-            GraphableMegatronModule config vp_stage get_layer_static_inputs(seq_length, micro_batch_size)
-            setup_manual_hooks(make_hook_func) _get_submodules_under_cudagraphs _te_cuda_graph_capture(args, kwargs)
-            _te_cuda_graph_replay(args, kwargs) _get_te_cuda_graph_replay_args(args, kwargs)
-            _should_call_local_cudagraph(args, kwargs) _should_call_te_cudagraph(args, kwargs) __call__(args, kwargs)
-        """,
-        "Functions": """
-            param_is_not_shared(param) conversion_helper(val, conversion) fp32_to_float16(val, float16_convertor)
-            float16_to_fp32(val)
-        """,
-        "Float16Module": """
-            Float16Module config module fp16 bf16 set_input_tensor(input_tensor) forward(inputs, fp32_output, kwargs)
-            state_dict(destination, prefix, keep_vars) state_dict_for_save_checkpoint(prefix, keep_vars)
-            sharded_state_dict(prefix, args, kwargs) load_state_dict(state_dict, strict)
-        """,
-    },
-}
+specification = importlib.util.spec_from_file_location("parity_table", DOCS / "parity_table.py")
+assert specification
+assert specification.loader
+parity_table = importlib.util.module_from_spec(specification)
+sys.modules["parity_table"] = parity_table  # where its dataclasses look for their module
+specification.loader.exec_module(parity_table)
+
+DATA = parity_table.read()
+ROWS = parity_table.rows_of(DATA)
+ROW = {(row.name.document, row.name.section, row.name.name): row for row in ROWS}
+CALLABLES = [row for row in ROWS if row.name.signature]
 
 # What may be open: why -> the sections, or the first names of rows.
 OPEN = {
@@ -134,50 +38,15 @@ OPEN = {
     "expert dispatch": {"is_expert"},
 }
 
+# Arguments of jax_te without a default that no document has: JAX has no global random state.
+OF_JAX = {"rngs"}
+
 NAME = re.compile(r"(jax_te(?:\.\w+)+)(?:\((\w+)=\))?")
 TEST = re.compile(r"([\w/]*\w\.py)?::(test_\w+)")
 
 
-@dataclass(frozen=True)
-class Row:
-    document: str
-    section: str
-    name: str
-    where: str
-    test: str
-
-    @property
-    def is_open(self) -> bool:
-        return "open" in re.split(r"\W+", re.sub("`[^`]*`", "", self.where))
-
-    @property
-    def root(self) -> str:
-        return self.name.partition("(")[0]
-
-
-def read() -> list[Row]:
-    rows, document, section = [], "", ""
-    for line in TEXT.splitlines():
-        if line.startswith("## "):
-            (document,) = re.findall("`([^`]+)`", line)
-        elif line.startswith("### "):
-            section = line.removeprefix("### ")
-        elif document and line.startswith("| ") and not line.startswith("| name "):
-            name, where, _, test = (cell.strip() for cell in line.strip("|").split(" | "))
-            rows.append(Row(document, section, name.strip("`"), where, test))
-    return rows
-
-
-ROWS = read()
-SECTIONS = [(document, section) for document, sections in NAMES.items() for section in sections]
-
-
-def expand(text: str) -> list[str]:
-    """``f(a, b)`` -> ``f``, ``f(a)``, ``f(b)``."""
-    names = []
-    for name, arguments in re.findall(r"(\w+)(?:\(([^)]*)\))?", text):
-        names += [name, *(f"{name}({argument})" for argument in re.findall(r"\w+", arguments))]
-    return names
+def identify(row: Any) -> str:
+    return f"{row.name.section}, {row.name.name}"
 
 
 def find(dotted: str) -> Any:
@@ -194,10 +63,46 @@ def find(dotted: str) -> Any:
     raise AssertionError(f"{dotted} cannot be imported")
 
 
-def parameters(function: Any) -> set[str]:
-    if inspect.isclass(function):
-        function = function.__init__ if function.__init__ is not object.__init__ else function.__new__
-    return set(inspect.signature(function).parameters)
+def signature(found: Any) -> inspect.Signature:
+    """A function's signature; a class's is that of its constructor; without ``self``."""
+    if inspect.isclass(found):
+        found = functools.partial(found.__init__ if found.__init__ is not object.__init__ else found.__new__, None)
+    return inspect.signature(found)
+
+
+def said(value: Any) -> str:
+    """A default as docs/parity.yaml writes it."""
+    if value is inspect.Parameter.empty:
+        return "none"
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return repr(jnp.dtype(value).name if isinstance(value, type) else value)
+
+
+def deviations(row: Any) -> dict[str, tuple[str | None, str | None]]:
+    """Default and position of a function's arguments where they are not the document's, or None."""
+    owner = find(row.place.rpartition(".")[0])
+    bound = inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, row.place.rpartition(".")[2]))
+    ours = list(signature(find(row.place)).parameters.values())[bound:]  # without `self`
+    names = [parameter.name for parameter in ours]
+    differ, taken = {}, set()
+    for index, there in enumerate(row.name.signature.parameters.values()):
+        argument = there.name if row.name.name == row.name.section else f"{row.name.name}({there.name})"
+        match = NAME.fullmatch(ROW[row.name.document, row.name.section, argument].place)
+        assert match
+        here = ours[names.index(match[2])]
+        taken.add(here.name)
+        default = None if said(here.default) == said(there.default) else said(here.default)
+        position = None
+        if here.kind is not there.kind:
+            position = "keyword" if here.kind is inspect.Parameter.KEYWORD_ONLY else here.kind.description
+        elif here.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and here is not ours[index]:
+            position = str(names.index(here.name))
+        if default or position:
+            differ[argument] = (default, position)
+    needed = {p.name for p in ours if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    assert needed <= taken | OF_JAX, f"{row.place} needs {needed - taken - OF_JAX}, which no document has"
+    return differ
 
 
 @functools.cache
@@ -205,14 +110,28 @@ def functions_in(file: str) -> set[str]:
     return {node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(("document", "section"), SECTIONS)
-def test_every_name_of_the_documents_has_one_row(document: str, section: str):
-    found = [row.name for row in ROWS if (row.document, row.section) == (document, section)]
-    assert found == expand(NAMES[document][section])
+def test_the_page_is_what_the_script_writes():
+    assert parity_table.page(DATA) == TEXT, "run python docs/parity_table.py, which writes docs/parity.md"
 
 
-def test_there_are_no_other_sections():
-    assert list(dict.fromkeys((row.document, row.section) for row in ROWS)) == SECTIONS
+def test_every_name_of_the_documents_has_one_row():
+    """`rows_of` refuses names without a row, and rows without a name; the number says that no name is lost."""
+    assert len(ROWS) == len(ROW) == 373
+    for broken in ({"TENorm": {"eps": {}}}, {"TENorm": {"epsilon": {}}}, {"TENorm": {"config": {"why": ""}}}):
+        data = {"documents": {"a": {"api": {"TENorm": {"at": "b", "names": "TENorm(config)"}}, "rows": broken}}}
+        with pytest.raises(ValueError, match=r"no row|without a name|no keys"):
+            parity_table.rows_of(data)
+
+
+@pytest.mark.parametrize("row", CALLABLES, ids=identify)
+def test_signatures_are_the_documents_or_a_row_says_how_they_differ(row: Any):
+    """Names, order, defaults, keywords only."""
+    of = [r for r in ROWS if (r.name.document, r.name.section) == (row.name.document, row.name.section)]
+    mine = [r for r in of if r.name.owner == row.name.name]
+    stated = {r.name.name: (r.default, r.position) for r in mine if r.default or r.position}
+    assert stated == deviations(row)
+    assert all(r.how != "the same" for r in mine if r.name.name in stated), "a row says why"
+    assert row.default is row.position is None
 
 
 def test_every_name_of_jax_te_can_be_imported():
@@ -224,35 +143,24 @@ def test_every_name_of_jax_te_can_be_imported():
         assert match, f"{span} is neither a dotted name nor one with an argument"
         found = find(match[1])
         if match[2]:
-            assert match[2] in parameters(found), f"{match[1]} has no argument {match[2]}"
+            assert match[2] in signature(found).parameters, f"{match[1]} has no argument {match[2]}"
 
 
 def test_every_test_exists_and_every_row_has_one():
     for row in ROWS:
-        spans, file = re.findall("`([^`]+)`", row.test), ""
-        for span in spans:
-            match = TEST.fullmatch(span)
-            assert match, f"{row.name}: {span} is no test"
+        file = ""
+        for test in row.tests:
+            match = TEST.fullmatch(test)
+            assert match, f"{identify(row)}: {test} is no test"
             file = match[1] or file
-            assert (TESTS / file).is_file(), f"{row.name}: there is no tests/{file}"
-            assert match[2] in functions_in(file), f"{row.name}: tests/{file} has no {match[2]}"
-        assert spans or row.where.startswith("open "), f"{row.section}, {row.name}: which test holds it?"
-
-
-def test_what_is_not_open_is_somewhere():
-    for row in ROWS:
-        places = [NAME.fullmatch(span) for span in re.findall("`([^`]+)`", row.where)]
-        assert all(places), f"{row.name}: {row.where}"
-        assert places or row.is_open, f"{row.section}, {row.name} is nowhere"
-        if "(" in row.name and places:
-            assert all(place and place[2] for place in places), f"{row.section}, {row.name}: which argument is it?"
+            assert (TESTS / file).is_file(), f"{identify(row)}: there is no tests/{file}"
+            assert match[2] in functions_in(file), f"{identify(row)}: tests/{file} has no {match[2]}"
+        assert row.tests, f"{identify(row)}: which test holds it?"
 
 
 def test_open_is_only_what_may_be():
-    stated = re.findall(r"^\| ([\w ]+) \| ", TEXT[: TEXT.index("\n## ")], re.MULTILINE)
-    assert stated == ["group", *OPEN]
-    for row in filter(lambda row: row.is_open, ROWS):
-        match = re.fullmatch(r"(?:`[^`]+`; )?open \(([^)]+)\)", row.where)
-        assert match, f"{row.section}, {row.name}: {row.where}"
-        assert match[1] in OPEN, f"{row.section}, {row.name} is open for another reason: {match[1]}"
-        assert row.root in OPEN[match[1]], f"{row.section}, {row.name} may not be open"
+    assert list(DATA["open"]) == list(OPEN)
+    for row in filter(lambda row: row.open, ROWS):
+        assert row.open in OPEN, f"{identify(row)} is open for another reason: {row.open}"
+        root = row.name.owner or row.name.name
+        assert {root, row.name.name} & OPEN[row.open], f"{identify(row)} may not be open"

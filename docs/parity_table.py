@@ -1,0 +1,155 @@
+"""Write docs/parity.md from docs/parity.yaml: ``python docs/parity_table.py``.
+
+docs/parity.yaml is what is edited. It has the names and signatures of three reference documents, and a row for each
+name, written once for all classes that share it; tests/test_parity.py checks both against the package. It needs PyYAML.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DOCS = Path(__file__).resolve().parent
+
+# A row's keys, all optional but `tests`: its place, if the rule of `_place` does not give it; the argument's name, if
+# it is another; why it is open; default and position, where the document has others; why, and what else differs.
+KEYS = {"at", "as", "open", "default", "position", "how", "tests"}
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of a reference document: a class, method, function, argument or attribute."""
+
+    document: str
+    section: str
+    name: str
+    owner: str | None  # of an argument: its function's name
+    signature: inspect.Signature | None  # of a function, if the document has it
+    parameter: inspect.Parameter | None  # of an argument
+
+
+@dataclass(frozen=True)
+class Row:
+    """What docs/parity.yaml says about a name, and where it is in jax_te."""
+
+    name: Name
+    place: str
+    how: str
+    tests: tuple[str, ...]
+    open: str | None
+    default: str | None
+    position: str | None
+
+
+def read() -> dict[str, Any]:
+    """Return docs/parity.yaml."""
+    return yaml.safe_load((DOCS / "parity.yaml").read_text())
+
+
+def names_of(data: dict[str, Any]) -> Iterator[Name]:
+    """Yield the names of the documents, in their order: a function, then its arguments."""
+    for document, contents in data["documents"].items():
+        for section, api in contents["api"].items():
+            for line in re.sub(r"\n +", " ", api["names"]).splitlines():
+                name, parenthesis, arguments = line.partition("(")
+                signature = inspect.signature(eval(f"lambda {arguments[:-1]}: None")) if parenthesis else None
+                yield Name(document, section, name, None, signature, None)
+                for argument, parameter in (signature.parameters if signature else {}).items():
+                    row = argument if name == section else f"{name}({argument})"
+                    yield Name(document, section, row, name, None, parameter)
+
+
+def rows_of(data: dict[str, Any]) -> list[Row]:
+    """Return a row for each name of the documents, in their order.
+
+    Raises:
+        ValueError: for a name without a row, a row without a name, two rows of a name, or an unknown key.
+    """
+    stated: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for document, contents in data["documents"].items():
+        for sections, entries in contents["rows"].items():
+            for names, entry in entries.items():
+                if unknown := entry.keys() - KEYS:
+                    raise ValueError(f"{sections}, {names}: {sorted(unknown)} are no keys of a row")
+                for section in sections.split(", "):
+                    for name in names.split(", "):
+                        if (document, section, name) in stated:
+                            raise ValueError(f"{section}, {name} has two rows")
+                        stated[document, section, name] = entry
+    rows: list[Row] = []
+    places: dict[tuple[str, str, str], str] = {}
+    for name in names_of(data):
+        key = (name.document, name.section, name.name)
+        if key not in stated:
+            raise ValueError(f"{name.section}, {name.name} has no row")
+        entry = stated.pop(key)
+        api = data["documents"][name.document]["api"][name.section]
+        places[key] = place = _place(name, entry, api["at"], places)
+        deviations = (str(entry[field]) if field in entry else None for field in ("default", "position"))
+        how, tests = entry.get("how", "the same"), tuple(entry.get("tests", "").split())
+        rows.append(Row(name, place, how, tests, entry.get("open"), *deviations))
+    if stated:
+        raise ValueError(f"rows without a name in a document: {sorted(stated)}")
+    return rows
+
+
+def _place(name: Name, entry: dict[str, Any], at: str, places: dict[tuple[str, str, str], str]) -> str:
+    if name.parameter:
+        argument = entry.get("as", name.parameter.name)
+        return f"{places[name.document, name.section, str(name.owner)]}({argument}=)"
+    if name.name == name.section:
+        return entry.get("at", at)
+    return entry.get("at", f"{at}.{'__call__' if name.name == 'forward' else name.name}")
+
+
+def deviations_of(row: Row) -> list[str]:
+    """Return what differs in the signature, in words."""
+    said = []
+    if row.default is not None:
+        parameter = row.name.parameter
+        there = parameter.default if parameter else inspect.Parameter.empty
+        said.append(f"default `{row.default}`, there {'none' if there is inspect.Parameter.empty else f'`{there!r}`'}")
+    if row.position is not None:
+        said.append({"keyword": "keyword only"}.get(row.position, f"at position {row.position}"))
+    return said
+
+
+def page(data: dict[str, Any]) -> str:
+    """Return docs/parity.md."""
+    lines = ["# Parity", "", "<!-- written by docs/parity_table.py from docs/parity.yaml -->", "", data["introduction"]]
+    lines += ["| group | why it is open |", "|---|---|", *(f"| {k} | {v} |" for k, v in data["open"].items()), ""]
+    lines += ["| argument, field | without effect, because |", "|---|---|"]
+    for hint in data["hints"]:
+        lines.append(f"| {_code(*hint['names'].split(', '))} | {hint['because']} |")
+    section = document = ""
+    for row in rows_of(data):
+        if row.name.document != document:
+            document, section = row.name.document, ""
+            lines += ["", f"## {data['documents'][document]['title']}"]
+        if row.name.section != section:
+            section = row.name.section
+            lines += [
+                "",
+                f"### {section}",
+                "",
+                "| name | in jax_te | how it differs, and why | test |",
+                "|---|---|---|---|",
+            ]
+        place = _code(row.place) + (f"; open ({row.open})" if row.open else "")
+        how = "; ".join([*deviations_of(row), row.how])
+        lines.append(f"| {_code(row.name.name)} | {place} | {how} | {_code(*row.tests)} |")
+    return "\n".join([*lines, ""])
+
+
+def _code(*texts: str) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
+
+
+if __name__ == "__main__":
+    (DOCS / "parity.md").write_text(page(read()))
