@@ -144,6 +144,14 @@ def page(data: dict[str, Any]) -> str:
         place = _code(row.place) + (f"; open ({row.open})" if row.open else "")
         how = "; ".join([*deviations_of(row), row.how])
         lines.append(f"| {_code(row.name.name)} | {place} | {how} | {_code(*row.tests)} |")
+    lines += ["", "## Errors", "", "What raises which error in Megatron-Core and Transformer Engine, and in jax_te."]
+    lines += ["", "| of | when | there | in jax_te, and why |", "|---|---|---|---|"]
+    for of, errors in data["errors"].items():
+        for when, error in errors.items():
+            if isinstance(error, str):
+                error = {"raises": error, "here": "the same", "because": ""}
+            here = ": ".join(filter(None, (error["here"], error["because"])))
+            lines.append(f"| {_code(of)} | {when} | {error['raises']} | {here} |")
     return "\n".join([*lines, ""])
 
 

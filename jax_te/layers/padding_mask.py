@@ -22,7 +22,8 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
         of_self: in self-attention.
 
     Raises:
-        ValueError: for another shape or dtype.
+        TypeError: for another dtype.
+        ValueError: for another shape.
 
     >>> padding = jnp.zeros((1, 1, 1, 4), bool)
     >>> [one.shape for one in padding_pair(padding, 2, of_self=False)]
@@ -35,7 +36,8 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
     for one in mask:
         if one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1):
             found = f"{one.dtype} {one.shape}"
-            raise ValueError(f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {found}")
+            error = ValueError if one.dtype == bool else TypeError
+            raise error(f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {found}")
     return mask
 
 
@@ -71,7 +73,7 @@ def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_s
         mask_type, window: of the layer or the call.
 
     Raises:
-        ValueError: as `padding_pair` and `arbitrary_mask`.
+        TypeError, ValueError: as `padding_pair` and `arbitrary_mask`.
 
     >>> read_mask(jnp.zeros((1, 1, 4, 4), bool), "causal", None, 4, of_self=True)["attention_mask"] is None
     True
