@@ -7,11 +7,10 @@ import errno
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
@@ -26,9 +25,23 @@ from jax_te.checkpoint.read import (
     read_metadata,
     say,
 )
-from jax_te.checkpoint.tree import FORMAT, check_records, checksums, crc32, named_leaves, records, stored_parts
+from jax_te.checkpoint.target import described
+from jax_te.checkpoint.tree import (
+    FORMAT,
+    PARAMETERS,
+    Name,
+    check_records,
+    checksums,
+    crc32,
+    named_leaves,
+    records,
+    stored_parts,
+)
 from jax_te.config.internal import check_positive
 from jax_te.typing import PyTree
+
+ALLOWED = {"unexpected"}
+"""What `TrainCheckpointer.restore` does only if it is told to."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -136,44 +149,75 @@ class TrainCheckpointer:
         self.wait()
         return max(self._steps(), default=None)
 
-    def restore(self, abstract_state: PyTree) -> tuple[PyTree, Any, int]:
-        """Restore the newest checkpoint that can be read.
+    def restore(
+        self, abstract_state: PyTree, *, step: int | np.integer | None = None, allow: Collection[str] = ()
+    ) -> tuple[PyTree, Any, int]:
+        """Restore the newest checkpoint that can be read, or that of a step.
 
         A damaged checkpoint is skipped with a `DamagedCheckpointWarning` if there is an older one to use instead; the
         next save renames it to ``<step>.damaged``. Of several processes, all of which must call this, all take the
         same checkpoint: one that none of them finds damaged.
 
         Args:
-            abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` with the shardings to restore to
-                (on any mesh, whatever it was saved from), or of arrays.
+            abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` or of arrays, with the shardings to
+                restore to (on any mesh, whatever it was saved from). A leaf without one, such as ``jax.eval_shape``
+                gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated.
+            step: of the checkpoint; None: the newest. A damaged one that is named is an error.
+            allow: ``"unexpected"``: arrays of the checkpoint that ``abstract_state`` lacks are left out, and not read.
 
         Returns:
             State, data state, step.
 
         Raises:
-            FileNotFoundError: if there is no checkpoint.
-            CheckpointMismatchError: if the newest readable one differs from ``abstract_state`` in names, shapes or
-                dtypes.
-            ValueError: if there are checkpoints and none can be read, or if the newest has a newer format than this
-                version of the package knows.
+            FileNotFoundError: if there is no checkpoint, or none of ``step``.
+            CheckpointMismatchError: if the newest readable one, or that of ``step``, differs from ``abstract_state`` in
+                names, shapes or dtypes.
+            ValueError: if there are checkpoints and none can be read, if that of ``step`` cannot, if it has a newer
+                format than this version of the package knows, or for a dimension that does not divide over its mesh
+                axes.
+
+        >>> import optax, tempfile
+        >>> from dataclasses import replace
+        >>> from jax_te.training import abstract_train_state, create_train_state
+        >>> model, tx = lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.adam(0.1)
+        >>> with tempfile.TemporaryDirectory() as folder, TrainCheckpointer(folder) as checkpointer:
+        ...     checkpointer.save(create_train_state(model, tx, key=jax.random.key(0)), None, 1)
+        ...     without_optimizer = replace(abstract_train_state(model, tx), opt_state=())
+        ...     state, _, step = checkpointer.restore(without_optimizer, step=1, allow={"unexpected"})
+        >>> state.model(jnp.ones(2)).shape
+        (3,)
         """
-        self.wait()
-        damaged: dict[int, str] = {}
-        # The first process's folder counts: a shared file system may show the newest checkpoint to some processes only.
-        while newest := say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
-            step = int(newest)
-            try:
-                state, data = self._load(step, abstract_state)
-            except DamagedError as error:
-                damaged[step] = str(error)
-                continue
-            for bad, reason in damaged.items():
-                self._report_damaged(bad, f"{reason}; step {step} is used instead")
-            return state, data, step
-        if damaged:
-            listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-            raise ValueError(f"no checkpoint in {self._directory} can be read: {listed}. Start again in another folder")
-        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self._directory))
+        found, data, step = self._restore(described(abstract_state), step, _check_allowed(allow))
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), found), data, step
+
+    def restore_parameters(
+        self, abstract_params: PyTree, *, step: int | np.integer | None = None, allow: Collection[str] = ()
+    ) -> tuple[PyTree, int]:
+        """Restore a `TrainState`'s parameters alone; nothing else of the checkpoint is read.
+
+        Args:
+            abstract_params: the ``params`` of a `TrainState`, or a model's ``nnx.state(model, nnx.Param)``, as in
+                `restore`. Of a model with other state, restore that by ``restore``, too.
+            step, allow: as in `restore`.
+
+        Returns:
+            Parameters, step.
+
+        Raises:
+            FileNotFoundError, CheckpointMismatchError, ValueError: as in `restore`.
+
+        >>> import optax, tempfile
+        >>> from jax_te.training import create_train_state
+        >>> build = lambda rngs: nnx.Linear(2, 3, rngs=rngs)
+        >>> with tempfile.TemporaryDirectory() as folder, TrainCheckpointer(folder) as checkpointer:
+        ...     checkpointer.save(create_train_state(build, optax.adam(0.1), key=jax.random.key(0)), None, 1)
+        ...     model = build(nnx.Rngs(1))
+        ...     params, step = checkpointer.restore_parameters(nnx.state(model, nnx.Param))
+        ...     nnx.update(model, params)
+        """
+        wanted = described({PARAMETERS: abstract_params})
+        found, _, step = self._restore(wanted, step, _check_allowed(allow), part=PARAMETERS)
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), found), step
 
     def close(self) -> None:
         """Wait for the save under way and free what Orbax holds.
@@ -193,7 +237,42 @@ class TrainCheckpointer:
         found = [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()]
         return [step for step in found if step not in self._damaged]
 
-    def _load(self, step: int, abstract_state: PyTree) -> tuple[PyTree, Any]:
+    def _restore(
+        self, wanted: dict[Name, Any], step: Any, allow: frozenset[str], *, part: str = ""
+    ) -> tuple[Iterable[Any], Any, int]:
+        """Return the wanted arrays, the data state and the step; ``part``: what the names begin with."""
+        self.wait()
+        if step is not None:
+            step = _check_step(step)
+            # The first process's folder counts: a shared file system may show a checkpoint to some processes only.
+            if say(str(step in self._steps()))[0] != "True":
+                there = ", ".join(map(str, sorted(self._steps()))) or "none"
+                raise FileNotFoundError(
+                    errno.ENOENT, f"there is no checkpoint of step {step}, but of: {there}", str(self._directory)
+                )
+            try:
+                return *self._load(step, wanted, allow, part), step
+            except DamagedError as error:
+                raise ValueError(
+                    f"checkpoint step {step} in {self._directory} is damaged: {error}. Restore another step"
+                ) from None
+        damaged: dict[int, str] = {}
+        while newest := say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
+            step = int(newest)
+            try:
+                found, data = self._load(step, wanted, allow, part)
+            except DamagedError as error:
+                damaged[step] = str(error)
+                continue
+            for bad, reason in damaged.items():
+                self._report_damaged(bad, f"{reason}; step {step} is used instead")
+            return found, data, step
+        if damaged:
+            listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise ValueError(f"no checkpoint in {self._directory} can be read: {listed}. Start again in another folder")
+        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self._directory))
+
+    def _load(self, step: int, wanted: dict[Name, Any], allow: frozenset[str], part: str) -> tuple[Iterable[Any], Any]:
         path = self._directory / str(step)
         body = in_all_processes(read_metadata, path)
         version = body.get("format", 1)
@@ -202,15 +281,19 @@ class TrainCheckpointer:
                 f"checkpoint step {step} in {self._directory} has format {version}, and this version of jax_te knows "
                 f"formats 1 to {FORMAT}; use the version that wrote it, or a newer one"
             )
-        wanted = named_leaves(abstract_state)
-        check_records(body["arrays"], records(wanted), f"checkpoint step {step} in {self._directory}")
-        found = in_all_processes(read_arrays, path, {name: _describe(leaf) for name, leaf in wanted.items()})
+        saved, here = body["arrays"], records(wanted)
+        if part:
+            saved = {name: record for name, record in saved.items() if name.split("/")[0] == part}
+        if "unexpected" in allow:
+            saved = {name: record for name, record in saved.items() if name in here}
+        check_records(saved, here, f"checkpoint step {step} in {self._directory}")
+        found = in_all_processes(read_arrays, path, wanted)
         found = {name: found[name] for name in wanted}
         # Orbax restores a flipped bit without an error, so the values are checked.
         wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
         if wrong:
             raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), found.values()), body["data"]
+        return found.values(), body["data"]
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         if self._damaged:
@@ -286,6 +369,13 @@ def _check_step(step: Any) -> int:
     return int(step)
 
 
+def _check_allowed(allow: Collection[str]) -> frozenset[str]:
+    unknown = [allow] if isinstance(allow, str) else sorted(set(allow) - ALLOWED)
+    if unknown:
+        raise ValueError(f"allow must be a set of names among {sorted(ALLOWED)}, got {unknown!r}")
+    return frozenset(allow)
+
+
 def _check_storable(arrays: dict[str, list[Any]]) -> None:
     for name, (dtype, shape) in arrays.items():
         try:
@@ -304,8 +394,3 @@ def _check_json(data_state: Any) -> None:
     if not same:
         # Tuples and integer keys come back as lists and strings: a run would resume from another state than it saved.
         raise TypeError(f"data_state must be what JSON gives back as it was, got {data_state!r}")
-
-
-def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) or jnp.zeros(()).sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -27,6 +27,9 @@ SMALL = 2**20
 SHOWN = 8
 """The largest number of differences in a message."""
 
+PARAMETERS = "params"
+"""What the names of parameters in a training state begin with."""
+
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
@@ -69,9 +72,9 @@ def stored_parts(leaves: dict[Name, Any]) -> dict[str, Any]:
     >>> stored_parts({("params", "a"): 1, ("step",): 2})
     {'params': {'params': {'a': 1}}, 'train': {'step': 2}}
     """
-    parts: dict[str, dict[Name, Any]] = {"params": {}, "train": {}}
+    parts: dict[str, dict[Name, Any]] = {PARAMETERS: {}, "train": {}}
     for name, leaf in leaves.items():
-        parts["params" if name[0] == "params" else "train"][name] = leaf
+        parts[PARAMETERS if name[0] == PARAMETERS else "train"][name] = leaf
     return {part: nest(content) for part, content in parts.items() if content}
 
 

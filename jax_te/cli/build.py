@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import warnings
@@ -186,6 +187,15 @@ def abstract_state(config: RunConfig) -> TrainState:
     return abstract_train_state(
         model_builder(config), optimizer(config), scaler=loss_scaler(config), fp8_param=config.fp8_param
     )
+
+
+def abstract_model_state(config: RunConfig, *, masters: bool = False) -> TrainState:
+    """Return `abstract_state` without the optimizer's state and, unless asked for, without masters.
+
+    Much less is read for it: the model's parameters and state, and a few scalars.
+    """
+    state = abstract_state(config)
+    return dataclasses.replace(state, opt_state=(), masters=state.masters if masters else nnx.State({}))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jax_te.checkpoint import TrainCheckpointer
-from jax_te.cli.build import abstract_model, abstract_state, contexts, loss_fn, warnings_as_lines
+from jax_te.cli.build import abstract_model, abstract_model_state, contexts, loss_fn, warnings_as_lines
 from jax_te.cli.inspect_sharding import show_sharding
 from jax_te.cli.memory import check_memory
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if options.sensitivity and recipe is None:
         raise ValueError(f"the run in {output} has --recipe none; give the --recipe to quantize with")
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
-        state, _, step = checkpointer.restore(abstract_state(config))
+        wanted = abstract_model_state(config, masters=True)
+        state, _, step = checkpointer.restore(wanted, allow={"unexpected"})
     print(f"{output}, step {step}, recipe {recipe_label(recipe)}", file=sys.stderr, flush=True)
     if options.sensitivity:
         assert recipe is not None

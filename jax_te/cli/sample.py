@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te.checkpoint import TrainCheckpointer
-from jax_te.cli.build import abstract_state, contexts, warnings_as_lines
+from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.memory import check_memory
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.layers import quantizable_modules
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     config = config.on_one_device(options.factory_modules)
     check_memory(config, training=False)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
-        state, _, step = checkpointer.restore(abstract_state(config))
+        state, _, step = checkpointer.restore(abstract_model_state(config), allow={"unexpected"})
         print(f"{output}, step {step}", file=sys.stderr, flush=True)
         text = continue_text(
             state.model,

@@ -1,7 +1,7 @@
 """Names of `jax_te.sharding` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.sharding.collectives import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
-from jax_te.sharding.placement import create_sharded, leaves_with_axes, variable_axes
+from jax_te.sharding.placement import check_divides, create_sharded, leaves_with_axes, variable_axes
 from jax_te.sharding.rules import (
     Dims,
     MeshAxes,
@@ -27,6 +27,7 @@ __all__ = [
     "all_gather",
     "axis_ranks",
     "batch_ranks",
+    "check_divides",
     "create_sharded",
     "current_rules",
     "device_mesh",

@@ -10,6 +10,7 @@ from jax_te.cli.main import main
 from jax_te.cli.run_checks import check_precision
 from jax_te.megatron import load_quantization_recipe
 from tests.support.runs import MICRO, assert_refused, configured
+from tests.support.storage import bytes_read, stored_bytes
 
 OPTIONS = ["--num-layers", "2", "--steps", "4", "--recipe", "current", "--bf16-layers-start", "1", "--fp8-param"]
 
@@ -41,7 +42,10 @@ def rules(folder, pattern, recipe="{}"):
 
 def test_a_table_of_every_quantized_tensor(quantized, capsys):
     capsys.readouterr()
-    assert inspect(quantized) == 0
+    with bytes_read() as read:
+        assert inspect(quantized) == 0
+    # Quantized parameters and their masters, not the optimizer's two moments.
+    assert read[0] < 0.5 * stored_bytes(quantized / "checkpoints" / "4")
     shown = capsys.readouterr()
     header, ruler, *rows = shown.out.splitlines()
     assert header.split() == ["module", "tensor", "format", "amax", "scale", "underflow", "%", "saturation", "%",
