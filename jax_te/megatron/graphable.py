@@ -41,9 +41,6 @@ class GraphableMegatronModule(MegatronModule):
 
     Attributes:
         cuda_graphs: the `CapturedGraphs`; ``len`` counts them.
-        cuda_graph_manual_hooks: pairs of a function and its arguments, called before each replay.
-        current_microbatch: set it before each microbatch of a step, from 0. The first quantizes kernels anew, if the
-            config quantizes; the others use these.
 
     Raises:
         AssertionError: unless ``config`` is a TransformerConfig.
@@ -71,7 +68,10 @@ class GraphableMegatronModule(MegatronModule):
 
     @property
     def current_microbatch(self) -> int:
-        """Return which microbatch of a step comes next."""
+        """Return which microbatch of a step comes next: set it before each, from 0.
+
+        The first quantizes kernels anew, if the config quantizes; the others use these.
+        """
         # Not an attribute of the module: that would be static, and so tell its microbatches' graphs apart.
         return self.cuda_graphs.current_microbatch
 
@@ -81,7 +81,7 @@ class GraphableMegatronModule(MegatronModule):
 
     @property
     def cuda_graph_manual_hooks(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-        """Return the hooks that each replay calls first."""
+        """Return the hooks: pairs of a function and its arguments, called before each replay."""
         return self.cuda_graphs.hooks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
