@@ -45,6 +45,7 @@ class Row:
     open: str | None
     default: str | None
     position: str | None
+    base: tuple[str, str] | None  # of a class: the document's, and jax_te's
 
 
 def read() -> dict[str, Any]:
@@ -93,7 +94,8 @@ def rows_of(data: dict[str, Any]) -> list[Row]:
         places[key] = place = _place(name, entry, api["at"], places)
         deviations = (str(entry[field]) if field in entry else None for field in ("default", "position"))
         how, tests = entry.get("how", "the same"), tuple(entry.get("tests", "").split())
-        rows.append(Row(name, place, how, tests, entry.get("open"), *deviations))
+        base = next(iter(api.get("base", {}).items()), None) if name.name == name.section else None
+        rows.append(Row(name, place, how, tests, entry.get("open"), *deviations, base))
     if stated:
         raise ValueError(f"rows without a name in a document: {sorted(stated)}")
     return rows
@@ -109,8 +111,10 @@ def _place(name: Name, entry: dict[str, Any], at: str, places: dict[tuple[str, s
 
 
 def deviations_of(row: Row) -> list[str]:
-    """Return what differs in the signature, in words."""
+    """Return what differs in the signature, and of a class its base, in words."""
     said = []
+    if row.base and row.base[0] != row.base[1]:
+        said.append(f"base {_code(row.base[1])}, there {_code(row.base[0])}")
     if row.default is not None:
         parameter = row.name.parameter
         there = parameter.default if parameter else inspect.Parameter.empty
@@ -144,6 +148,13 @@ def page(data: dict[str, Any]) -> str:
         place = _code(row.place) + (f"; open ({row.open})" if row.open else "")
         how = "; ".join([*deviations_of(row), row.how])
         lines.append(f"| {_code(row.name.name)} | {place} | {how} | {_code(*row.tests)} |")
+    lines += ["", "## Where a document and the code differ", ""]
+    lines += ["The code is that of Megatron-Core 0.19 and Transformer Engine 2.20, the documents are older.", ""]
+    lines += ["| of | name | document | code | followed |", "|---|---|---|---|---|"]
+    for sections, differences in data["drift"].items():
+        for names, said in differences.items():
+            cells = (_code(*sections.split(", ")), _code(*names.split(", ")))
+            lines.append(f"| {' | '.join((*cells, said['document'], said['code'], said['followed']))} |")
     lines += ["", "## Errors", "", "What raises which error in Megatron-Core and Transformer Engine, and in jax_te."]
     lines += ["", "| of | when | there | in jax_te, and why |", "|---|---|---|---|"]
     for of, errors in data["errors"].items():

@@ -134,6 +134,20 @@ def test_signatures_are_the_documents_or_a_row_says_how_they_differ(row: Any):
     assert row.default is row.position is None
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.base], ids=identify)
+def test_classes_have_the_documents_bases(row: Any):
+    assert issubclass(find(row.place), find(row.base[1]))
+
+
+def test_differences_between_documents_and_code_are_about_their_names():
+    known = {(row.name.section, row.name.name) for row in ROWS}
+    for sections, differences in DATA["drift"].items():
+        for names, stated in differences.items():
+            assert {(section, name) for section in sections.split(", ") for name in names.split(", ")} <= known
+            assert stated.keys() == {"document", "code", "followed"}
+            assert re.match(r"document$|code$|both$|neither, ", stated["followed"])
+
+
 def test_every_name_of_jax_te_can_be_imported():
     """Also those beside the tables; arguments are in the signature, methods on the class."""
     spans = set(re.findall("`(jax_te[^`]*)`", TEXT))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from jax_te.config import ParallelConfig
-from jax_te.layers import LayerNormMLP, TransformerLayer
+from jax_te import megatron, te_pytorch
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.config.checks import log_once
+from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.sharding import make_mesh
 from tests.support import reference
+from tests.support.meshes import shard
 from tests.support.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2, without_type_checker
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize
 
@@ -90,3 +96,71 @@ def test_masks_hide_where_they_are_true() -> None:
     assert_close(y, quick_jit(lambda layer, *a: layer(a[0], None, a[1]))(plain, x, encoded[:, :4]), TOLERANCE)
     with without_type_checker(), pytest.raises(ValueError, match=r"'arbitrary'.* mask"):
         build(self_attn_mask_type="arbitrary")(x)
+
+
+def test_dropout_without_a_key_is_logged_once(caplog: Any) -> None:
+    """A program written for Transformer Engine or Megatron passes none, and would train without dropout unawares."""
+    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=0.1)
+    x, q = draw("x", (2, S, H)), draw("q", (2, S, N, H // N))
+    key, other = jax.random.key(0), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    made: list[tuple[Any, Any, tuple[Any, ...]]] = [
+        (
+            te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)),
+            te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **other),
+            (x,),
+        ),
+        (
+            megatron.TransformerLayer(config, rngs=nnx.Rngs(0)),
+            megatron.TransformerLayer(replace(config, attention_dropout=0.0), rngs=nnx.Rngs(0)),
+            (x,),
+        ),
+        (
+            megatron.TEDotProductAttention(config, 1, "causal", "self"),
+            megatron.TEDotProductAttention(config, 1, "causal", "self", 0.0),
+            (q, q, q, None),
+        ),
+    ]
+    trace = lambda layer, args, **options: jax.eval_shape(lambda *args: layer(*args, **options), *args)  # noqa: E731
+    with caplog.at_level(logging.WARNING, logger="jax_te"):
+        for layer, without, args in made:
+            log_once.cache_clear()
+            caplog.clear()
+            trace(layer, args, dropout_key=key)
+            trace(without, args)
+            layer.eval()
+            trace(layer, args)
+            assert not caplog.records
+            layer.train()
+            trace(layer, args)
+            trace(layer, args)
+            assert [type(layer).__name__ in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kernel", "reduces"), [("Column", P(None, "tensor"), False), ("Row", P("tensor"), True)]
+)
+def test_layernorm_linear_is_column_or_row_parallel(mode: Any, kernel: P, reduces: bool) -> None:
+    """Its kernel is split over outputs or inputs, and only row-parallel shards have partial sums to add up."""
+    make = lambda mode: randomize(LayerNormLinear(H, F, parallel_mode=mode, rngs=nnx.Rngs(0)))  # noqa: E731
+    call = jax.jit(lambda layer, x: layer(x))
+    x = draw("x", (2, S, H))
+    expected = call(make(None), x)
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        layer = shard(make(mode))
+        assert layer.kernel.sharding.is_equivalent_to(jax.NamedSharding(jax.sharding.get_mesh(), kernel), 2)
+        assert_close(call(layer, x), expected, TOLERANCE)
+        assert ("all-reduce" in call.lower(layer, x).compile().as_text()) == reduces
+
+
+def test_recomputed_core_attention_saves_no_scores() -> None:
+    """What backward keeps has no array of queries times keys, whose size grows with the square of the length."""
+    layer, x = build(), draw("x", (2, 128, H))
+
+    def kept(**options: bool) -> set[tuple[int, ...]]:
+        backward = jax.eval_shape(lambda x: jax.vjp(lambda x: layer(x, **options), x)[1], x)
+        return {leaf.shape for leaf in jax.tree.leaves(backward)}
+
+    scores = lambda shapes: {shape for shape in shapes if shape.count(128) > 1}  # noqa: E731
+    assert scores(kept())
+    assert not scores(kept(checkpoint_core_attention=True))
+    assert kept(checkpoint_core_attention=False) == kept()

@@ -121,9 +121,9 @@ def _log_hint(name: str) -> None:
 
 
 @functools.cache
-def log_once(message: str) -> None:
-    """Log a message at level INFO, once a process."""
-    logging.getLogger("jax_te").info(message)
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message, once a process."""
+    logging.getLogger("jax_te").log(level, message)
 
 
 def check_annotations(config: Any, base: type) -> None:

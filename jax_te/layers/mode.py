@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from flax import nnx
+
+from jax_te.config.internal import log_once
 
 
 class TrainingMode(nnx.Module):
@@ -26,3 +30,19 @@ class TrainingMode(nnx.Module):
     def training(self) -> bool:
         """Whether the module trains; False after ``model.eval()``."""
         return not self.deterministic
+
+    def log_missing_key(self, dropout_key: object, *rates: float) -> None:
+        """Log once that calls in training drop nothing, because they have no key.
+
+        Megatron and Transformer Engine draw from a global random state, so a program written for them passes no key.
+
+        Args:
+            dropout_key: of the call.
+            rates: probabilities of dropout.
+        """
+        if dropout_key is None and self.training and any(rates):
+            log_once(
+                f"{type(self).__name__} has dropout, and a call in training without dropout_key= drops nothing; give a "
+                "key, set the rates to 0, or call eval()",
+                logging.WARNING,
+            )

@@ -166,7 +166,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: several sequences in each row.
             num_splits: without effect, see the class.
-            dropout_key: turns dropout on.
+            dropout_key: turns dropout on. A call in training without it is logged once if there is dropout.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``
@@ -175,6 +175,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         """
         if num_splits is not None:
             log_hints(num_splits=num_splits)
+        self.log_missing_key(dropout_key, self.attention_dropout)
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         window, masks = self.layer_window, {}
         if packed_seq_params is not None:

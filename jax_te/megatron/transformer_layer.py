@@ -149,6 +149,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         Returns:
             The output ``[b, s, h]``, and ``context``.
         """
+        self.log_missing_key(dropout_key, self.hidden_dropout, self.self_attention.core_attention.attention_dropout)
         kind: str = self.self_attn_mask_type
         if packed_seq_params is not None:
             kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)
