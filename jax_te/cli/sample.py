@@ -80,10 +80,8 @@ def continue_text(
     if not text:
         raise ValueError("--prompt is empty; give at least one character")
     for _, module in quantizable_modules(model):
-        module.module_recipe, module.kernel_recipes = (
-            None,
-            (),
-        )  # decoding has few rows of tokens, which gain nothing by a recipe
+        # Decoding has few rows of tokens, which gain nothing by a recipe.
+        module.module_recipe, module.kernel_recipes = None, ()
     window, begin, key = model.max_sequence_length, len(text), jax.random.key(seed)
     part = 0
     while len(text) < begin + length:
