@@ -154,7 +154,8 @@ def test_layernorm_linear_is_column_or_row_parallel(mode: Any, kernel: P, reduce
 
 def test_recomputed_core_attention_saves_no_scores() -> None:
     """What backward keeps has no array of queries times keys, whose size grows with the square of the length."""
-    layer, x = build(), draw("x", (2, 128, H))
+    layer, x = te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), draw("x", (2, 128, H))
+    layer.eval()
 
     def kept(**options: bool) -> set[tuple[int, ...]]:
         backward = jax.eval_shape(lambda x: jax.vjp(lambda x: layer(x, **options), x)[1], x)
@@ -164,3 +165,16 @@ def test_recomputed_core_attention_saves_no_scores() -> None:
     assert scores(kept())
     assert not scores(kept(checkpoint_core_attention=True))
     assert kept(checkpoint_core_attention=False) == kept()
+
+
+def test_a_decoder_is_called_in_transformer_engines_order() -> None:
+    """What stands third and fourth is the encoder's output and its mask."""
+    options: dict[str, Any] = {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+    layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
+    padding = jnp.broadcast_to(jnp.arange(6) >= 4, (2, 1, 1, 6))
+    y = quick_jit(lambda layer, *a: layer(*a))(layer, x, None, encoded, padding)
+    by_name = {"encoder_output": encoded, "enc_dec_attn_mask": padding}
+    assert_bitwise(y, quick_jit(lambda layer, x, a: layer(x, **a))(randomize(build(**options)), x, by_name))
+    shown = quick_jit(lambda layer, *a: layer(*a))(layer, x, None, encoded, jnp.zeros_like(padding))
+    assert relative_l2(y, shown) > 0.01
