@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_te.checkpoint.tree import Name, named_leaves
 from jax_te.sharding import named_sharding
@@ -35,7 +35,7 @@ def described(tree: PyTree) -> dict[Name, jax.ShapeDtypeStruct]:
     }
 
 
-def _sharding(name: str, leaf: Any, axes: LogicalAxes, mesh: Mesh) -> Sharding:
+def _sharding(name: str, leaf: Any, axes: LogicalAxes | PartitionSpec, mesh: Mesh) -> Sharding:
     given = getattr(leaf, "sharding", None)
     # Of a shape that was traced under a mesh: it names axes, but no devices.
     traced = given if isinstance(given, NamedSharding) and isinstance(given.mesh, AbstractMesh) else None

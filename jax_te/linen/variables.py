@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from flax import errors, nnx
 from flax import linen as nn
-from flax.core import meta, unfreeze
+from flax.core import unfreeze
 
 from jax_te.layers.internal import CachedKernel, cache_name
+from jax_te.linen.sharding import unbox
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import autocast
@@ -83,7 +84,7 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     >>> with_variables(layer, {"params": {"scale": jnp.zeros(2), "bias": jnp.ones(2)}})(jnp.ones(2)).tolist()
     [1.0, 1.0]
     """
-    left: dict[str, Any] = meta.unbox(unfreeze(dict(variables)))  # new dicts, from which each value is taken out
+    left: dict[str, Any] = unbox(unfreeze(dict(variables)))  # new dicts, from which each value is taken out
     module = nnx.merge(*nnx.split(module))
     # States and cached kernels come and go with the recipe, so these Variables are attached before the tree is split.
     for path, layer in nnx.iter_modules(module):

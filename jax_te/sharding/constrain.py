@@ -13,7 +13,7 @@ from jax_te.sharding.rules import ShardingRules, current_rules, logical_to_spec
 from jax_te.typing import Array, LogicalAxes
 
 
-def constrain(x: Array, axes: LogicalAxes | None) -> Array:
+def constrain(x: Array, axes: LogicalAxes | PartitionSpec | None) -> Array:
     """Return ``x`` with the sharding its logical axes stand for.
 
     The identity without a mesh and for ``axes=None``; a sharding constraint over the mesh's Auto axes, a reshard
@@ -32,7 +32,7 @@ def constrain(x: Array, axes: LogicalAxes | None) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    explicit, auto = _specs_by_type(tuple(axes), mesh, current_rules())
+    explicit, auto = _specs_by_type(axes if isinstance(axes, PartitionSpec) else tuple(axes), mesh, current_rules())
     if explicit is not None:
         x = jax.sharding.reshard(x, explicit)
     if auto is not None:
@@ -72,7 +72,7 @@ def auto_region(fn: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
             "for example out_axes=('batch', 'sequence', 'ffn')"
         )
     rules = current_rules()
-    out = jax.tree.map(lambda axes: _specs_by_type(tuple(axes), mesh, rules)[0], out_axes, is_leaf=_is_axes)
+    out = jax.tree.map(lambda axes: _specs_by_type(axes, mesh, rules)[0], out_axes, is_leaf=_is_axes)
     return jax.sharding.auto_axes(fn, out_sharding=out)
 
 
@@ -83,7 +83,7 @@ def _is_axes(node: Any) -> bool:
 # Cached, because layers constrain the same few kinds of arrays at every call.
 @functools.lru_cache(maxsize=4096)
 def _specs_by_type(
-    axes: LogicalAxes, mesh: AbstractMesh, rules: ShardingRules
+    axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh, rules: ShardingRules
 ) -> tuple[PartitionSpec | None, PartitionSpec | None]:
     """Return an array's PartitionSpec over the mesh's Explicit axes and over its Auto axes; None where it has none."""
     spec = logical_to_spec(axes, mesh, rules)

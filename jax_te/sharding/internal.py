@@ -1,7 +1,13 @@
 """Names of `jax_te.sharding` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.sharding.collectives import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
-from jax_te.sharding.placement import check_divides, create_sharded, leaves_with_axes, variable_axes
+from jax_te.sharding.placement import (
+    check_divides,
+    create_sharded,
+    leaves_with_axes,
+    log_whole_parameters,
+    variable_axes,
+)
 from jax_te.sharding.rules import (
     Dims,
     MeshAxes,
@@ -35,6 +41,7 @@ __all__ = [
     "gathered_axes",
     "leaves_with_axes",
     "local_shape",
+    "log_whole_parameters",
     "mesh_dims",
     "partition_spec",
     "ranks_of",

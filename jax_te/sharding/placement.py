@@ -1,22 +1,30 @@
-"""Where the arrays of a model or a train state belong on a mesh, by the logical axes that their Variables carry."""
+"""Where the arrays of a model or a train state belong on a mesh, by the axes that their Variables carry."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import apply_rules
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jax_te.config.internal import log_once
 from jax_te.sharding.constrain import auto_region, constrain
-from jax_te.sharding.rules import current_mesh, logical_to_spec, named_sharding, ranks_of
+from jax_te.sharding.rules import current_mesh, current_rules, logical_to_spec, named_sharding, ranks_of
 from jax_te.typing import Array, LogicalAxes, PyTree
 
+Axes = LogicalAxes | PartitionSpec
+"""Logical axes of this package, or where Flax's own names put an array."""
 
-def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
-    """Return name, leaf and logical axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
+
+def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, Axes]]:
+    """Return name, leaf and axes of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
     The axes are those of the Variable around the leaf, see `variable_axes`; optimizer state that mirrors a parameter
     keeps its Variable.
@@ -32,16 +40,21 @@ def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, LogicalAxes]]:
     return found
 
 
-def variable_axes(variable: Any, leaf: Any) -> LogicalAxes:
-    """Return the logical axes of an array of a Variable: those in its metadata, behind None for the axes of a stack.
+def variable_axes(variable: Any, leaf: Any) -> Axes:
+    """Return the axes of an array of a Variable: the logical ones in its metadata, behind None for the axes of a stack.
 
-    None for every dimension where there are none or the array has another shape than the Variable.
+    Axes in Flax's metadata (``nnx.with_partitioning``, ``out_sharding``) become a PartitionSpec, by the rules that are
+    set in Flax and the Variable's own. None for every dimension where there are no axes, or the array has another shape
+    than the Variable.
 
     >>> kernel = nnx.Param(jnp.ones((4, 2, 2)), logical_axes=("fsdp", "ffn"))
     >>> variable_axes(kernel, kernel.get_value())
     (None, 'fsdp', 'ffn')
     """
-    axes = variable.get_metadata().get("logical_axes")
+    metadata = variable.get_metadata()
+    axes = metadata.get("logical_axes")
+    if axes is None and metadata.get("out_sharding"):
+        return _place_in_flax(metadata["out_sharding"], metadata.get("sharding_rules"), leaf)
     # A quantized kernel has the shape of its values; its scales may have as many axes, but other sizes.
     if axes is None or leaf.ndim < len(axes) or leaf.shape != getattr(variable.get_value(), "shape", None):
         return (None,) * leaf.ndim
@@ -49,12 +62,20 @@ def variable_axes(variable: Any, leaf: Any) -> LogicalAxes:
     return (None,) * (leaf.ndim - len(axes)) + tuple(axes)
 
 
+def _place_in_flax(names: Any, rules: Any, leaf: Any) -> Axes:
+    spec = apply_rules(names, rules)
+    # A layout holds a sharding, and a sharding a spec; Flax takes all three.
+    spec = getattr(spec, "sharding", spec)
+    spec = tuple(getattr(spec, "spec", spec))
+    # Optimizer state such as Adafactor's keeps a Variable's metadata with sums over some of its axes.
+    return PartitionSpec(*(spec if len(spec) <= leaf.ndim else ()), *(None,) * (leaf.ndim - len(spec)))
+
+
 def _is_variable(node: Any) -> bool:
-    # By what it can do: this folder knows nothing of Flax.
-    return hasattr(node, "get_metadata") and hasattr(node, "get_value")
+    return isinstance(node, nnx.Variable)
 
 
-def check_divides(name: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> None:
+def check_divides(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh | AbstractMesh) -> None:
     """Raise ValueError if a dimension does not divide over the mesh axes that its logical axis stands for.
 
     >>> check_divides("kernel", (4, 6), ("fsdp", "ffn"), AbstractMesh((2, 3), ("fsdp", "tensor")))
@@ -82,6 +103,49 @@ def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]
     for name, leaf, axes in found:
         check_divides(name, leaf.shape, axes, mesh)
     return [named_sharding(axes, mesh) for _, _, axes in found]
+
+
+def log_whole_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> None:
+    """Log, once a process for the same ones, which matrices no rule splits although an axis of the mesh could.
+
+    That is a matrix whose axes have no names while the mesh has an axis for parameters, or whose names have rules for
+    other axes than the mesh's while the mesh has an axis that no rule names. Left out are norms, which are whole on
+    purpose, vectors, and what Flax's names put somewhere.
+
+    Args:
+        params: a tree of Variables.
+        mesh: where they are, or are going to be.
+    """
+    rules = current_rules(mesh)
+    names = (*rules.names(), *dict(getattr(rules, "others", ())))
+    used = {axis for name in names for axis in rules.mesh_axes(name)}
+    of_tokens = {*rules.batch, *rules.sequence} - {*rules.fsdp, *rules.heads, *rules.ffn, *rules.vocab}
+    large = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    # A matrix without names could be split over whatever does not split tokens alone, one with names over what is left.
+    unnamed, unused = ([axis for axis in large if axis not in taken] for taken in (of_tokens, used))
+    found: list[tuple[str, int]] = []
+    variables = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
+    for path, variable in variables:
+        value = variable.get_value()
+        axes = variable_axes(variable, value)
+        vector = sum(name != "components" for name in axes) < 2 or "norm" in axes
+        if isinstance(axes, PartitionSpec) or vector or any(logical_to_spec(axes, mesh)):
+            continue
+        able = unused if any(axes) else unnamed
+        if able:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            shown = ", ".join(name or "-" for name in axes)
+            found.append((f"{name} {list(value.shape)} ({shown}) over {' or '.join(able)}", math.prod(value.shape)))
+    if found:
+        found.sort(key=lambda entry: -entry[1])
+        more = f"; and {len(found) - 12} smaller ones" if len(found) > 12 else ""
+        log_once(
+            f"{len(found)} of {len(variables)} parameters are whole on every device, and no rule splits them, though "
+            f"the mesh could: {'; '.join(name for name, _ in found[:12])}{more}. To split one, name its axes, "
+            "nnx.Param(value, logical_axes=('fsdp', 'ffn')) or Flax's out_sharding, and say over which mesh axes: "
+            f"use_rules(ShardingRules(ffn=({large[-1]!r},))) or Flax's logical_axis_rules([('ffn', {large[-1]!r})])",
+            logging.WARNING,
+        )
 
 
 def create_sharded(make: Callable[..., Array], *args: Array, shape: tuple[int, ...], axes: LogicalAxes) -> Array:

@@ -196,7 +196,7 @@ def _place(leaf: Any) -> Sharding | None:
     return None if is_type else sharding
 
 
-def _placement(name: str, leaf: Any, axes: LogicalAxes, sharding: Sharding) -> ArrayPlacement:
+def _placement(name: str, leaf: Any, axes: LogicalAxes | PartitionSpec, sharding: Sharding) -> ArrayPlacement:
     named = isinstance(sharding, NamedSharding)
     spec = sharding.spec if named else PartitionSpec()
     texts = ["*".join(entry) or "-" for entry in mesh_axes_of(spec, leaf.ndim)]
@@ -206,7 +206,8 @@ def _placement(name: str, leaf: Any, axes: LogicalAxes, sharding: Sharding) -> A
         path=name.replace("/", "."),
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
-        logical_axes=axes,
+        # Where Flax's names put it: the rules have been applied, and only they know the names.
+        logical_axes=axes if isinstance(axes, tuple) else (None,) * leaf.ndim,
         spec=spec,
         mesh_axes=", ".join(texts) if named else "one device" if len(sharding.device_set) == 1 else str(sharding),
         bytes=math.prod(leaf.shape) * leaf.dtype.itemsize,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_te.config import MESH_AXES
@@ -33,6 +34,9 @@ class ShardingRules:
 
     Axes of `jax_te.config.MESH_AXES` that the mesh does not have, and axes that it has with size 1, are left out. A
     rule may name axes of a mesh of one's own; `logical_to_spec` refuses those that its mesh does not have.
+
+    Logical rules that are set in Flax (``nn.logical_axis_rules``, ``nnx.logical_axis_rules``) join them: for names that
+    are no field here, and in the place of a field's default. The first rule of a name counts, as in Linen.
 
     Args:
         batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
@@ -85,7 +89,7 @@ class ShardingRules:
         >>> ShardingRules.names()[-2:]
         ('heads_fsdp', 'ffn_fsdp')
         """
-        return (*(rule.name for rule in fields(cls)), *_COMPOSED)
+        return (*(rule.name for rule in fields(ShardingRules)), *_COMPOSED)
 
     def mesh_axes(self, name: str) -> MeshAxes:
         """Return the mesh axes of one of these `names`.
@@ -97,12 +101,23 @@ class ShardingRules:
         return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
 
     def __post_init__(self) -> None:
-        for rule in fields(self):
+        for rule in fields(ShardingRules):
             value = getattr(self, rule.name)
             if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
                 raise TypeError(f"rule {rule.name!r} must be a tuple of mesh axis names, got {value!r}")
             for axis in value:
                 check_mesh_axis(axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithFlax(ShardingRules):
+    """The library's rules with Flax's among them; ``others`` are Flax's for names that are no field."""
+
+    others: tuple[tuple[str, MeshAxes], ...] = ()
+
+    def mesh_axes(self, name: str) -> MeshAxes:
+        others = dict(self.others)
+        return others[name] if name in others else super().mesh_axes(name)
 
 
 _rules = jax.make_user_context(ShardingRules())
@@ -135,31 +150,49 @@ def whole_sequences() -> contextlib.AbstractContextManager[None]:
     ...     tuple(logical_to_spec(("sequence",), AbstractMesh((2,), ("context",))))
     (None,)
     """
-    return use_rules(replace(_rules.value, sequence=(), sequence_parallel=()))
+    return use_rules(replace(current_rules(), sequence=(), sequence_parallel=()))
 
 
-def logical_to_spec(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> PartitionSpec:
+def logical_to_spec(
+    axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None
+) -> PartitionSpec:
     """Return the PartitionSpec of an array whose dimensions carry the logical names ``axes``, without axes of size 1.
 
     Args:
-        axes: a logical name or None for each dimension.
+        axes: a logical name or None for each dimension; or a PartitionSpec, which is returned.
         mesh: mesh whose axis names count.
-        rules: None for the ambient rules.
+        rules: None for the ambient rules, with those that are set in Flax.
 
     Raises:
-        ValueError: for a name that is no field of the rules, a rule with a mesh axis that is neither one of
-            `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis.
+        ValueError: for a name that neither the rules nor Flax's have, a rule with a mesh axis that is neither one of
+            `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis; for a rule that is set both
+            here and in Flax, and differs; for a PartitionSpec with an axis that the mesh lacks.
 
     >>> tuple(logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))))
     ('data', None, 'tensor')
     """
-    return _resolved(tuple(axes), mesh, _rules.value if rules is None else rules)
+    if isinstance(axes, PartitionSpec):
+        return _checked(axes, mesh)
+    if rules is None:
+        # Asked here, because layers resolve axes all the time, and few programs set rules in Flax.
+        rules = current_rules(mesh) if get_logical_axis_rules() else _rules.value
+    return _resolved(tuple(axes), mesh, rules)
+
+
+def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    for axis in jax.tree.leaves(tuple(spec)):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{axis!r} of {spec} is no axis of the mesh, whose axes are {', '.join(map(str, mesh.axis_names))}, "
+                "and Flax's logical rules do not map it to one; set them: nnx.logical_axis_rules([(name, axis), ...])"
+            )
+    return spec
 
 
 # Cached, because layers ask for the same few axes at every call; meshes and rules are hashable.
 @functools.lru_cache(maxsize=4096)
 def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> PartitionSpec:
-    known = rules.names()
+    known = {*rules.names(), *dict(getattr(rules, "others", ()))}
     taken: dict[str, str] = {}
     spec: list[Any] = []
     for name in axes:
@@ -167,7 +200,10 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
             spec.append(None)
             continue
         if name not in known:
-            raise ValueError(f"unknown logical axis {name!r} in {axes}; allowed: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"unknown logical axis {name!r} in {axes}; allowed: {', '.join(sorted(known))}, and what Flax's rules "
+                "name (nn.logical_axis_rules, nnx.logical_axis_rules)"
+            )
         for axis in rules.mesh_axes(name):
             # One set of rules serves every mesh, so an axis of MESH_AXES may be missing; any other name is a mistake.
             if axis not in mesh.axis_names and axis not in MESH_AXES:
@@ -189,9 +225,56 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
     return PartitionSpec(*spec)
 
 
-def current_rules() -> ShardingRules:
-    """Return the rules of the innermost `use_rules`."""
-    return _rules.value
+def current_rules(mesh: Mesh | AbstractMesh | None = None) -> ShardingRules:
+    """Return the rules of the innermost `use_rules`, with those that are set in Flax.
+
+    Args:
+        mesh: where both may say the same in other words, such as an axis that it lacks. None: the mesh in use.
+
+    Raises:
+        ValueError: for a rule that is set both here and in Flax, and differs.
+
+    >>> from flax import nnx
+    >>> with nnx.logical_axis_rules([("ffn", "model")]):
+    ...     current_rules(AbstractMesh((2,), ("model",))).ffn
+    ('model',)
+    """
+    rules, flax = _rules.value, get_logical_axis_rules()
+    if not flax or isinstance(rules, _WithFlax):
+        return rules
+    pairs = tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in flax)
+    return _combined(rules, pairs, jax.sharding.get_abstract_mesh() if mesh is None else mesh)
+
+
+@functools.lru_cache(maxsize=256)
+def _combined(rules: ShardingRules, flax: tuple[tuple[str, Any], ...], mesh: Mesh | AbstractMesh) -> ShardingRules:
+    def split(axes: MeshAxes) -> MeshAxes:
+        return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+
+    def conflict(name: str, own: MeshAxes, theirs: MeshAxes) -> ValueError:
+        return ValueError(
+            f"logical axis {name!r} is split over {own} by jax_te's rules (use_rules), and over {theirs} by those that "
+            "are set in Flax (logical_axis_rules); let one of them name it, or both the same"
+        )
+
+    # Reversed: of several rules of a name the first is kept.
+    theirs = {name: () if axes is None else (axes,) if isinstance(axes, str) else axes for name, axes in flax[::-1]}
+    default, changed = ShardingRules(), {}
+    for rule in fields(ShardingRules):
+        own, wanted = getattr(rules, rule.name), theirs.get(rule.name)
+        if wanted is None or split(wanted) == split(own):
+            continue
+        if own != getattr(default, rule.name):
+            raise conflict(rule.name, own, wanted)
+        changed[rule.name] = wanted
+    known = set(rules.names())
+    others = tuple((name, axes) for name, axes in theirs.items() if name not in known)
+    combined = _WithFlax(**{rule.name: getattr(rules, rule.name) for rule in fields(rules)} | changed, others=others)
+    # A composed name follows the rules of its parts, which ops rely on.
+    for name in _COMPOSED.keys() & theirs.keys():
+        if split(theirs[name]) != split(combined.mesh_axes(name)):
+            raise conflict(name, combined.mesh_axes(name), theirs[name])
+    return combined
 
 
 def row_axis(axis: str | None) -> str:
@@ -307,7 +390,7 @@ def flat(dims: Dims) -> MeshAxes:
     return sum(dims, ())
 
 
-def named_sharding(axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> NamedSharding:
+def named_sharding(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jax_te.config.internal import checked
 from jax_te.layers.internal import drop_cached_kernels, quantizable_kernels, quantize_kernels, use_cached_kernels
@@ -20,7 +21,7 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
-from jax_te.sharding import constrain
+from jax_te.sharding import constrain, current_mesh
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
@@ -296,14 +297,12 @@ def as_created(tree: PyTree) -> PyTree:
     """Return ``tree`` with every leaf in the sharding that it was created with."""
     # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
     # other shardings, would be compiled again.
-    leaves = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable)):
-        metadata = node.get_metadata() if isinstance(node, nnx.Variable) else {}
-        if metadata.get("out_sharding") is not None and "logical_axes" not in metadata:
-            # Flax placed it where its own rules put its own axis names, and the compiler carries that on.
-            leaves += jax.tree.leaves(node)
-        else:
-            leaves += [constrain(leaf, axes) for _, leaf, axes in leaves_with_axes(node)]
+    mesh, leaves = current_mesh(), []
+    for _, leaf, axes in leaves_with_axes(tree):
+        # Flax's own names, outside of the rules that gave them mesh axes: the compiler carries on where Flax put them.
+        in_flax = isinstance(axes, PartitionSpec) and mesh is not None
+        unknown = in_flax and not {*jax.tree.leaves(tuple(axes))} <= {*mesh.axis_names}
+        leaves.append(leaf if unknown else constrain(leaf, axes))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 

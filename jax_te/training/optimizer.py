@@ -11,6 +11,8 @@ from flax import nnx
 
 from jax_te.config.internal import checked
 from jax_te.quantize import QuantizedKernel
+from jax_te.sharding import current_mesh
+from jax_te.sharding.internal import log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, parameters_of, store_quantized
@@ -78,6 +80,9 @@ class Optimizer(nnx.Optimizer):
                     f"{'/'.join(map(str, path))} is stored quantized: its exact value, which the optimizer needs, is "
                     "gone. Create the optimizer before quantize_parameters, with fp8_param=True"
                 )
+        mesh = current_mesh()
+        if mesh is not None:
+            log_whole_parameters(exact, mesh)
         store_quantized(model, fp8_param)
         stored = nnx.state(model, wrt)
         masters = masters_of(exact, stored)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jax_te.config.internal import checked
 from jax_te.layers import prepare_quantization
@@ -19,7 +19,7 @@ from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, shardings_of
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding.internal import leaves_with_axes, log_whole_parameters
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, store_quantized
 from jax_te.typing import Array, PyTree
@@ -88,8 +88,9 @@ def create_train_state(
     """Return the state of a run at step 0.
 
     With a mesh, one compiled function creates parameters, masters and optimizer state in the sharding of each Param's
-    ``logical_axes``: no device ever holds a whole sharded parameter that a function built. Everything else is
-    replicated. Values do not depend on the mesh.
+    ``logical_axes``, or of Flax's own names (``nnx.with_partitioning``) by Flax's rules: no device ever holds a whole
+    sharded parameter that a function built. Everything else is replicated; matrices that no rule splits are logged once
+    if the mesh could split them. Values do not depend on the mesh.
 
     Call it under ``autocast(recipe)`` if the recipe has state.
 
@@ -120,7 +121,7 @@ def create_train_state(
     with _use(mesh):
         # Shapes first: the shardings, which jit needs before it runs, come from the Variables' logical axes.
         abstract = jax.eval_shape(build, key, variables)
-        shardings = None if mesh is None else shardings_of(abstract, mesh)
+        shardings = None if mesh is None else _places(abstract, mesh)
         # Inside auto_region an Explicit mesh compiles the same program as an Auto one, which gives the same bits.
         axes = [axes for _, _, axes in leaves_with_axes(abstract)]
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
@@ -197,7 +198,7 @@ def abstract_train_state(
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
         # Without a mesh every array is on the default device, whose sharding an array made there has.
-        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else shardings_of(abstract, mesh)
+        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _places(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -253,6 +254,11 @@ def _builder(
         )
 
     return build, states
+
+
+def _places(abstract: TrainState, mesh: Mesh) -> list[NamedSharding]:
+    log_whole_parameters(abstract.params, mesh)
+    return shardings_of(abstract, mesh)
 
 
 def _mesh(mesh: Mesh | None) -> Mesh | None:
