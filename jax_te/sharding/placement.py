@@ -63,7 +63,7 @@ def variable_axes(variable: Any, leaf: Any) -> Axes:
 
 
 def _place_in_flax(names: Any, rules: Any, leaf: Any) -> Axes:
-    spec = apply_rules(names, rules)
+    spec: Any = apply_rules(names, rules)
     # A layout holds a sharding, and a sharding a spec; Flax takes all three.
     spec = getattr(spec, "sharding", spec)
     spec = tuple(getattr(spec, "spec", spec))

@@ -298,10 +298,10 @@ def as_created(tree: PyTree) -> PyTree:
     # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
     # other shardings, would be compiled again.
     mesh, leaves = current_mesh(), []
+    known = set() if mesh is None else set(mesh.axis_names)
     for _, leaf, axes in leaves_with_axes(tree):
         # Flax's own names, outside of the rules that gave them mesh axes: the compiler carries on where Flax put them.
-        in_flax = isinstance(axes, PartitionSpec) and mesh is not None
-        unknown = in_flax and not {*jax.tree.leaves(tuple(axes))} <= {*mesh.axis_names}
+        unknown = isinstance(axes, PartitionSpec) and not known.issuperset(jax.tree.leaves(tuple(axes)))
         leaves.append(leaf if unknown else constrain(leaf, axes))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
