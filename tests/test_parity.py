@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -132,6 +133,25 @@ def test_signatures_are_the_documents_or_a_row_says_how_they_differ(row: Any):
     assert stated == deviations(row)
     assert all(r.how != "the same" for r in mine if r.name.name in stated), "a row says why"
     assert row.default is row.position is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("config, hidden_size, eps=1e-5", {}),
+        ("config, hidden_size, eps=1e-6", {"eps": ("1e-05", None)}),
+        ("config, hidden_size, eps", {"eps": ("1e-05", None)}),
+        ("config, hidden_size, *, eps=1e-5", {"eps": (None, "positional or keyword")}),
+        ("hidden_size, config, eps=1e-5", {"hidden_size": (None, "1"), "config": (None, "0")}),
+    ],
+)
+def test_the_checker_sees_defaults_order_and_keywords(arguments: str, expected: dict[str, Any]):
+    row = ROW["core.extensions.transformer_engine", "TENorm", "TENorm"]
+    name = dataclasses.replace(row.name, signature=inspect.signature(eval(f"lambda {arguments}: None")))
+    assert deviations(dataclasses.replace(row, name=name)) == expected
+    less = dataclasses.replace(row.name, signature=inspect.signature(lambda config, eps=1e-5: None))
+    with pytest.raises(AssertionError, match=r"needs \{'hidden_size'"):
+        deviations(dataclasses.replace(row, name=less))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.base], ids=identify)
