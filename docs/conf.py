@@ -55,7 +55,7 @@ PARTS = [
         "models",
         "checkpoint",
     ),
-    *("checkpoint", "training", "data", "metrics", "linen"),
+    *("checkpoint", "huggingface", "training", "data", "metrics", "linen"),
 ]
 HOMES: dict[str, str] = {}
 for part in PARTS:

@@ -13,7 +13,7 @@ from jax_te.config.internal import check_positive
 from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
 from jax_te.layers.internal import check_context_size, parameter
 from jax_te.models.from_config import check_config
-from jax_te.models.options import Execution
+from jax_te.models.options import Execution, Multipliers
 from jax_te.ops import LinearOptions, LossOptions, dense, linear_cross_entropy, softmax_cross_entropy
 from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
@@ -27,6 +27,7 @@ class LanguageModel(nnx.Module):
         position_embedding: table of learned positions, or None.
         output_kernel: the head's kernel ``[h, v]``; None: the embedding table, transposed.
         execution: see `Execution`.
+        multipliers: see `Multipliers`; 1 unless they are set.
     """
 
     def _configure(
@@ -45,6 +46,7 @@ class LanguageModel(nnx.Module):
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.execution = execution
+        self.multipliers = Multipliers()
         self.compute_dtype = jnp.dtype(config.compute_dtype)  # type: ignore[arg-type]  # the config has filled it in
         # Logical axes of the activations between the layers.
         self._axes: LogicalAxes = (
@@ -85,7 +87,7 @@ class LanguageModel(nnx.Module):
         """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``."""
         # A model may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
-        x = self.embedding(tokens)
+        x = _times(self.embedding(tokens), self.multipliers.embedding)
         if self.position_embedding is not None:
             ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")
             at = self.position_embedding(positions, ids_axes=ids_axes)
@@ -103,7 +105,7 @@ class LanguageModel(nnx.Module):
         with jax.named_scope("head"):
             # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
             return dense(
-                x,
+                _times(x, self.multipliers.head),
                 self._head_kernel(),
                 options=LinearOptions(
                     x_axes=self._axes, kernel_axes=("fsdp", "vocab"), out_axes=("batch", "sequence", "vocab")
@@ -118,5 +120,10 @@ class LanguageModel(nnx.Module):
             if chunks == 1:
                 return softmax_cross_entropy(self._head(x), labels, **common)
             # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
-            x = constrain(x, (*axes, "hidden"))
+            x = _times(constrain(x, (*axes, "hidden")), self.multipliers.head)
             return linear_cross_entropy(x, self._head_kernel(), labels, chunks=chunks, **common)
+
+
+def _times(x: Array, factor: float) -> Array:
+    # In the dtype of x, the factor rounded to it, as where these factors come from.
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)

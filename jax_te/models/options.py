@@ -47,6 +47,33 @@ class Execution:
 
 @checked
 @dataclass(frozen=True)
+class Multipliers:
+    """Constants that a model multiplies by, its attribute ``multipliers``: ``model.multipliers = Multipliers(...)``.
+
+    Args:
+        embedding: of the embeddings of tokens, in the parameters' dtype. Gemma has ``h**0.5``.
+        head: of the head's input. T5 with a tied head has ``h**-0.5``.
+
+    Raises:
+        ValueError: for a number that is not positive.
+
+    Source: ``mup_embedding_mult`` and ``mup_output_mult`` of Megatron-Core; Gemma; Raffel et al. 2020.
+
+    >>> Multipliers(embedding=8.0).head
+    1.0
+    """
+
+    embedding: float = 1.0
+    head: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0.0:
+                raise ValueError(f"{name} must be > 0, got {value!r}")
+
+
+@checked
+@dataclass(frozen=True)
 class RotaryPositions:
     """Rotary position embeddings of a `GPTModel`, see `jax_te.layers.rotary_embedding`.
 

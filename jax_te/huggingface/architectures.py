@@ -1,0 +1,26 @@
+"""The architectures that are read and written."""
+
+from __future__ import annotations
+
+from jax_te.huggingface.decoders import GPT2, LLAMA
+from jax_te.huggingface.fields import Fields
+from jax_te.huggingface.form import Architecture
+
+ARCHITECTURES: dict[str, Architecture] = {"GPT2LMHeadModel": GPT2, "LlamaForCausalLM": LLAMA}
+"""Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
+
+
+def named_architecture(given: Fields) -> Architecture:
+    """Return the architecture that a ``config.json`` names.
+
+    Raises:
+        ValueError: for another one.
+    """
+    names, kind = given.take("architectures", list, []), given.take("model_type", str, "")
+    names = names or [name for name, each in ARCHITECTURES.items() if each.model_type == kind]
+    known = ARCHITECTURES.get(names[0]) if names and isinstance(names[0], str) else None
+    if known is None or known.model_type != kind:
+        raise given.refused(
+            "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
+        )
+    return known

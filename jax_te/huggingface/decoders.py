@@ -1,0 +1,189 @@
+"""Decoders: GPT-2, and Llama with its kin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_te.huggingface.fields import Fields, activation_name, rotary_fields
+from jax_te.huggingface.form import Architecture, Form, Options
+from jax_te.huggingface.layout import Table, layers
+from jax_te.models import GPTModel
+
+_TIED = "share_embeddings_and_output_weights"
+_MLP = "layers/{i}/layernorm_mlp"
+_ATTENTION = "layers/{i}/self_attention"
+
+
+def _options(model: Any) -> Options:
+    learned = "none" if model.position_embedding is None else "learned_absolute"
+    return {
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": model.max_sequence_length,
+        "position_embedding_type": learned if model.rotary is None else model.rotary,
+        _TIED: model.output_kernel is None,
+        "multipliers": model.multipliers,
+    }
+
+
+_GPT2_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"transformer.h.{i}.ln_1.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/ln_bias": {"transformer.h.{i}.ln_1.bias": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {"transformer.h.{i}.attn.c_attn.weight": "h (c g d) -> h c (g d)"},
+    f"{_ATTENTION}/qkv/bias": {"transformer.h.{i}.attn.c_attn.bias": "(c g d) -> c (g d)"},
+    f"{_ATTENTION}/proj/kernel": {"transformer.h.{i}.attn.c_proj.weight": "q h -> q h"},
+    f"{_ATTENTION}/proj/bias": {"transformer.h.{i}.attn.c_proj.bias": "h -> h"},
+    f"{_MLP}/scale": {"transformer.h.{i}.ln_2.weight": "h -> h"},
+    f"{_MLP}/ln_bias": {"transformer.h.{i}.ln_2.bias": "h -> h"},
+    f"{_MLP}/wi_kernel": {"transformer.h.{i}.mlp.c_fc.weight": "h f -> h 1 f"},
+    f"{_MLP}/wi_bias": {"transformer.h.{i}.mlp.c_fc.bias": "f -> 1 f"},
+    f"{_MLP}/wo_kernel": {"transformer.h.{i}.mlp.c_proj.weight": "f h -> f h"},
+    f"{_MLP}/wo_bias": {"transformer.h.{i}.mlp.c_proj.bias": "h -> h"},
+}
+
+
+def _gpt2_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"transformer.wte.weight": "v h -> v h"},
+        "position_embedding/embedding": {"transformer.wpe.weight": "s h -> s h"},
+        **layers(_GPT2_LAYER, form.config.num_layers),
+        "final_norm/scale": {"transformer.ln_f.weight": "h -> h"},
+        "final_norm/bias": {"transformer.ln_f.bias": "h -> h"},
+        **_head(form),
+    }
+
+
+def _head(form: Form) -> Table:
+    return {} if form.others[_TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
+
+
+def _read_gpt2(given: Fields, options: Options) -> None:
+    options["activation"] = given.activation("activation_function", "gelu_new", gated=False)
+    if not given.take("scale_attn_weights", bool, True):
+        options["softmax_scale"] = 1.0
+    given.expect("scale_attn_by_inverse_layer_idx", False)
+    given.expect("add_cross_attention", False)
+    given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
+    rate = options["hidden_dropout"]
+    if given.take("embd_pdrop", float, 0.1) != rate:
+        raise given.refused("resid_pdrop", rate, "embd_pdrop is another one, and one rate is for both: make them equal")
+    given.skip("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
+    given.skip("summary_type", "summary_use_proj")
+    options["position_embedding_type"] = "learned_absolute"
+
+
+def _write_gpt2(options: Options) -> dict[str, Any]:
+    return {
+        "activation_function": activation_name(options["activation"], gated=False),
+        "scale_attn_weights": options["softmax_scale"] is None,
+        "embd_pdrop": options["hidden_dropout"],
+    }
+
+
+GPT2 = Architecture(
+    model_type="gpt2",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 50257),
+        "n_positions": ("max_sequence_length", 1024),
+        "n_embd": ("hidden_size", 768),
+        "n_layer": ("num_layers", 12),
+        "n_head": ("num_attention_heads", 12),
+        "n_inner": ("ffn_hidden_size", None),
+        "resid_pdrop": ("hidden_dropout", 0.1),
+        "attn_pdrop": ("attention_dropout", 0.1),
+        "layer_norm_epsilon": ("layernorm_epsilon", 1e-5),
+        "tie_word_embeddings": (_TIED, True),
+    },
+    read=_read_gpt2,
+    write=_write_gpt2,
+    table=_gpt2_table,
+    options=_options,
+    base="transformer.",
+    tied=("lm_head.weight", "transformer.wte.weight"),
+    ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+)
+
+_LLAMA_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"model.layers.{i}.input_layernorm.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {
+        "model.layers.{i}.self_attn.q_proj.weight": "(g r d) h -> h r (g d)",
+        "model.layers.{i}.self_attn.k_proj.weight": "(g d) h -> h 1 (g d)",
+        "model.layers.{i}.self_attn.v_proj.weight": "(g d) h -> h 1 (g d)",
+    },
+    f"{_ATTENTION}/proj/kernel": {"model.layers.{i}.self_attn.o_proj.weight": "h q -> q h"},
+    f"{_MLP}/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/wi_kernel": {
+        "model.layers.{i}.mlp.gate_proj.weight": "f h -> h 1 f",
+        "model.layers.{i}.mlp.up_proj.weight": "f h -> h 1 f",
+    },
+    f"{_MLP}/wo_kernel": {"model.layers.{i}.mlp.down_proj.weight": "h f -> f h"},
+}
+_LLAMA_BIASES: Table = {
+    f"{_ATTENTION}/qkv/bias": {
+        "model.layers.{i}.self_attn.q_proj.bias": "(g r d) -> r (g d)",
+        "model.layers.{i}.self_attn.k_proj.bias": "(g d) -> 1 (g d)",
+        "model.layers.{i}.self_attn.v_proj.bias": "(g d) -> 1 (g d)",
+    },
+    f"{_ATTENTION}/proj/bias": {"model.layers.{i}.self_attn.o_proj.bias": "h -> h"},
+    f"{_MLP}/wi_bias": {
+        "model.layers.{i}.mlp.gate_proj.bias": "f -> 1 f",
+        "model.layers.{i}.mlp.up_proj.bias": "f -> 1 f",
+    },
+    f"{_MLP}/wo_bias": {"model.layers.{i}.mlp.down_proj.bias": "h -> h"},
+}
+
+
+def _llama_table(form: Form) -> Table:
+    layer = _LLAMA_LAYER | (_LLAMA_BIASES if form.config.add_bias_linear else {})
+    return {
+        "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
+        **layers(layer, form.config.num_layers),
+        "final_norm/scale": {"model.norm.weight": "h -> h"},
+        **_head(form),
+    }
+
+
+def _read_llama(given: Fields, options: Options) -> None:
+    options["activation"] = given.activation("hidden_act", "silu", gated=True)
+    options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
+    options["add_bias_linear"] = bias = given.take("attention_bias", bool, False)
+    if given.take("mlp_bias", bool, False) != bias:
+        raise given.refused(
+            "mlp_bias", not bias, f"attention_bias is {bias}, and linear layers have biases all or none"
+        )
+    options["normalization"] = "RMSNorm"
+
+
+def _write_llama(options: Options) -> dict[str, Any]:
+    return {
+        "hidden_act": activation_name(options["activation"], gated=True),
+        "attention_bias": options["add_bias_linear"],
+        "mlp_bias": options["add_bias_linear"],
+        **rotary_fields(options["position_embedding_type"]),
+    }
+
+
+LLAMA = Architecture(
+    model_type="llama",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 32000),
+        "hidden_size": ("hidden_size", 4096),
+        "intermediate_size": ("ffn_hidden_size", 11008),
+        "num_hidden_layers": ("num_layers", 32),
+        "num_attention_heads": ("num_attention_heads", 32),
+        "num_key_value_heads": ("num_query_groups", None),
+        "head_dim": ("kv_channels", None),
+        "max_position_embeddings": ("max_sequence_length", 2048),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-6),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "tie_word_embeddings": (_TIED, False),
+    },
+    read=_read_llama,
+    write=_write_llama,
+    table=_llama_table,
+    options=_options,
+    base="model.",
+    tied=("lm_head.weight", "model.embed_tokens.weight"),
+    ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)

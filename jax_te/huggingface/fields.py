@@ -1,0 +1,180 @@
+"""The fields of a ``config.json``: each is read, known to change no number, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jax_te.layers import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
+from jax_te.models import RotaryPositions
+
+_NO_NUMBERS = """
+_attn_implementation_autoset _name_or_path architectures attn_implementation chunk_size_feed_forward classifier_dropout
+dtype finetuning_task gradient_checkpointing id2label initializer_factor initializer_range is_encoder_decoder label2id
+model_type num_labels output_attentions output_hidden_states output_past pretraining_tp problem_type return_dict
+tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version unsloth_version use_cache use_return_dict
+bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id diversity_penalty do_sample
+early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
+forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+num_return_sequences output_scores pad_token_id prefix remove_invalid_values repetition_penalty return_dict_in_generate
+sep_token_id suppress_tokens task_specific_params temperature top_k top_p typical_p
+"""
+NO_NUMBERS = frozenset(_NO_NUMBERS.split())
+"""Fields that change no output of a model: what a file says of itself, how a program runs or prints, heads of other
+tasks; tokens, and how text is generated."""
+
+REQUIRED: Any = object()
+"""The default of a field that must be there."""
+
+# transformers' name: ours without and with a gate.
+_ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "silu": ("silu", "swiglu"),
+    "gelu_new": ("gelu", "geglu"),
+    "gelu_pytorch_tanh": ("gelu", "geglu"),
+    "gelu": ("gelu_exact", ("gelu_exact", "linear")),
+    "relu": ("relu", "reglu"),
+    "swish": ("silu", "swiglu"),
+}
+
+
+class Fields:
+    """The fields of a ``config.json``, which remembers those that were read.
+
+    >>> fields = Fields({"hidden_size": 8, "use_cache": True}, "config.json")
+    >>> fields.take("hidden_size", int, 4), fields.take("num_layers", int, 2)
+    (8, 2)
+    >>> fields.finish()
+    """
+
+    def __init__(self, values: Mapping[str, Any], what: str):
+        self._values, self._what = dict(values), what
+
+    def take(self, name: str, kind: type, default: Any) -> Any:
+        """Return a field, or ``default`` where it is absent or null.
+
+        Raises:
+            ValueError: for a value that is not of this kind, and for a `REQUIRED` field that is absent.
+        """
+        value = self._values.pop(name, None)
+        if value is None and default is REQUIRED:
+            raise ValueError(f"{self._what} has no field {name}")
+        if value is None:
+            return default
+        if kind is float and type(value) is int and abs(value) < 2**53:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f"{self._what}: {name} must be of type {kind.__name__}, got {_short(value)}")
+        return value
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Raise ValueError for a field with another value; absent and null stand for the first."""
+        value = self._values.pop(name, None)
+        if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
+            raise self.refused(name, value, f"only {' or '.join(map(repr, allowed))} is followed")
+
+    def skip(self, *names: str) -> None:
+        """Leave out fields that change no number."""
+        for name in names:
+            self._values.pop(name, None)
+
+    def refused(self, name: str, value: Any, why: str) -> ValueError:
+        """Return the error about a field that is not followed."""
+        return ValueError(f"{self._what}: {name} is {_short(value)}; {why}")
+
+    def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = _ACTIVATIONS) -> Any:
+        """Return our name of an activation."""
+        value = self.take(name, str, default)
+        if value not in allowed:
+            raise self.refused(name, value, f"known activations: {', '.join(allowed)}")
+        return _ACTIVATIONS[value][gated]
+
+    def rotary(self, max_positions: int) -> RotaryPositions:
+        """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before."""
+        older = self.take("rope_scaling", dict, {})
+        values = {**self.take("rope_parameters", dict, {}), **older}
+        for name in ("rope_theta", "partial_rotary_factor"):
+            values = {name: self._values.pop(name, None), **values}
+        rope = Fields(values, f"{self._what}: rope_scaling")
+        base, percent = rope.take("rope_theta", float, 10000.0), rope.take("partial_rotary_factor", float, 1.0)
+        kind = rope.take("type", str, "default")
+        kind = rope.take("rope_type", str, kind)
+        scaling = _scaling(rope, kind, max_positions)
+        rope.finish()
+        return RotaryPositions(base=base, percent=percent, scaling=scaling)
+
+    def finish(self, ignore: Collection[str] = ()) -> None:
+        """Raise ValueError for fields that nothing has read.
+
+        Args:
+            ignore: names of fields that a caller knows to change no number.
+        """
+        left = [name for name in self._values if name not in NO_NUMBERS and name not in ignore]
+        if left:
+            raise ValueError(
+                f"{self._what} has fields that are unknown here and may change numbers: "
+                f"{', '.join(f'{name[:60]}={_short(self._values[name])}' for name in sorted(left)[:8])}"
+                f"{f', and {len(left) - 8} more' if len(left) > 8 else ''}; name those that do not in ignore_fields"
+            )
+
+
+def activation_name(activation: Any, *, gated: bool) -> str | None:
+    """Return transformers' name of one of our activations, None if it has none.
+
+    >>> activation_name("swiglu", gated=True)
+    'silu'
+    """
+    return next((name for name, ours in _ACTIVATIONS.items() if ours[gated] == activation), None)
+
+
+def rotary_fields(rotary: Any) -> dict[str, Any]:
+    """Return the fields of `RotaryPositions`, in a form that every version of transformers reads.
+
+    >>> rotary_fields(RotaryPositions(base=5e5, scaling=LinearScaling(factor=2.0)))
+    {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+    """
+    if not isinstance(rotary, RotaryPositions):
+        return {}
+    found: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
+    if rotary.percent != 1.0:
+        found["partial_rotary_factor"] = rotary.percent
+    scaling = rotary.scaling
+    if scaling is not None:
+        kind, renamed = _SCALINGS[type(scaling)]
+        values = {renamed.get(name, name): value for name, value in vars(scaling).items() if value is not None}
+        found["rope_scaling"] = {"rope_type": kind, **values}
+    return found
+
+
+_SCALINGS: dict[type, tuple[str, dict[str, str]]] = {
+    LinearScaling: ("linear", {}),
+    Llama3Scaling: ("llama3", {}),
+    YarnScaling: ("yarn", {"round_range": "truncate"}),
+}
+
+
+def _scaling(rope: Fields, kind: str, max_positions: int) -> RotaryScaling | None:
+    if kind == "default":
+        return None
+    original = rope.take("original_max_position_embeddings", int, max_positions)
+    if kind == "linear":
+        return LinearScaling(factor=rope.take("factor", float, REQUIRED))
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        given = {name: rope.take(name, float, REQUIRED) for name in names}
+        return Llama3Scaling(**given, original_max_position_embeddings=original)
+    if kind == "yarn":
+        given = {name: rope.take(name, float, default) for name, default in _YARN.items()}
+        if not (given["mscale"] and given["mscale_all_dim"]):  # transformers follows the two together only
+            given |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        truncate = rope.take("truncate", bool, True)
+        return YarnScaling(**given, original_max_position_embeddings=original, round_range=truncate)
+    raise rope.refused("rope_type", kind, f"known: default, {', '.join(name for name, _ in _SCALINGS.values())}")
+
+
+_YARN: dict[str, Any] = {"factor": REQUIRED, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
+_YARN |= {"mscale": 0.0, "mscale_all_dim": 0.0}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:56]} ..."

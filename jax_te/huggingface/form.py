@@ -1,0 +1,152 @@
+"""What a model is beside its weights: the options that an architecture can or cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flax import nnx
+
+from jax_te.config import (
+    CudaGraphConfig,
+    ModelParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TransformerConfig,
+)
+from jax_te.huggingface.fields import Fields
+from jax_te.huggingface.layout import Sizes, Table
+from jax_te.models import Execution, Multipliers
+
+Options = dict[str, Any]
+"""Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers."""
+
+_CONFIG_FIELDS = frozenset(field.name for field in fields(TransformerConfig))
+# How a model is run, how its first weights are drawn, and what changes training alone.
+_ALSO_NO_OUTPUT = """
+activation_func gated_linear_unit init_method init_method_std output_layer_init_method compute_dtype attention_dropout
+hidden_dropout apply_query_key_layer_scaling attention_softmax_in_fp32 batch_invariant_mode qk_clip qk_clip_alpha
+qk_clip_threshold log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes cp_load_balanced
+fused_residual_rmsnorm
+"""
+_RUN = (ModelParallelConfig, PrecisionConfig, RecomputeConfig, CudaGraphConfig)
+_NO_OUTPUT = {*_ALSO_NO_OUTPUT.split(), *(field.name for base in _RUN for field in fields(base))}
+_SAID_TWICE = ("activation_func", "gated_linear_unit", "params_dtype")
+_KINDS: dict[str, type] = {
+    "layernorm_epsilon": float,
+    "attention_dropout": float,
+    "hidden_dropout": float,
+    "share_embeddings_and_output_weights": bool,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A configuration, and the other options of a model."""
+
+    config: TransformerConfig
+    others: Options
+
+    @classmethod
+    def make(cls, options: Options) -> Form:
+        """Return the form that options say.
+
+        Raises:
+            ValueError: for options that do not fit each other.
+        """
+        options = {"multipliers": Multipliers(), **options}
+        config = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
+        return cls(TransformerConfig(**config), {name: options[name] for name in options.keys() - config.keys()})
+
+    def options(self) -> Options:
+        """Return all options that change the outputs of a model."""
+        return {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
+
+    @property
+    def layers(self) -> int:
+        """The number of layers of the largest stack."""
+        return max(self.config.num_layers, self.others.get("encoder_num_layers", 0))
+
+    def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
+        """Return a form whose configuration has other fields that change no output.
+
+        Raises:
+            ValueError: for a field that the outputs depend on, and for one that says what an argument says.
+        """
+        wrong = sorted(name for name in changes if name not in _NO_OUTPUT or name in _SAID_TWICE)
+        if wrong:
+            raise ValueError(
+                "config.json says what the model computes, and dtype what its parameters are; leave "
+                f"{', '.join(wrong)} out of config"
+            )
+        return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
+
+    def sizes(self) -> Sizes:
+        """Return the letters of docs/design.md; beside them ``s`` positions, ``q = n d``, ``c = r + 2``."""
+        c = self.config
+        n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
+        letters = {
+            "h": c.hidden_size,
+            "f": c.ffn_hidden_size or 1,
+            "n": n,
+            "g": g,
+            "r": n // g,
+            "c": n // g + 2,
+            "d": d,
+        }
+        return letters | {"q": n * d, "v": self.others["vocab_size"], "s": self.others["max_sequence_length"]}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers, in tables that are read in both directions.
+
+    Args:
+        model_type: its name in ``config.json``.
+        model: the class here.
+        fields: field of ``config.json`` → our option, and its value where the field is absent.
+        read: completes the options by the fields that are no such pair.
+        write: returns those fields.
+        table: returns the tensors of a form.
+        options: returns the options of a model.
+        base: what the names begin with that a checkpoint of the model without its head has without it.
+        tied: the tensor that is stored twice in some files if embedding and head are one, and the embedding.
+        ignored: a pattern of tensors that are no parameters.
+    """
+
+    model_type: str
+    model: type
+    fields: Mapping[str, tuple[str, Any]]
+    read: Callable[[Fields, Options], None]
+    write: Callable[[Options], Mapping[str, Any]]
+    table: Callable[[Form], Table]
+    options: Callable[[Any], Options]
+    base: str
+    tied: tuple[str, str]
+    ignored: str
+
+    def form(self, given: Fields) -> Form:
+        """Return the form that a ``config.json`` says.
+
+        Raises:
+            ValueError: for fields that are not followed.
+        """
+        options = {
+            ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
+        }
+        self.read(given, options)
+        return Form.make({name: value for name, value in options.items() if value is not None})
+
+    def config_fields(self, form: Form) -> dict[str, Any]:
+        """Return the fields of ``config.json`` of a form."""
+        options = {name: getattr(form.config, name) for name in _CONFIG_FIELDS} | form.others
+        return {name: options.get(ours) for name, (ours, _) in self.fields.items()} | dict(self.write(options))
+
+    def build(self, form: Form, execution: Execution) -> Any:
+        """Return a model with this form."""
+        arguments = dict(form.others)
+        multipliers = arguments.pop("multipliers")
+        model = self.model(form.config, **arguments, execution=execution, rngs=nnx.Rngs(0))
+        model.multipliers = multipliers
+        return model

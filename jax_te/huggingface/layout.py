@@ -1,0 +1,145 @@
+"""How the tensors of a foreign checkpoint lie in our parameters: patterns that are read in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+Table = dict[str, dict[str, str]]
+"""Path of a parameter → names of the tensors in it, each with its pattern."""
+
+Sizes = Mapping[str, int]
+"""Letter of an axis → its size."""
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Two forms of an array, in letters: ``"(g r d) h -> h r (g d)"``; axes in brackets are merged to one.
+
+    ``1`` is an axis of size 1 that the first form lacks.
+
+    >>> pattern = Pattern.parse("(g r d) h -> h r (g d)")
+    >>> pattern.shape(pattern.theirs, dict(g=2, r=3, d=4, h=5)), pattern.shape(pattern.ours, dict(g=2, r=3, d=4, h=5))
+    ((24, 5), (5, 3, 8))
+    """
+
+    theirs: tuple[tuple[str, ...], ...]
+    ours: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """Return the pattern of a text."""
+        theirs, ours = (
+            tuple(tuple((merged or axis).split()) for merged, axis in re.findall(r"\(([^)]*)\)|(\S+)", side))
+            for side in text.split("->")
+        )
+        return cls(theirs, ours)
+
+    @staticmethod
+    def shape(form: tuple[tuple[str, ...], ...], sizes: Sizes) -> tuple[int, ...]:
+        """Return the shape of an array in one of the two forms."""
+        return tuple(prod(1 if axis == "1" else sizes[axis] for axis in axes) for axes in form)
+
+    def read(self, tensor: np.ndarray, sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
+        """Return the part ``index`` of our form of ``tensor``, a new array. No more than that part is read."""
+        theirs, ours = self._axes()
+        # Splitting and transposing axes copies nothing; merging them does, and so comes last, behind the cut.
+        view = tensor.reshape(self.shape(tuple((axis,) for axis in theirs), sizes))
+        view = view.transpose([theirs.index(axis) for axis in ours])
+        covering: list[slice] = []
+        shape, cut = [], []
+        for axes, part in zip(self.ours, index, strict=True):
+            # Of merged axes the first is cut to what covers the part, and the others are read whole.
+            inner = self.shape((axes[1:],), sizes)[0]
+            first, last = part.start // inner, -(-part.stop // inner)
+            covering += [slice(first, last), *(slice(None),) * (len(axes) - 1)]
+            shape.append((last - first) * inner)
+            cut.append(slice(part.start - first * inner, part.stop - first * inner))
+        return np.array(view[tuple(covering)], dtype, order="C").reshape(shape)[tuple(cut)]
+
+    def write(self, array: np.ndarray, sizes: Sizes) -> np.ndarray:
+        """Return their form of an array in our form."""
+        theirs, ours = self._axes()
+        view = array.reshape(self.shape(tuple((axis,) for axis in ours), sizes))
+        return view.transpose([ours.index(axis) for axis in theirs]).reshape(self.shape(self.theirs, sizes))
+
+    def _axes(self) -> tuple[list[str], list[str]]:
+        theirs, ours = ([axis for axes in form for axis in axes] for form in (self.theirs, self.ours))
+        return theirs + ["1"] * ours.count("1"), ours
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of our parameters: the tensors in it, stacked along its last axis but one if there are several.
+
+    >>> entry = Entry.of({"gate": "f h -> h 1 f", "up": "f h -> h 1 f"})
+    >>> entry.shape(dict(f=4, h=3)), entry.their_shapes(dict(f=4, h=3))
+    ((3, 2, 4), {'gate': (4, 3), 'up': (4, 3)})
+    """
+
+    pieces: tuple[tuple[str, Pattern], ...]
+
+    @classmethod
+    def of(cls, pieces: Mapping[str, str]) -> Entry:
+        """Return the entry of a table's row."""
+        return cls(tuple((name, Pattern.parse(text)) for name, text in pieces.items()))
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the shape of our parameter."""
+        shapes = [list(Pattern.shape(pattern.ours, sizes)) for _, pattern in self.pieces]
+        if len(shapes) > 1:
+            shapes[0][-2] = sum(shape[-2] for shape in shapes)
+        return tuple(shapes[0])
+
+    def their_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor."""
+        return {name: Pattern.shape(pattern.theirs, sizes) for name, pattern in self.pieces}
+
+    def read(self, tensors: Mapping[str, np.ndarray], sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
+        """Return a part of our parameter, a new array."""
+        index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, self.shape(sizes), strict=True))
+        if len(self.pieces) == 1:
+            (name, pattern), *_ = self.pieces
+            return pattern.read(tensors[name], sizes, index, dtype)
+        out = np.empty([part.stop - part.start for part in index], dtype)
+        begin, wanted = 0, index[-2]
+        for name, pattern in self.pieces:
+            end = begin + Pattern.shape(pattern.ours, sizes)[-2]
+            first, last = max(begin, wanted.start), min(end, wanted.stop)
+            if first < last:
+                part = (*index[:-2], slice(first - begin, last - begin), index[-1])
+                out[..., first - wanted.start : last - wanted.start, :] = pattern.read(
+                    tensors[name], sizes, part, dtype
+                )
+            begin = end
+        return out
+
+    def write(self, array: np.ndarray, sizes: Sizes) -> Iterator[tuple[str, np.ndarray]]:
+        """Return their tensors, in order, each with its name."""
+        if len(self.pieces) == 1:
+            array = array[..., None, :]  # stacked, as are those of several tensors
+        begin = 0
+        for name, pattern in self.pieces:
+            end = begin + (1 if len(self.pieces) == 1 else Pattern.shape(pattern.ours, sizes)[-2])
+            yield name, pattern.write(array[..., begin:end, :], sizes)
+            begin = end
+
+
+def layers(table: Table, count: int, **names: str) -> Table:
+    """Return the rows of all layers: ``{i}`` stands for a layer's number, ``names`` for other words.
+
+    >>> layers({"layers/{i}/a": {"h.{i}.b": "h -> h"}}, 2)
+    {'layers/0/a': {'h.0.b': 'h -> h'}, 'layers/1/a': {'h.1.b': 'h -> h'}}
+    """
+    return {
+        path.format(i=i, **names): {name.format(i=i, **names): text for name, text in pieces.items()}
+        for i in range(count)
+        for path, pieces in table.items()
+    }

@@ -1,0 +1,155 @@
+"""Models from folders in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_te.errors import CheckpointMismatchError
+from jax_te.huggingface.architectures import named_architecture
+from jax_te.huggingface.fields import Fields
+from jax_te.huggingface.folder import CONFIG, json_file, open_tensors
+from jax_te.huggingface.form import Architecture
+from jax_te.huggingface.layout import Entry, Sizes
+from jax_te.models import Execution
+from jax_te.sharding import shardings_of
+from jax_te.sharding.internal import leaves_with_axes
+from jax_te.typing import Array, DTypeLike
+
+_EXECUTION = Execution()
+_SHOWN = 20
+"""The most tensors in a message."""
+
+
+def load_huggingface(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    config: Mapping[str, Any] | None = None,
+    execution: Execution = _EXECUTION,
+    ignore_fields: Collection[str] = (),
+) -> Any:
+    """Return the model of a folder that transformers wrote, with its weights.
+
+    The weights are read from ``model.safetensors``, or from the files of an index, parameter by parameter, and each
+    device's part by itself: a process reads what its devices hold, and has one parameter in host memory at a time. On
+    a mesh (``jax.set_mesh``) parameters are sharded by the ambient `jax_te.sharding.ShardingRules`. Under a recipe with
+    state (`jax_te.recipe.autocast`) the model has new quantizer states.
+
+    Every field of ``config.json`` is followed, known to change no number, or refused by name. No code of the folder
+    runs.
+
+    Args:
+        folder: with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
+        dtype: of the parameters. None: that of the tensors, which must be one.
+        config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
+            ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
+        execution: see `jax_te.models.Execution`.
+        ignore_fields: names of fields of ``config.json`` that are unknown here and that you know to change no number.
+
+    Returns:
+        A model of `jax_te.models`: a `GPTModel` for decoders.
+
+    Raises:
+        ValueError: for a file that is missing, damaged or outside of the folder; an architecture or a field that is not
+            followed; tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh.
+        CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
+
+    Source: ``from_pretrained`` of transformers.
+
+    >>> model = load_huggingface("Llama-3.2-1B", dtype=jnp.bfloat16)  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    given = Fields(json_file(folder / CONFIG), str(folder / CONFIG))
+    architecture = named_architecture(given)
+    form = architecture.form(given)
+    given.finish(ignore_fields)
+    stored, files = open_tensors(folder)
+    # Before a table or a model is built, which a damaged number would make endless.
+    if form.layers > len(stored):
+        raise ValueError(f"{folder / CONFIG} says {form.layers} layers, and there are {len(stored)} tensors")
+    entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
+    sizes = form.sizes()
+    tensors = _checked(architecture, stored, entries, sizes, folder)
+    form = form.run_as(config or {}, _one_dtype(dtype, tensors, folder))
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: architecture.build(form, execution)), nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        # Quantizer states have initial values; the compiler drops the parameters that are drawn beside them.
+        rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(nnx.Param)))()
+    mesh = jax.sharding.get_mesh()
+    leaves = leaves_with_axes(params)
+    places = [None] * len(leaves) if mesh.empty else shardings_of(params, mesh)
+    arrays = []
+    for (path, leaf, _), place in zip(leaves, places, strict=True):
+        arrays.append(_placed(functools.partial(entries[path].read, tensors, sizes), leaf, place))
+        for file in files:
+            file.release()
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(params), arrays), rest)
+
+
+def _checked(
+    architecture: Architecture,
+    stored: Mapping[str, np.ndarray],
+    entries: Mapping[str, Entry],
+    sizes: Sizes,
+    folder: Path,
+) -> dict[str, np.ndarray]:
+    """Return the tensors that the entries name, if they are those of the folder."""
+    wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
+    base = architecture.base
+    if not any(name.startswith(base) for name in stored):
+        # Of the model without its head, whose names begin behind the base.
+        stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
+    tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
+    head, embedding = architecture.tied
+    twice = head in tensors and head not in wanted and embedding in tensors
+    if twice and np.array_equal(tensors[head], tensors[embedding]):
+        del tensors[head]
+    lines = [f"{name} is missing" for name in wanted if name not in tensors]
+    lines += [f"{name} is unexpected" for name in tensors if name not in wanted]
+    lines += [
+        f"{name} is {list(tensors[name].shape)} and must be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if lines:
+        more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        lines = [line[:300] for line in lines[:_SHOWN]]
+        raise CheckpointMismatchError(
+            f"the tensors of {folder} are not those of its {CONFIG}:\n" + "\n".join(lines) + more
+        )
+    return tensors
+
+
+def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, np.ndarray], folder: Path) -> Any:
+    if dtype is not None:
+        return dtype
+    found = {tensor.dtype for tensor in tensors.values()}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the tensors of {folder} are of dtypes {names}; say with dtype= which the parameters have")
+    return found.pop()
+
+
+def _placed(read: Any, leaf: Any, place: Any) -> Array:
+    """Return an array on its devices, of which each gets its part."""
+    if place is None:
+        return jnp.asarray(read((slice(None),) * leaf.ndim, leaf.dtype))
+    # Devices that hold the same part get it from one read.
+    parts: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        key = tuple((each.start, each.stop) for each in index)
+        if key not in parts:
+            parts[key] = read(index, leaf.dtype)
+        return parts[key]
+
+    return jax.make_array_from_callback(leaf.shape, place, part)

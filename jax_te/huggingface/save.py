@@ -1,0 +1,135 @@
+"""Models to folders in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from jax_te.huggingface.architectures import ARCHITECTURES
+from jax_te.huggingface.fields import NO_NUMBERS, Fields
+from jax_te.huggingface.folder import CONFIG, json_file, write_tensors
+from jax_te.huggingface.form import Architecture, Form
+from jax_te.huggingface.layout import Entry
+from jax_te.huggingface.safetensors import Plan
+from jax_te.sharding.internal import leaves_with_axes
+from jax_te.typing import DTypeLike
+
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+
+
+def save_huggingface(
+    model: Any,
+    folder: str | Path,
+    *,
+    architecture: str | None = None,
+    dtype: DTypeLike | None = None,
+    max_shard_size: int = 5_000_000_000,
+    like: str | Path | None = None,
+) -> None:
+    """Write a model so that transformers loads it: ``config.json`` and safetensors.
+
+    The files are written tensor by tensor under other names, and take the place of older ones when all are whole. On
+    several processes all call this, and the first one writes. Quantizer states are no part of such a folder.
+
+    Args:
+        model: a model of `jax_te.models`.
+        folder: made if it is not there.
+        architecture: one of `ARCHITECTURES`. None: the first that can say all options of the model.
+        dtype: of the tensors. None: that of the parameters.
+        max_shard_size: the most bytes of tensors in a file; a larger one holds one tensor. Beyond one file there is
+            an index.
+        like: a folder from which the fields of ``config.json`` that say nothing of the model are taken, such as
+            ``eos_token_id``, and the files of the tokenizer and of generation; the one that the model was loaded from.
+
+    Raises:
+        ValueError: for a model that no architecture, or not this one, can say; the message names the options. For
+            parameters that are stored quantized, or that adapters added.
+
+    Source: ``save_pretrained`` of transformers.
+
+    >>> save_huggingface(model, "tuned", like="Llama-3.2-1B")  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    name, form = _architecture(model, architecture)
+    chosen = ARCHITECTURES[name]
+    entries = {path: Entry.of(pieces) for path, pieces in chosen.table(form).items()}
+    sizes = form.sizes()
+    arrays = {path: leaf for path, leaf, _ in leaves_with_axes(nnx.state(model, nnx.Param))}
+    wrong = sorted(arrays.keys() ^ entries.keys())
+    wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
+    if wrong:
+        raise ValueError(
+            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
+            "stored quantized from their masters"
+        )
+    plan: list[Plan] = []
+    for path, entry in entries.items():
+        stored = np.dtype(arrays[path].dtype if dtype is None else dtype)
+        plan += [(tensor, stored, shape) for tensor, shape in entry.their_shapes(sizes).items()]
+    widest = max((stored for _, stored, _ in plan), key=lambda stored: stored.itemsize)
+    # Null, since transformers' own default for a token that is absent would be one of another vocabulary.
+    values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if like is not None:
+        values |= {key: value for key, value in json_file(Path(like) / CONFIG).items() if key in NO_NUMBERS}
+    values |= chosen.config_fields(form)
+    values |= {"architectures": [name], "model_type": chosen.model_type, "torch_dtype": widest.name}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for path, entry in entries.items():
+            for tensor, array in entry.write(_on_host(arrays[path]), sizes):
+                yield tensor, array if dtype is None else array.astype(dtype)
+
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder, plan, tensors(), max_shard_size)
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        copied = [] if like is None or folder.samefile(like) else [Path(like) / each for each in _COMPANIONS]
+        for path in copied:
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+    else:
+        for _ in tensors():  # each is gathered by all processes together
+            pass
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("save_huggingface")
+
+
+def _architecture(model: Any, wanted: str | None) -> tuple[str, Form]:
+    """Return an architecture that can say what the model is, and the model's form."""
+    if wanted is not None and wanted not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {wanted!r}; known: {', '.join(ARCHITECTURES)}")
+    reasons = []
+    for name, each in ARCHITECTURES.items():
+        if wanted not in (None, name) or not isinstance(model, each.model):
+            continue
+        form = Form(model.config, each.options(model))
+        lost = _lost(each, form)
+        if not lost:
+            return name, form
+        reasons.append(f"{name}: {', '.join(lost)}")
+    raise ValueError(
+        "no architecture of transformers is known that says what the model is; of its options cannot be said "
+        + ("; ".join(reasons) or f"any: it is a {type(model).__name__}")
+    )
+
+
+def _lost(architecture: Architecture, form: Form) -> list[str]:
+    """Return the options that are others once they were written and read again."""
+    said = architecture.form(Fields(architecture.config_fields(form), CONFIG)).options()
+    return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    whole = array.is_fully_addressable or array.is_fully_replicated
+    return np.asarray(array if whole else multihost_utils.process_allgather(array, tiled=True))

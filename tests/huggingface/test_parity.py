@@ -1,0 +1,161 @@
+"""Models of transformers, made here with its own code and random weights: the same logits and tokens, and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_REASON = "compares with transformers: pip install -e '.[parity]'"
+torch = pytest.importorskip("torch", reason=_REASON)
+transformers = pytest.importorskip("transformers", reason=_REASON)
+
+from jax_te.huggingface import load_huggingface, save_huggingface  # noqa: E402
+from jax_te.models import generate  # noqa: E402
+from tests.support.numerics import assert_close, quick_jit  # noqa: E402
+
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, other options": (
+        "GPT2",
+        GPT2
+        | {"n_inner": 40, "activation_function": "relu", "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
+    "llama 3": (
+        "Llama",
+        LLAMA | {"rope_parameters": ROPE | {"rope_theta": 5e5, "original_max_position_embeddings": 16}},
+    ),
+    "llama, other options": (
+        "Llama",
+        LLAMA
+        | {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}},
+    ),
+    "llama, yarn": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
+}
+
+
+def make(name: str, folder: Path, **sizes: Any) -> Any:
+    """A model of transformers with random weights, written to a folder in several files."""
+    kind, options = CASES[name]
+    # No tokens of its own that end a text: the one that transformers takes by default is not in the vocabulary.
+    config = getattr(transformers, f"{kind}Config")(
+        **{"vocab_size": 67, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | options | sizes
+    )
+    model = next(
+        getattr(transformers, kind + suffix)
+        for suffix in ("ForCausalLM", "LMHeadModel")
+        if hasattr(transformers, kind + suffix)
+    )
+    model = model(config).eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        # Large enough that every part shows in the logits; the scales of norms are around 1.
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return model
+
+
+def tokens_of(model: Any, length: int = 12) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, model.config.vocab_size, (2, length))
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = make(name, tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    ours = load_huggingface(tmp_path)
+    tokens = tokens_of(theirs)
+    expected = logits_of(theirs, tokens)
+    actual = quick_jit(lambda model, tokens: model(tokens))(ours, jnp.asarray(tokens, jnp.int32))
+    # Two layers: some twenty rounded steps, each of a few units of 2^-24.
+    assert_close(actual, expected, 2.0**-18)
+    assert np.abs(expected).max() > 1.0
+    with torch.no_grad():
+        wanted = theirs.generate(torch.tensor(tokens), max_new_tokens=8, do_sample=False).numpy()
+    prompt = jnp.asarray(tokens, jnp.int32)
+    found = generate(ours, prompt, steps=8, key=jax.random.key(0), temperature=0.0)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_transformers_loads(name: str, tmp_path: Path) -> None:
+    theirs = make(name, tmp_path / "theirs")
+    model = load_huggingface(tmp_path / "theirs")
+    save_huggingface(model, tmp_path / "ours", max_shard_size=30_000)
+    back, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values()), info
+    tokens = tokens_of(theirs)
+    np.testing.assert_array_equal(logits_of(back.eval(), tokens), logits_of(theirs, tokens))
+    state, expected = back.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in state)
+
+
+def test_a_checkpoint_in_bf16(tmp_path: Path) -> None:
+    theirs = make("llama 3", tmp_path).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    ours = load_huggingface(tmp_path)
+    assert ours.config.params_dtype == jnp.bfloat16
+    save_huggingface(ours, tmp_path / "back")
+    back = type(theirs).from_pretrained(tmp_path / "back")
+    assert back.dtype == torch.bfloat16
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in back.state_dict().items())
+    # And as fp32 parameters, cast because it was asked for.
+    wide = load_huggingface(tmp_path, dtype=jnp.float32)
+    tokens = tokens_of(theirs)
+    assert_close(wide(jnp.asarray(tokens, jnp.int32)), logits_of(theirs.float(), tokens), 2.0**-18)
+
+
+def test_a_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
+    """As that of GPT-2 itself: names without their first part, masks among the tensors, a head that is stored twice."""
+    theirs = make("gpt2", tmp_path)
+    tensors = {name.removeprefix("transformer."): value.clone() for name, value in theirs.state_dict().items()}
+    del tensors["lm_head.weight"]
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
+    from safetensors.torch import save_file
+
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokens = tokens_of(theirs)
+    logits = logits_of(theirs, tokens)
+    assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits, 2.0**-18)
+    names = {
+        name if name.startswith("transformer.") else f"transformer.{name}": value for name, value in tensors.items()
+    }
+    save_file(names | {"lm_head.weight": tensors["wte.weight"].clone()}, tmp_path / "model.safetensors")
+    assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits, 2.0**-18)
+    save_file(names | {"lm_head.weight": tensors["wte.weight"] + 1.0}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight is unexpected"):
+        load_huggingface(tmp_path)
+
+
+def test_older_fields_of_rotary_positions(tmp_path: Path) -> None:
+    """``rope_theta`` and ``rope_scaling``, as in files that were written before transformers 5."""
+    import json
+
+    theirs = make("llama 3", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tokens = tokens_of(theirs)
+    assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits_of(theirs, tokens), 2.0**-18)
