@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from jax_te.huggingface.decoders import GPT2, LLAMA
+from jax_te.huggingface.decoders import GEMMA, GPT2, LLAMA, QWEN3
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.form import Architecture
 
-ARCHITECTURES: dict[str, Architecture] = {"GPT2LMHeadModel": GPT2, "LlamaForCausalLM": LLAMA}
+ARCHITECTURES: dict[str, Architecture] = {
+    "GPT2LMHeadModel": GPT2,
+    "LlamaForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": QWEN3,
+    "GemmaForCausalLM": GEMMA,
+}
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jax_te.huggingface.fields import Fields, activation_name, rotary_fields
-from jax_te.huggingface.form import Architecture, Form, Options
+from jax_te.huggingface.form import Architecture, Form, Options, layer_windows
 from jax_te.huggingface.layout import Table, layers
-from jax_te.models import GPTModel
+from jax_te.models import GPTModel, Multipliers
 
 _TIED = "share_embeddings_and_output_weights"
 _MLP = "layers/{i}/layernorm_mlp"
@@ -133,8 +134,15 @@ _LLAMA_BIASES: Table = {
 }
 
 
+_QK_NORMS: Table = {
+    f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
+    f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
+}
+
+
 def _llama_table(form: Form) -> Table:
     layer = _LLAMA_LAYER | (_LLAMA_BIASES if form.config.add_bias_linear else {})
+    layer |= _QK_NORMS if form.config.qk_layernorm else {}
     return {
         "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
         **layers(layer, form.config.num_layers),
@@ -144,23 +152,29 @@ def _llama_table(form: Form) -> Table:
 
 
 def _read_llama(given: Fields, options: Options) -> None:
-    options["activation"] = given.activation("hidden_act", "silu", gated=True)
-    options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
+    _read_rotary(given, options, "silu")
     options["add_bias_linear"] = bias = given.take("attention_bias", bool, False)
     if given.take("mlp_bias", bool, False) != bias:
         raise given.refused(
             "mlp_bias", not bias, f"attention_bias is {bias}, and linear layers have biases all or none"
         )
+
+
+def _read_rotary(given: Fields, options: Options, activation: str) -> None:
+    """What Llama and its kin share."""
+    options["activation"] = given.activation("hidden_act", activation, gated=True)
+    options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
     options["normalization"] = "RMSNorm"
 
 
 def _write_llama(options: Options) -> dict[str, Any]:
-    return {
-        "hidden_act": activation_name(options["activation"], gated=True),
-        "attention_bias": options["add_bias_linear"],
-        "mlp_bias": options["add_bias_linear"],
-        **rotary_fields(options["position_embedding_type"]),
-    }
+    bias = options["add_bias_linear"]
+    return {**_write_rotary(options), "attention_bias": bias, "mlp_bias": bias}
+
+
+def _write_rotary(options: Options) -> dict[str, Any]:
+    activation = activation_name(options["activation"], gated=True)
+    return {"hidden_act": activation, **rotary_fields(options["position_embedding_type"])}
 
 
 LLAMA = Architecture(
@@ -186,4 +200,86 @@ LLAMA = Architecture(
     base="model.",
     tied=("lm_head.weight", "model.embed_tokens.weight"),
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
+
+
+def _read_qwen3(given: Fields, options: Options) -> None:
+    _read_rotary(given, options, "silu")
+    given.expect("attention_bias", False)
+    count, windowed = options["num_layers"], given.take("use_sliding_window", bool, False)
+    size, first = given.take("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
+    kinds = given.take("layer_types", list, [_WINDOW if windowed and i >= first else _FULL for i in range(count)])
+    if len(kinds) != count or not {*map(str, kinds)} <= {_FULL, _WINDOW} or (_WINDOW in kinds and not windowed):
+        raise given.refused("layer_types", kinds, f"{count} of {_FULL!r} and, with use_sliding_window, {_WINDOW!r} fit")
+    options |= {"add_bias_linear": False, "qk_layernorm": True}
+    if _WINDOW in kinds:
+        # Theirs counts the query's own position.
+        options["window_size"] = (size - 1, 0)
+        options["window_attn_skip_freq"] = tuple(int(kind == _WINDOW) for kind in kinds)
+
+
+def _write_qwen3(options: Options) -> dict[str, Any]:
+    windows = layer_windows(options)
+    left, right = next(filter(None, windows), (-1, 0))
+    return {
+        **_write_rotary(options),
+        "use_sliding_window": any(windows),
+        "sliding_window": left + 1 if left >= 0 and right == 0 else None,
+        "layer_types": [_WINDOW if window else _FULL for window in windows],
+    }
+
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    fields={
+        **LLAMA.fields,
+        "vocab_size": ("vocab_size", 151936),
+        "intermediate_size": ("ffn_hidden_size", 22016),
+        "num_key_value_heads": ("num_query_groups", 32),
+        "head_dim": ("kv_channels", 128),
+        "max_position_embeddings": ("max_sequence_length", 32768),
+    },
+    read=_read_qwen3,
+    write=_write_qwen3,
+)
+
+
+def _read_gemma(given: Fields, options: Options) -> None:
+    # Files of the first release say "gelu" and mean the tanh form.
+    gelu = "gelu_pytorch_tanh"
+    _read_rotary(given, options, gelu)
+    given.expect("hidden_activation", gelu)
+    given.expect("attention_bias", False)
+    given.expect("use_bidirectional_attention", False)
+    if options["activation"] == ("gelu_exact", "linear"):
+        options["activation"] = "geglu"
+    scale = Multipliers(embedding=options["hidden_size"] ** 0.5)
+    options |= {"add_bias_linear": False, "layernorm_zero_centered_gamma": True, "multipliers": scale}
+
+
+def _write_gemma(options: Options) -> dict[str, Any]:
+    written = _write_rotary(options)
+    return written | ({"hidden_act": "gelu_pytorch_tanh"} if options["activation"] == "geglu" else {})
+
+
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    fields={
+        **LLAMA.fields,
+        "vocab_size": ("vocab_size", 256000),
+        "hidden_size": ("hidden_size", 3072),
+        "intermediate_size": ("ffn_hidden_size", 24576),
+        "num_hidden_layers": ("num_layers", 28),
+        "num_attention_heads": ("num_attention_heads", 16),
+        "num_key_value_heads": ("num_query_groups", 16),
+        "head_dim": ("kv_channels", 256),
+        "max_position_embeddings": ("max_sequence_length", 8192),
+        "tie_word_embeddings": (_TIED, True),
+    },
+    read=_read_gemma,
+    write=_write_gemma,
 )

@@ -17,6 +17,7 @@ from jax_te.config import (
 )
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.layout import Sizes, Table
+from jax_te.megatron import is_layer_window_attention
 from jax_te.models import Execution, Multipliers
 
 Options = dict[str, Any]
@@ -61,12 +62,10 @@ class Form:
 
     def options(self) -> Options:
         """Return all options that change the outputs of a model."""
-        return {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
-
-    @property
-    def layers(self) -> int:
-        """The number of layers of the largest stack."""
-        return max(self.config.num_layers, self.others.get("encoder_num_layers", 0))
+        found = {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
+        # The two fields say the same in several ways.
+        windows = {"window_size": layer_windows(found), "window_attn_skip_freq": None}
+        return found | (windows if found["window_size"] else {})
 
     def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
         """Return a form whose configuration has other fields that change no output.
@@ -98,6 +97,13 @@ class Form:
         return letters | {"q": n * d, "v": self.others["vocab_size"], "s": self.others["max_sequence_length"]}
 
 
+def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
+    """Return the window of each layer, None for a layer without one."""
+    size, skip = options["window_size"], options["window_attn_skip_freq"]
+    numbers = range(1, options["num_layers"] + 1)
+    return tuple(size if is_layer_window_attention(size, skip, number) else None for number in numbers)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model of transformers, in tables that are read in both directions.
@@ -126,15 +132,19 @@ class Architecture:
     tied: tuple[str, str]
     ignored: str
 
-    def form(self, given: Fields) -> Form:
+    def form(self, given: Fields, most_layers: int) -> Form:
         """Return the form that a ``config.json`` says.
 
         Raises:
-            ValueError: for fields that are not followed.
+            ValueError: for fields that are not followed, and for more layers than ``most_layers``, which would take
+                endless time and memory if a damaged file says so.
         """
         options = {
             ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
         }
+        layers = max(options["num_layers"], options.get("encoder_num_layers") or 0)
+        if layers > most_layers:
+            raise given.refused("the number of layers", layers, f"there are {most_layers} tensors")
         self.read(given, options)
         return Form.make({name: value for name, value in options.items() if value is not None})
 

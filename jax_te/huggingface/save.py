@@ -126,7 +126,8 @@ def _architecture(model: Any, wanted: str | None) -> tuple[str, Form]:
 
 def _lost(architecture: Architecture, form: Form) -> list[str]:
     """Return the options that are others once they were written and read again."""
-    said = architecture.form(Fields(architecture.config_fields(form), CONFIG)).options()
+    written = architecture.config_fields(form)
+    said = architecture.form(Fields(written, CONFIG), 10**9).options()
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 
 

@@ -262,7 +262,7 @@ def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_size": "32"}, "hidden_size must be of type int, got '32'"),
         ({"hidden_size": True}, "hidden_size must be of type int, got True"),
-        ({"num_hidden_layers": 10**12}, "1000000000000 layers, and there are 21 tensors"),
+        ({"num_hidden_layers": 10**12}, "number of layers is 1000000000000; there are 21 tensors"),
         ({"rms_norm_eps": float("nan")}, "layernorm_epsilon"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
