@@ -17,6 +17,7 @@ from jax_te import megatron, te_pytorch
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.config.checks import log_once
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
+from jax_te.recipe import Float8CurrentScaling
 from jax_te.sharding import make_mesh
 from tests.support import reference
 from tests.support.meshes import shard
@@ -168,13 +169,35 @@ def test_recomputed_core_attention_saves_no_scores() -> None:
 
 
 def test_a_decoder_is_called_in_transformer_engines_order() -> None:
-    """What stands third and fourth is the encoder's output and its mask."""
-    options: dict[str, Any] = {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+    """Behind the input stand its mask, the encoder's output and the mask of that."""
+    options: dict[str, Any] = {"self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
+    options["layer_type"] = "decoder"
     layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
     x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
-    padding = jnp.broadcast_to(jnp.arange(6) >= 4, (2, 1, 1, 6))
-    y = quick_jit(lambda layer, *a: layer(*a))(layer, x, None, encoded, padding)
-    by_name = {"encoder_output": encoded, "enc_dec_attn_mask": padding}
+    own, padding = (jnp.broadcast_to(jnp.arange(size) >= size - 2, (2, 1, 1, size)) for size in (S, 6))
+    call = quick_jit(lambda layer, *a: layer(*a))
+    y = call(layer, x, own, encoded, padding)
+    by_name = {"attention_mask": own, "encoder_output": encoded, "enc_dec_attn_mask": padding}
     assert_bitwise(y, quick_jit(lambda layer, x, a: layer(x, **a))(randomize(build(**options)), x, by_name))
-    shown = quick_jit(lambda layer, *a: layer(*a))(layer, x, None, encoded, jnp.zeros_like(padding))
-    assert relative_l2(y, shown) > 0.01
+    for other in ((~own, encoded, padding), (own, -encoded, padding), (own, encoded, ~padding)):
+        assert relative_l2(y, call(layer, x, *other)) > 0.01
+
+
+def test_a_layer_called_as_transformer_engines_keeps_its_kernels() -> None:
+    layer, x = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0))), draw("x", (2, S, H))
+    layer.eval()
+    with te_pytorch.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+        first = layer(x, is_first_microbatch=True)
+        layer.self_attention.proj.kernel.set_value(jnp.zeros((H, H)))
+        assert_bitwise(layer(x, is_first_microbatch=False), first)
+        assert relative_l2(layer(x), first) > 0.01
+
+
+@pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
+def test_layers_without_a_bias(kind: Any) -> None:
+    """They have no parameter for it, and give what zeros there give, which biases begin with."""
+    plain, made = kind(H, F, bias=False, rngs=nnx.Rngs(0)), kind(H, F, rngs=nnx.Rngs(0))
+    assert {name for name in parameters(plain) if "bias" in name} == {"ln_bias"}
+    assert {name for name in parameters(made) if "bias" in name} > {"ln_bias"}
+    x = draw("x", (2, S, H))
+    assert_bitwise(plain(x), made(x))
