@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te.config import TransformerConfig
+from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import Linear
 from jax_te.megatron import (
     Float16Module,
@@ -28,7 +28,9 @@ from jax_te.megatron import (
     fp32_to_float16,
     split_te_layernorm_column_parallel_linear,
 )
-from tests.support.numerics import assert_bitwise, draw, without_type_checker
+from jax_te.sharding import make_mesh
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise, draw, quick_jit, without_type_checker
 
 H = 32
 CONFIG = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2)
@@ -124,3 +126,20 @@ def test_offsets_of_linear_layers_are_refused():
         with pytest.raises(ValueError, match=r"sharded_offsets.* \(\(0, 1, 2\),\)"):
             layer.sharded_state_dict("", ((0, 1, 2),))
         assert layer.sharded_state_dict("a.", (), {"any": 1}).keys() == {"a.kernel", "a.bias"}
+
+
+@pytest.mark.parametrize("mode", ["column", "row", "duplicated"])
+def test_an_expert_of_any_parallel_mode_is_whole(mode: str):
+    """Two tensor ranks split no kernel of an expert, and have nothing to add up."""
+    options: dict[str, Any] = {"bias": True, "skip_bias_add": False, "skip_weight_param_allocation": False}
+    options |= {"parallel_mode": mode, "config": CONFIG, "init_method": CONFIG.init_method}
+    x = draw("x", (6, H))
+    call = quick_jit(lambda layer, x: layer(x)[0])
+    expected = call(TELinear(H, 64, is_expert=True, rngs=nnx.Rngs(0), **options), x)
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        expert, other = (shard(TELinear(H, 64, is_expert=e, rngs=nnx.Rngs(0), **options)) for e in (True, False))
+        assert (expert.tp_size, other.tp_size) == (1, 1 if mode == "duplicated" else 2)
+        assert expert.kernel.sharding.is_fully_replicated
+        assert other.kernel.sharding.is_fully_replicated == (mode == "duplicated")
+        assert_bitwise(call(expert, x), expected)
+        assert "all-reduce" not in call.lower(expert, x).compile().as_text()

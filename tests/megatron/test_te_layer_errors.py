@@ -76,7 +76,7 @@ EVERY = [linear, column, row, fused]
         ),
         (lambda: linear(parallel_mode="diagonal"), ValueError, "parallel_mode.* None, 'duplicated', 'c"),
         (lambda: linear(symmetric_ar_type="ring"), AssertionError, "symmetric_ar_type.* 'ring'"),
-        (lambda: column(tp_group=object()), TypeError, "tp_group.* 'tensor'"),
+        *((lambda build=build: build(tp_group=object()), TypeError, "tp_group.* 'tensor'") for build in (column, row)),
         (lambda: linear(0), ValueError, "in_features.* 0"),
         (lambda: fused(n=-1), ValueError, r"out_features\[0\].* -1"),
         (
