@@ -1,5 +1,10 @@
 """Exceptions of the package. Each is also the built-in type that callers expect."""
 
+from collections.abc import Iterable, Mapping
+
+Record = tuple[str, tuple[int, ...]]
+"""Dtype and shape of an array."""
+
 
 class BackendUnavailableError(ValueError):
     """A backend asked for by name cannot run this operation here; the message says why."""
@@ -13,6 +18,35 @@ class QuantizerStateError(ValueError):
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint and the state it should fill differ in structure, shape or dtype."""
+
+
+SHOWN = 8
+"""The largest number of differences of a kind in a message."""
+
+
+def differences(there: Mapping[str, Record], here: Mapping[str, Record], names: Iterable[str]) -> str:
+    """Return what is missing, unexpected, of another shape or of another dtype, for a `CheckpointMismatchError`.
+
+    Args:
+        there, here: dtype and shape of each array of what is read and of what it should fill; None: no such array.
+        names: of those that differ.
+
+    >>> differences({"a": ("int32", (2,)), "b": ("int32", ())}, {"a": ("int32", (3,))}, ["a", "b"])
+    '1 unexpected: b is int32[] there, absent here. 1 of another shape: a is int32[2] there, int32[3] here'
+    """
+    kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another dtype": []}
+    for name in sorted(names):
+        one, other = there.get(name), here.get(name)
+        texts = ["absent" if record is None else f"{record[0]}{list(record[1])}" for record in (one, other)]
+        if one is None or other is None:
+            kind = "missing" if one is None else "unexpected"
+        else:
+            kind = "of another shape" if one[1] != other[1] else "of another dtype"
+        kinds[kind].append(f"{name} is {texts[0]} there, {texts[1]} here")
+    more = {kind: [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN) for kind, lines in kinds.items()}
+    return ". ".join(
+        f"{len(lines)} {kind}: {'; '.join(lines[:SHOWN] + more[kind])}" for kind, lines in kinds.items() if lines
+    )
 
 
 __all__ = ["BackendUnavailableError", "CheckpointMismatchError", "QuantizerStateError"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te import layers, te_pytorch
+from jax_te import errors, layers, te_pytorch
 from jax_te.config import ModelParallelConfig, TransformerConfig
 from jax_te.megatron import (
     Float16Module,
@@ -212,4 +212,4 @@ def test_errors_are_the_references_or_a_row_says_why_not(of: str, when: str):
         stated = stated["here"]
     with without_type_checker(), pytest.raises(Exception) as caught:  # noqa: PT011  # the type is what is tested
         CALLS[of][when]()
-    assert type(caught.value) is getattr(builtins, stated), caught.value
+    assert type(caught.value) is (vars(builtins) | vars(errors))[stated], caught.value

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,29 +21,22 @@ from jax_te.checkpoint.folder import Folder, checked_folder
 from jax_te.checkpoint.read import (
     DamagedError,
     chain,
-    in_all_processes,
     quiet_orbax,
-    read_arrays,
     read_metadata,
     say,
 )
-from jax_te.checkpoint.target import described
+from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.tree import (
     FORMAT,
     PARAMETERS,
-    Name,
-    check_records,
     checksums,
     crc32,
     named_leaves,
     records,
     stored_parts,
 )
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_choice, check_positive
 from jax_te.typing import PyTree
-
-ALLOWED = {"unexpected"}
-"""What `TrainCheckpointer.restore` does only if it is told to."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -55,7 +50,7 @@ class TrainCheckpointer:
     included. Static fields (a graph definition) are not stored: `restore` takes them from the state that it fills.
 
     - Saving returns once the arrays are copied to the host; writing continues in the background. An error in it is
-      raised by the next call, `wait` or `close`.
+      raised by the next call, also by `check`, `wait` and `close`.
     - A checkpoint appears whole or not at all; the rest of a killed save is ignored, and the next run's first save
       removes it.
     - Every array is stored with a checksum, and restored only if its checksum is right.
@@ -63,9 +58,14 @@ class TrainCheckpointer:
     Args:
         directory: created by the first save.
         keep: number of newest checkpoints to keep, >= 1.
+        keep_every: keep those whose step is a multiple of this, too.
+        keep_best: keep so many of the best, too, by a metric that each save is given.
+        metric: name of that metric.
+        best: whether its smallest or its largest value is the best; nan is the worst.
 
     Raises:
-        ValueError: if ``directory`` is a file, or has a name that Orbax would take for another.
+        ValueError: if ``directory`` is a file, or has a name that Orbax would take for another; for a number to keep
+            that is not positive, and for another ``best``.
 
     >>> import tempfile, jax.numpy as jnp
     >>> folder = tempfile.TemporaryDirectory()
@@ -77,10 +77,29 @@ class TrainCheckpointer:
     >>> folder.cleanup()
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
-        check_positive(keep=keep)
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        metric: str = "loss",
+        best: Literal["min", "max"] = "min",
+    ):
+        numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
+        check_positive(**{name: number for name, number in numbers.items() if number is not None})
+        check_choice(("min", "max"), best=best)
         self._directory = checked_folder(directory)
-        self._keep = keep
+        self._metric = None if keep_best is None else metric
+        policies = ocp.training.preservation_policies
+        kept: list[Any] = [policies.LatestN(keep)]
+        if keep_every is not None:
+            kept.append(policies.EveryNSteps(keep_every))
+        if keep_best is not None:
+            rank = partial(_rank, name=metric, sign=-1.0 if best == "min" else 1.0)
+            kept.append(policies.BestN(get_metric_fn=rank, n=keep_best, keep_checkpoints_without_metrics=False))
+        self._kept: Any = policies.AnyPreservationPolicy(kept)
         self._read_back = False
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any, contextlib.ExitStack] | None = None
@@ -92,23 +111,31 @@ class TrainCheckpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def save(self, state: PyTree, data_state: Any, step: int | np.integer) -> None:
+    def save(
+        self, state: PyTree, data_state: Any, step: int | np.integer, *, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Start saving. The state may be donated or deleted as soon as this returns.
 
         Args:
             state: pytree of arrays.
             data_state: any value that JSON can hold, for example the state of a data iterator.
             step: name of the checkpoint, an integer >= 0.
+            metrics: numbers by name, stored beside the arrays.
 
         Raises:
             OSError: if this save, or the one before it, could not be written, e.g. to a full disk. Earlier checkpoints
                 are still there.
-            ValueError: if the step is saved already, or is no integer >= 0.
+            ValueError: if the step is saved already, or is no integer >= 0; if ``metrics`` lacks that by which the best
+                checkpoints are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero.
         """
         step = _check_step(step)
         self.wait()
         _check_json(data_state)
+        numbers: dict[str, Any] = {name: float(value) for name, value in (metrics or {}).items()}
+        if self._metric is not None and self._metric not in numbers:
+            given = sorted(numbers) or "none"
+            raise ValueError(f"the best checkpoints are kept by {self._metric!r}; give it in metrics, got {given}")
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
         leaves = named_leaves(state)
@@ -121,7 +148,11 @@ class TrainCheckpointer:
             log_filter = quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 response: Any = self._open_writer().save_checkpointables_async(
-                    step, stored_parts(leaves), force=True, custom_metadata={**body, "crc32": crc32(body)}
+                    step,
+                    stored_parts(leaves),
+                    force=True,
+                    metrics=numbers or None,
+                    custom_metadata={**body, "crc32": crc32(body)},
                 )
             # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
             response.on_complete(log_filter.end)
@@ -144,6 +175,21 @@ class TrainCheckpointer:
                     self._damaged.remove(step)
                     self._read_back = True
 
+    def check(self) -> None:
+        """Raise the error of a save under way if it has failed by now, without waiting: a training loop asks each step.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        if self._pending is not None:
+            try:
+                self._pending[1].result(timeout=0)
+            except TimeoutError:
+                return
+            except Exception:  # raised below, in words
+                pass
+            self.wait()
+
     def latest_step(self) -> int | None:
         """Return the newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
         self.wait()
@@ -163,7 +209,21 @@ class TrainCheckpointer:
                 restore to (on any mesh, whatever it was saved from). A leaf without one, such as ``jax.eval_shape``
                 gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated.
             step: of the checkpoint; None: the newest. A damaged one that is named is an error.
-            allow: ``"unexpected"``: arrays of the checkpoint that ``abstract_state`` lacks are left out, and not read.
+            allow: names of conversions that lose or add something, which are refused otherwise:
+
+                - ``"cast"``: ``value.astype(dtype)``, where no master holds the value.
+                - ``"dequantize"``: kernels stored quantized, of which there are no masters, as ``data * scale``.
+                - ``"missing"``: what the checkpoint lacks stays as it is in ``abstract_state``, if that has an array
+                  there: adapters.
+                - ``"quantizers"``: delayed scaling is begun anew with scales of 1 and histories of 0, or left out; of
+                  another length, histories keep their newest amaxes or are filled with 0.
+                - ``"requantize"``: kernels are stored quantized under the ambient recipe, as the train step quantizes
+                  masters; for a `TrainState`.
+                - ``"unexpected"``: what ``abstract_state`` lacks is left out, and not read: the optimizer's state.
+
+                What loses nothing is converted without: layers stacked by ``nnx.vmap`` or each for itself, query, key
+                and value fused or not, a `LoRA`'s base, parameters of another dtype or form whose masters hold the
+                values. The log of ``jax_te`` lists at level INFO what was converted.
 
         Returns:
             State, data state, step.
@@ -187,13 +247,12 @@ class TrainCheckpointer:
         >>> state.model(jnp.ones(2)).shape
         (3,)
         """
-        found, data, step = self._restore(described(abstract_state), step, _check_allowed(allow))
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), found), data, step
+        return self._restore(Target(abstract_state, allow), step)
 
     def restore_parameters(
         self, abstract_params: PyTree, *, step: int | np.integer | None = None, allow: Collection[str] = ()
     ) -> tuple[PyTree, int]:
-        """Restore a `TrainState`'s parameters alone; nothing else of the checkpoint is read.
+        """Restore a `TrainState`'s parameters alone. Nothing else is read, but masters for parameters in another form.
 
         Args:
             abstract_params: the ``params`` of a `TrainState`, or a model's ``nnx.state(model, nnx.Param)``, as in
@@ -215,9 +274,8 @@ class TrainCheckpointer:
         ...     params, step = checkpointer.restore_parameters(nnx.state(model, nnx.Param))
         ...     nnx.update(model, params)
         """
-        wanted = described({PARAMETERS: abstract_params})
-        found, _, step = self._restore(wanted, step, _check_allowed(allow), part=PARAMETERS)
-        return jax.tree.unflatten(jax.tree.structure(abstract_params), found), step
+        state, _, step = self._restore(Target({PARAMETERS: abstract_params}, allow, part=PARAMETERS), step)
+        return state[PARAMETERS], step
 
     def close(self) -> None:
         """Wait for the save under way and free what Orbax holds.
@@ -237,10 +295,8 @@ class TrainCheckpointer:
         found = [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()]
         return [step for step in found if step not in self._damaged]
 
-    def _restore(
-        self, wanted: dict[Name, Any], step: Any, allow: frozenset[str], *, part: str = ""
-    ) -> tuple[Iterable[Any], Any, int]:
-        """Return the wanted arrays, the data state and the step; ``part``: what the names begin with."""
+    def _restore(self, target: Target, step: Any) -> tuple[PyTree, Any, int]:
+        """Return the filled state, the data state and the step."""
         self.wait()
         if step is not None:
             step = _check_step(step)
@@ -251,7 +307,7 @@ class TrainCheckpointer:
                     errno.ENOENT, f"there is no checkpoint of step {step}, but of: {there}", str(self._directory)
                 )
             try:
-                return *self._load(step, wanted, allow, part), step
+                return *self._load(step, target), step
             except DamagedError as error:
                 raise ValueError(
                     f"checkpoint step {step} in {self._directory} is damaged: {error}. Restore another step"
@@ -260,40 +316,20 @@ class TrainCheckpointer:
         while newest := say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
             step = int(newest)
             try:
-                found, data = self._load(step, wanted, allow, part)
+                state, data = self._load(step, target)
             except DamagedError as error:
                 damaged[step] = str(error)
                 continue
             for bad, reason in damaged.items():
                 self._report_damaged(bad, f"{reason}; step {step} is used instead")
-            return found, data, step
+            return state, data, step
         if damaged:
             listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise ValueError(f"no checkpoint in {self._directory} can be read: {listed}. Start again in another folder")
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self._directory))
 
-    def _load(self, step: int, wanted: dict[Name, Any], allow: frozenset[str], part: str) -> tuple[Iterable[Any], Any]:
-        path = self._directory / str(step)
-        body = in_all_processes(read_metadata, path)
-        version = body.get("format", 1)
-        if version > FORMAT:
-            raise ValueError(
-                f"checkpoint step {step} in {self._directory} has format {version}, and this version of jax_te knows "
-                f"formats 1 to {FORMAT}; use the version that wrote it, or a newer one"
-            )
-        saved, here = body["arrays"], records(wanted)
-        if part:
-            saved = {name: record for name, record in saved.items() if name.split("/")[0] == part}
-        if "unexpected" in allow:
-            saved = {name: record for name, record in saved.items() if name in here}
-        check_records(saved, here, f"checkpoint step {step} in {self._directory}")
-        found = in_all_processes(read_arrays, path, wanted)
-        found = {name: found[name] for name in wanted}
-        # Orbax restores a flipped bit without an error, so the values are checked.
-        wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
-        if wrong:
-            raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
-        return found.values(), body["data"]
+    def _load(self, step: int, target: Target) -> tuple[PyTree, Any]:
+        return load(self._directory / str(step), f"checkpoint step {step} in {self._directory}", target)
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         if self._damaged:
@@ -314,9 +350,8 @@ class TrainCheckpointer:
         return self._writer
 
     def _new_writer(self) -> ocp.training.Checkpointer:
-        newest: Any = ocp.training.preservation_policies.LatestN(self._keep)
         folder = Folder(self._directory)
-        return ocp.training.Checkpointer(folder, preservation_policy=newest, cleanup_tmp_directories=True)
+        return ocp.training.Checkpointer(folder, preservation_policy=self._kept, cleanup_tmp_directories=True)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -362,18 +397,17 @@ class TrainCheckpointer:
             ) from error
 
 
+def _rank(metrics: Mapping[str, float] | None, *, name: str, sign: float) -> float:
+    """Return a number that is larger for a better checkpoint; of one that has no such metric, the smallest."""
+    value = sign * (metrics or {}).get(name, math.nan)
+    return -math.inf if math.isnan(value) else value
+
+
 def _check_step(step: Any) -> int:
     # bool is a subclass of int; NumPy's integers are none.
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"step must be an integer >= 0, got {step!r}")
     return int(step)
-
-
-def _check_allowed(allow: Collection[str]) -> frozenset[str]:
-    unknown = [allow] if isinstance(allow, str) else sorted(set(allow) - ALLOWED)
-    if unknown:
-        raise ValueError(f"allow must be a set of names among {sorted(ALLOWED)}, got {unknown!r}")
-    return frozenset(allow)
 
 
 def _check_storable(arrays: dict[str, list[Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jax_te.errors import CheckpointMismatchError
 from jax_te.typing import Array, PyTree
 
 Name = tuple[str, ...]
@@ -24,17 +24,19 @@ FORMAT = 2
 SMALL = 2**20
 """The largest number of elements whose checksum the host computes."""
 
-SHOWN = 8
-"""The largest number of differences in a message."""
-
 PARAMETERS = "params"
 """What the names of parameters in a training state begin with."""
 
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+"""Under it, arrays may be on any devices; under another one JAX takes arrays on its devices only, in its order."""
 
 
-def named_leaves(tree: PyTree) -> dict[Name, Any]:
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Name, Any]:
     """Return the leaves of a pytree by their paths' names, in leaf order; NNX Variables add no name.
+
+    Args:
+        tree: the pytree.
+        is_leaf: as in ``jax.tree.leaves``.
 
     Raises:
         ValueError: if two leaves have the same name.
@@ -44,7 +46,7 @@ def named_leaves(tree: PyTree) -> dict[Name, Any]:
     """
     # Variables are unwrapped, so that a checkpoint does not depend on how NNX names what is inside one.
     plain = jax.tree.map(_unwrap, tree, is_leaf=_is_variable)
-    found = [(tuple(map(_part, path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(plain)]
+    found = [(tuple(map(_part, path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(plain, is_leaf)]
     leaves = dict(found)
     if len(leaves) != len(found):
         raise ValueError("two leaves of the state have the same name, so it cannot be stored by name")
@@ -107,32 +109,9 @@ def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, 
     False
     """
     # One program for each leaf, because leaves may be on different meshes. Each is waited for before the next starts:
-    # XLA's CPU runtime aborts when programs with collectives wait too long for one of its threads. No mesh is set
-    # meanwhile: under one JAX takes arrays on its devices only, in its order.
-    with jax.set_mesh(_NO_MESH):
+    # XLA's CPU runtime aborts when programs with collectives wait too long for one of its threads.
+    with jax.set_mesh(NO_MESH):
         return {"/".join(name): int(_checksum(leaf, ordered=version > 1)) for name, leaf in leaves.items()}
-
-
-def check_records(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], what: str) -> None:
-    """Raise CheckpointMismatchError unless two `records` agree.
-
-    Args:
-        saved, wanted: records of the checkpoint and of the state to fill.
-        what: subject of the message.
-    """
-    # Orbax would cast to the wanted dtype without a word.
-    lines = []
-    for name in sorted(saved.keys() | wanted.keys()):
-        there, here = saved.get(name), wanted.get(name)
-        if there != here:
-            texts = ["absent" if record is None else f"{record[0]}{record[1]}" for record in (there, here)]
-            lines.append(f"{name} is {texts[0]} there, {texts[1]} here")
-    if lines:
-        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise CheckpointMismatchError(
-            f"{what} is not one of this state: {'; '.join(lines[:SHOWN])}{more}. Use the configuration it was saved "
-            "with, or another folder"
-        )
 
 
 def crc32(body: dict[str, Any]) -> int:

@@ -53,12 +53,14 @@ class LoopActions:
         step: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
         evaluate: returns the held-out loss of a state.
         save: ``(step, state)``; writes a checkpoint, and may return before it is on disk.
+        check: called at each step; raises what went wrong in the background since then. None: nothing.
         inspect: ``(step, state, batch)``, with the number of a step, the state before it and its batch. None: nothing.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
     evaluate: Callable[[PyTree], float]
     save: Callable[[int, PyTree], None]
+    check: Callable[[], None] | None = None
     inspect: Callable[[int, PyTree, Any], None] | None = None
 
 
@@ -161,6 +163,8 @@ def run_loop(
     try:
         with StopRequest() as stop:
             while step < plan.steps and stopped_by is None:
+                if actions.check is not None:
+                    actions.check()  # a run whose checkpoints are not written should not go on until the next one
                 step, batch = step + 1, next(batches)
                 if actions.inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
                     drain(0)

@@ -93,7 +93,8 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
 
         names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after", "tokens_per_step")
         plan = LoopPlan(**{name: getattr(config, name) for name in names}, learning_rate=trainer.learning_rate)
-        actions = LoopActions(step=trainer.step, evaluate=trainer.evaluate, save=trainer.save, inspect=inspect)
+        works = {"step": trainer.step, "evaluate": trainer.evaluate, "save": trainer.save}
+        actions = LoopActions(**works, check=trainer.checkpointer.check, inspect=inspect)
         skipped = int(state.skipped_steps)
         result = run_loop(
             state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped

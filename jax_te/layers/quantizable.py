@@ -117,6 +117,23 @@ class QuantizableModule(TrainingMode):
         variable = getattr(self, kernel)
         variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
 
+    def requantized(self, kernel: str, value: Array, old: QuantizedKernel) -> QuantizedKernel:
+        """``value`` in the quantized form that a kernel is stored in.
+
+        Raises:
+            ValueError: if that is of another recipe than the one here and now.
+        """
+        recipe = self.recipe_of(kernel)
+        if quantizer_for(recipe, "kernel") != old.quantizer:
+            raise ValueError(
+                f"a kernel of {type(self).__name__} is stored as {old.quantizer}, and the recipe here is {recipe}; "
+                "work under the recipe that the state was created with"
+            )
+        new = self.quantized(kernel, value, portable=True)
+        # In the old structure, whose static dtype is that of the parameter: the value may be an fp32 master, and
+        # another structure would compile the next step again.
+        return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+
     def linear_weights(
         self, kernel: str, bias: Array | None, is_first_microbatch: bool | None, given: Array | None = None
     ) -> LinearWeights:

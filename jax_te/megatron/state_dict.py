@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
+from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers.internal import CachedKernel, drop_cached_kernels
 from jax_te.typing import Array
 
@@ -65,7 +66,7 @@ def load_state_dict(
         The names that were skipped.
 
     Raises:
-        ValueError: if shapes, dtypes or (with ``strict``) names differ; the message lists every difference.
+        CheckpointMismatchError: if shapes, dtypes or (with ``strict``) names differ, with all kinds of differences.
 
     Source: ``torch.nn.Module.load_state_dict``, which casts silently if dtypes differ.
 
@@ -76,16 +77,18 @@ def load_state_dict(
     True
     """
     # All differences are collected before anything is written, so that an error leaves the module as it was.
-    wanted = state_dict(module, prefix)
-    missing = [name for name in wanted if name not in arrays]
-    unexpected = [name for name in arrays if name not in wanted]
-    differences = [_difference(name, arrays[name], own) for name, own in wanted.items() if name in arrays]
-    problems = [line for line in differences if line]
+    here = {name: _record(array) for name, array in state_dict(module, prefix).items()}
+    there = {name: _record(array) for name, array in arrays.items()}
+    missing = [name for name in here if name not in there]
+    unexpected = [name for name in there if name not in here]
+    wrong = [name for name, record in here.items() if name in there and there[name] != record]
     if strict:
-        problems += [f"{name} is missing" for name in missing]
-        problems += [f"{name} is not in {type(module).__name__}" for name in unexpected]
-    if problems:
-        raise ValueError(f"the state dict does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
+        wrong += missing + unexpected
+    if wrong:
+        raise CheckpointMismatchError(
+            f"the state dict does not fit {type(module).__name__}: {differences(there, here, wrong)}. Cast and rename "
+            "its arrays, or give strict=False to skip names that one of the two lacks"
+        )
     for path, variable in variables_of(module):
         _fill(prefix + ".".join(map(str, path)), variable, arrays)
     # They were made from the old values.
@@ -115,7 +118,7 @@ class StateDicts:
         """Load the arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
 
         Raises:
-            ValueError: listing every difference in names, shapes and dtypes.
+            CheckpointMismatchError: listing differences in names, shapes and dtypes.
         """
         return load_state_dict(cast(nnx.Module, self), state_dict, strict)
 
@@ -158,11 +161,10 @@ def _placed(array: Any, own: Any) -> Array:
     return jax.device_put(array, own.sharding, may_alias=False)
 
 
-def _difference(name: str, given: Any, own: Any) -> str | None:
-    if not hasattr(given, "dtype") or not hasattr(given, "shape"):
-        return f"{name} is no array but {given!r}"
-    there, here = (f"{x.dtype}{list(x.shape)}" for x in (given, own))
-    return None if there == here else f"{name} is {there}, the module has {here}"
+def _record(array: Any) -> Record:
+    if hasattr(array, "dtype") and hasattr(array, "shape"):
+        return str(array.dtype), tuple(array.shape)
+    return f"no array ({type(array).__name__}), shape ", ()
 
 
 def _part(entry: Any) -> str:

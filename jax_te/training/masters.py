@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers import QuantizableModule, quantizable_modules, quantize_parameters
+from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
-from jax_te.quantize import QuantizedKernel, quantizer_for
+from jax_te.quantize import QuantizedKernel
 
 
 def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
@@ -54,23 +54,10 @@ def parameters_of(full: nnx.State, params: nnx.State, model: nnx.Module) -> nnx.
     old = dict(nnx.to_flat_state(params))
     for path, module, kernel in quantizable_kernels(model):
         if path in old and isinstance(old[path].get_value(), QuantizedKernel):
-            values[path] = _requantized(module, kernel, old[path].get_value(), values[path])
+            values[path] = module.requantized(kernel, values[path], old[path].get_value())
     return nnx.from_flat_state(
         [(path, variable.replace(_rounded(variable, values[path]))) for path, variable in old.items()]
     )
-
-
-def _requantized(module: QuantizableModule, kernel: str, old: QuantizedKernel, value: Any) -> QuantizedKernel:
-    recipe = module.recipe_of(kernel)
-    if quantizer_for(recipe, "kernel") != old.quantizer:
-        raise ValueError(
-            f"a kernel of {type(module).__name__} is stored as {old.quantizer}, and the train step runs under "
-            f"{recipe}; call the step under the recipe that the state was created with"
-        )
-    new = module.quantized(kernel, value, portable=True)
-    # In the old structure, whose static dtype is that of the parameter: the master was fp32, and another structure
-    # would compile the next step again.
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
 
 
 def _rounded(old: Any, new: Any) -> Any:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax_te.checkpoint import TrainCheckpointer, tree
 from jax_te.checkpoint.tree import checksums, named_leaves, nest, records
 from jax_te.errors import CheckpointMismatchError
+from tests.support.numerics import without_type_checker
 
 
 def make_state(seed: int = 0):
@@ -100,6 +101,26 @@ def test_the_newest_are_kept(tmp_path):
         state, data_state, step = checkpointer.restore(abstract(make_state()))
     assert (int(state["step"]), data_state, step) == (12, {"at": 12}, 12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["11", "12"]
+
+
+def test_every_kth_and_the_best_are_kept_too(tmp_path):
+    def steps():
+        return sorted(int(path.name) for path in tmp_path.iterdir())
+
+    many = {"keep": 1, "keep_every": 10, "keep_best": 1}
+    with TrainCheckpointer(tmp_path, **many) as checkpointer:
+        for step, loss in ((1, 0.5), (10, 0.9), (11, 0.2), (12, float("nan")), (13, 0.3)):
+            checkpointer.save(make_state(step), {"at": step}, step, metrics={"loss": jnp.float32(loss), "other": step})
+    assert steps() == [10, 11, 13]
+    with TrainCheckpointer(tmp_path, **many) as checkpointer:
+        with pytest.raises(ValueError, match=r"kept by 'loss'; give it in metrics, got \['accuracy'\]"):
+            checkpointer.save(make_state(), None, 14, metrics={"accuracy": 1.0})
+        checkpointer.save(make_state(14), {"at": 14}, 14, metrics={"loss": 0.4})
+    assert steps() == [10, 11, 14]  # the metric of step 11 is known from the disk
+    with TrainCheckpointer(tmp_path, keep=1, keep_best=2, metric="loss", best="max") as checkpointer:
+        checkpointer.save(make_state(15), {"at": 15}, 15, metrics={"loss": 0.1})
+        assert bits(checkpointer.restore(abstract(make_state()))[0]) == bits(make_state(15))
+    assert steps() == [10, 14, 15]
 
 
 def test_nothing_is_made_before_the_first_save(tmp_path):
@@ -226,8 +247,9 @@ def test_wrong_use(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"need a folder, and .*file is a file"):
         TrainCheckpointer(tmp_path / "file")
-    with pytest.raises(ValueError, match="keep"):
-        TrainCheckpointer(tmp_path, keep=0)
+    for wrong in ({"keep": 0}, {"keep_every": 0}, {"keep_best": -1}, {"best": "most"}):
+        with without_type_checker(), pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be"):
+            TrainCheckpointer(tmp_path, **wrong)
     with TrainCheckpointer(tmp_path / "runs") as checkpointer:
         # Without the type checker of the tests, which users do not have.
         save = TrainCheckpointer.save

@@ -348,6 +348,26 @@ def test_a_full_disk_is_called_so(tmp_path, monkeypatch):
         assert caught.value.filename == str(tmp_path)
 
 
+def test_a_loop_that_asks_at_each_step_is_told_at_once(tmp_path, monkeypatch):
+    """`check` does not wait for a save under way, and raises when it has failed."""
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.check()
+        checkpointer.save(make_state(1), {"at": 1}, 1)
+        checkpointer.wait()
+        checkpointer.save(make_state(2), {"at": 2}, 2)
+        checkpointer._pending[1].result()
+        answers = iter([TimeoutError(), *[OSError(errno.ENOSPC, "No space left on device")] * 2])
+
+        def result(timeout=None):
+            raise next(answers)
+
+        monkeypatch.setattr(checkpointer._pending[1], "result", result)
+        checkpointer.check()
+        with pytest.raises(OSError, match=r"step 2 could not be saved: no space left on the disk"):
+            checkpointer.check()
+        checkpointer.check()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_saves_keep_no_more_memory_than_those_of_orbax_alone():

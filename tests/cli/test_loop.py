@@ -33,17 +33,31 @@ class Run:
         self.events.append(("save", step))
         self.saved[step] = state
 
-    def __call__(self, *, first=0, steps=10, step=None, progress=None, **cadence):
+    def __call__(self, *, first=0, steps=10, step=None, progress=None, check=None, **cadence):
         cadence = {"save_every": 4, "eval_every": 3, "log_every": 5} | cadence
         plan = LoopPlan(steps=steps, tokens_per_step=100, **cadence)
         with MetricsLog(self.directory, resume_step=first) as log:
-            actions = LoopActions(step=step or self.step, evaluate=self.evaluate, save=self.save)
+            actions = LoopActions(step=step or self.step, evaluate=self.evaluate, save=self.save, check=check)
             progress = progress or PlainProgress()
             return run_loop(first, itertools.count(first), actions, plan, log=log, progress=progress, first=first)
 
 
 def losses(directory):
     return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(directory)]
+
+
+def test_what_fails_in_the_background_ends_the_run_at_the_next_step(tmp_path):
+    """Not at the next checkpoint, which may be hours away."""
+    asked = itertools.count(1)
+
+    def check():
+        if next(asked) == 6:
+            raise OSError(28, "no space left on the disk")
+
+    run = Run(tmp_path)
+    with pytest.raises(OSError, match="no space left"):
+        run(check=check, save_every=100)
+    assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [1, 2, 3, 4]
 
 
 def test_every_step_is_recorded_and_cadences_are_kept(tmp_path, capsys):

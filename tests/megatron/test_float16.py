@@ -286,11 +286,11 @@ def test_state_dicts_are_the_wrapped_modules():
     wide = state_dict(Linear(16, 16, rngs=nnx.Rngs(3)))
     other.load_state_dict({name: np.asarray(array) for name, array in wide.items()})
     assert_bitwise(other.module.kernel[...], wide["kernel"].astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"bias is int32\[16\], the module has bfloat16\[16\]"):
+    with pytest.raises(ValueError, match=r"bias is int32\[16\] there, bfloat16\[16\] here"):
         other.load_state_dict(wide | {"bias": jnp.zeros(16, jnp.int32)})
     with pytest.raises(ValueError, match=r"bias is bfloat16\[8\]"):
         other.load_state_dict(wide | {"bias": jnp.zeros(8)})
-    with pytest.raises(ValueError, match=r"kernel is float32\[16, 16\], the module has bfloat16\[16, 16\]"):
+    with pytest.raises(ValueError, match=r"kernel is float32\[16, 16\] there, bfloat16\[16, 16\] here"):
         load_state_dict(other.module, wide)
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
+from jax_te.checkpoint import restore as restore_module
 from tests.support.processes import run_processes
+from tests.support.storage import bytes_read, peak_memory
 
 FOLDERS = {"host": 2**20, "devices": 0}
 """Folder -> the largest array of which the host takes the checksum."""
@@ -64,15 +66,15 @@ def save_and_restore_one(folder):
 
 def restore_damaged(folder):
     """One process alone may find the damage, that of its disk or its shards; or all find that of the files."""
-    read = checkpointer_module.read_arrays
+    read = restore_module.read_arrays
 
     def fail_here(path, wanted):
         found = read(path, wanted)
         if jax.process_index() == 1 and path.parent.name == "of one" and path.name == "2":
-            raise checkpointer_module.DamagedError("a shard of this process")
+            raise restore_module.DamagedError("a shard of this process")
         return found
 
-    checkpointer_module.read_arrays = fail_here
+    restore_module.read_arrays = fail_here
     return [restore_damaged_one(folder / case) for case in CASES]
 
 
@@ -87,6 +89,65 @@ def restore_damaged_one(folder):
         checkpointer.save(sharded_state(3, mesh), {"at": 3}, 3)
         assert checkpointer.latest_step() == 3
     return told
+
+
+SIZE = 2**26
+"""Bytes of the state whose parts are read, half of them by each process."""
+
+
+def random_state(mesh, size=SIZE):
+    """Random bits, which do not compress: rows and columns over the processes."""
+    values = np.random.default_rng(0).integers(0, 2**32, (2, 1024, size // 2**13), np.uint32)
+
+    def put(values, spec):
+        return jax.make_array_from_callback(values.shape, jax.NamedSharding(mesh, spec), lambda index: values[index])
+
+    return {"params": {"rows": put(values[0], jax.P("x"))}, "columns": put(values[1], jax.P(None, "x"))}
+
+
+def restore_parts(folder):
+    """Return bytes read and the largest growth of memory, for a checkpoint of this mesh and for one of one device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    state = random_state(mesh)
+    described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    expected = local(state)
+    small = random_state(mesh, 2**16)
+    with TrainCheckpointer(folder / "small") as checkpointer:  # what a first use takes is no part of the measurement
+        checkpointer.save(small, None, 1)
+        checkpointer.restore(small)
+        # A conversion of arrays on the devices of both processes, to another sharding.
+        stack = jax.ShapeDtypeStruct((1, 1024, 8), np.uint32, sharding=jax.NamedSharding(mesh, jax.P(None, None, "x")))
+        checkpointer.save({"params": {"layers": [{"w": small["params"]["rows"]}]}}, None, 2)
+        stacked, _, _ = checkpointer.restore({"params": {"layers": {"w": stack}}})
+        assert local(stacked) == local(
+            jax.device_put(small["params"]["rows"], jax.NamedSharding(mesh, jax.P(None, "x")))
+        )
+    with TrainCheckpointer(folder / "mesh") as checkpointer:
+        checkpointer.save(state, None, 1)
+        checkpointer.wait()
+    del state
+    found = []
+    for name in ("mesh", "one device"):
+        with TrainCheckpointer(folder / name) as checkpointer:
+            with bytes_read() as read, peak_memory() as grown:
+                restored, _, _ = checkpointer.restore(described)
+            assert local(restored) == expected
+            del restored
+        found.append((read[0], grown[0]))
+    return found
+
+
+def test_each_process_reads_the_parts_of_its_devices(tmp_path):
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    with TrainCheckpointer(tmp_path / "one device") as checkpointer:
+        checkpointer.save(random_state(one), None, 1)
+    for finished in run_processes(2, restore_parts, (tmp_path,)):
+        (read, grown), (read_of_one, _) = finished.result
+        assert SIZE / 2 <= read < 0.51 * SIZE
+        # The half three times, as stored, unpacked and in the array; of the whole it would be twice as much.
+        assert grown < 2 * SIZE
+        # Saved on one device, each array is one piece, which can be read as a whole only.
+        assert SIZE <= read_of_one < 1.01 * SIZE
 
 
 @pytest.fixture(scope="module")

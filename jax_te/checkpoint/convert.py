@@ -1,0 +1,299 @@
+"""How the arrays of a state are made of those of a checkpoint that holds them in another form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_te.checkpoint.tree import PARAMETERS, Name
+from jax_te.errors import Record
+from jax_te.quantize import QuantizedTensor
+from jax_te.quantize.internal import BLOCK, MX_BLOCK
+from jax_te.typing import Array
+
+ALLOWED = {
+    "cast": "values rounded to another dtype",
+    "dequantize": "values of quantized kernels, which have no masters, times their scales",
+    "missing": "arrays that the checkpoint lacks, left as they are in the given state",
+    "quantizers": "delayed scaling begun anew (scales 1, histories 0), left out, or its histories cut or filled with 0",
+    "requantize": "kernels quantized by the recipe here",
+    "unexpected": "arrays that the state lacks, left out",
+}
+"""What `TrainCheckpointer.restore` does only if it is told to, since it loses or adds something."""
+
+MASTERS, QUANTIZERS = "masters", "quantizers"
+DATA, SCALES, TENSOR_SCALES = (("form", "rowwise", name) for name in ("data", "scale_inv", "tensor_scale_inv"))
+"""Names of a stored quantized kernel's arrays behind the kernel's own."""
+
+SIDES = (1, 16, MX_BLOCK, BLOCK)
+"""Of blocks with a scale."""
+
+PROJECTIONS = {"query": None, "key": -2, "value": -1}
+"""Layers of attention, and their components of a fused one; None: all but the last two."""
+
+NORMS = {"scale": "scale", "ln_bias": "bias"}
+"""Names of a norm's parameters in a fused layer and in a layer of its own."""
+
+Axes = tuple[Any, ...]
+"""Mesh axes of each dimension."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """An array as it is read, or made of others.
+
+    Args:
+        shape, dtype: of it.
+        parts: what it is made of.
+        make: function of the parts' arrays; None: it is read under the name ``source``.
+        axes_of_parts: how each part is sharded, so that a device makes its shard of what it holds.
+        sliced: it is a piece of its only part.
+        note: what is done, for the log.
+        needs: names of `ALLOWED`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: tuple[Made, ...] = ()
+    make: Callable[..., Array] | None = None
+    axes_of_parts: Callable[[Axes], tuple[Axes, ...]] = lambda axes: (axes,)
+    sliced: bool = False
+    source: str = ""
+    note: str = ""
+    needs: frozenset[str] = frozenset()
+
+    def reads(self, axes: Axes) -> dict[str, tuple[Made, Axes]]:
+        """Return what is read by name, with its mesh axes where this has ``axes``."""
+        if self.make is None:
+            return {self.source: (self, axes)}
+        below = zip(self.parts, self.axes_of_parts(axes), strict=True)
+        return {name: found for part, axes in below for name, found in part.reads(axes).items()}
+
+    def value(self, arrays: dict[str, Array]) -> Array:
+        """Return the array, of what was read by name."""
+        if self.make is None:
+            return arrays[self.source]
+        return self.make(*(part.value(arrays) for part in self.parts))
+
+    def used(self) -> Counter[str]:
+        """Return how many elements of what is read come into this array."""
+        if self.make is None:
+            return Counter({self.source: prod(self.shape)})
+        found = sum((part.used() for part in self.parts), Counter[str]())
+        return Counter(dict.fromkeys(found, prod(self.shape))) if self.sliced else found
+
+    def all_needs(self) -> frozenset[str]:
+        """Return what must be allowed for it and its parts."""
+        return self.needs.union(*(part.all_needs() for part in self.parts))
+
+    def notes(self) -> list[str]:
+        """Return what is done to its parts, and then to it."""
+        return [note for part in self.parts[:1] for note in part.notes()] + [self.note] * bool(self.note)
+
+
+class Forms:
+    """What arrays of other names, shapes and dtypes can be made of those of a checkpoint.
+
+    Args:
+        saved: record of each array of the checkpoint.
+        wanted: of each array of the state.
+    """
+
+    def __init__(self, saved: dict[str, Record], wanted: dict[str, Record]):
+        self._saved, self._wanted = saved, wanted
+
+    def find(self, name: Name, record: Record) -> Made | None:
+        """Return how the array of a name is made, with as little loss as there is a way to."""
+        (dtype, shape), (first, *rest) = record, name
+        alike = None
+        for made in self._layouts(name):
+            if made.shape == shape:
+                if made.dtype == dtype:
+                    return made
+                alike = alike or made
+        if first == QUANTIZERS:
+            return self._quantizer(name, record)
+        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return None
+        others = {PARAMETERS: MASTERS, MASTERS: PARAMETERS}
+        other = self._of_shape((others[first], *rest), shape) if first in others else None
+        exact = first == PARAMETERS and "/".join((MASTERS, *rest)) in self._wanted
+        if other is not None and (other.dtype == dtype or first == PARAMETERS):
+            note = f"{first} taken from {others[first]}"
+            # What was quantized, or keeps its masters, has lost nothing.
+            lossless = other.dtype == dtype or exact or self._is_quantized(name)
+            return _cast(other, dtype, note, () if lossless else ("cast",))
+        if found := alike or other:
+            lossless = exact and found.dtype == "float32"
+            return _cast(found, dtype, f"{found.dtype} cast to {dtype}", () if lossless else ("cast",))
+        return self._dequantized(name, record) if first == PARAMETERS else None
+
+    def exact(self, name: Name, shape: tuple[int, ...]) -> Made | None:
+        """Return the most exact values that there are of a parameter."""
+        found = self._of_shape((MASTERS, *name[1:]), shape) or self._of_shape(name, shape)
+        return None if found is None or not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating) else found
+
+    def left_over(self, made: dict[Name, Made]) -> list[str]:
+        """Return the names of what the checkpoint has and ``made`` does not hold, in part or whole."""
+        groups: dict[str, Counter[str]] = {}
+        for name, each in made.items():
+            # Parameters and masters may both be made of the same array: each must hold all of it.
+            groups.setdefault(name[0], Counter()).update(each.used())
+        sizes = {name: prod(shape) for name, (_, shape) in self._saved.items()}
+        held = {name for group in groups.values() for name, count in group.items() if count >= sizes[name]}
+        return [name for name in self._saved if name not in held and not _is_derived(name, held)]
+
+    def _of_shape(self, name: Name, shape: tuple[int, ...]) -> Made | None:
+        return next((made for made in self._layouts(name) if made.shape == shape), None)
+
+    def _is_quantized(self, name: Name) -> bool:
+        return any(self._layouts((*name, *DATA)))
+
+    def _layouts(self, name: Name, rules: tuple[str, ...] = ("lora", "qkv", "stack")) -> Iterator[Made]:
+        """Yield what has the values of a name, as it was saved or in another layout; each rule applies once at most."""
+        text = "/".join(name)
+        if text in self._saved:
+            dtype, shape = self._saved[text]
+            yield Made(shape, dtype, source=text)
+        for rule in rules:
+            rest = tuple(other for other in rules if other != rule)
+            yield from getattr(self, f"_{rule}")(name, rest)
+
+    def _lora(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
+        """The base of an adapted layer, or a layer that becomes one: `jax_te.layers.LoRA` has it as ``base``."""
+        for place in range(1, len(name)):
+            kept = name[:place] if name[place] == "base" else (*name[: place + 1], "base")
+            yield from self._layouts((*kept, *name[place + 1 :]), rules)
+
+    def _qkv(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
+        """The projections of `MultiheadAttention` in one kernel ``[…, r + 2, g·d]``, or in three."""
+        if len(name) < 2:
+            return
+        *path, layer, last = name
+        norms = {("qkv", fused): ("layernorm", own) for fused, own in NORMS.items()}
+        norms |= {new: old for old, new in norms.items()}
+        if (layer, last) in norms:
+            yield from self._layouts((*path, *norms[layer, last]), rules)
+        if last not in ("kernel", "bias"):
+            return
+        if layer == "qkv":
+            q, k, v = (next(self._layouts((*path, each, last), rules), None) for each in PROJECTIONS)
+            if q and k and v and (*q.shape[:-2], *q.shape[-1:]) == k.shape == v.shape:
+                shape = (*q.shape[:-2], q.shape[-2] + 2, q.shape[-1])
+                yield Made(shape, q.dtype, (q, k, v), _fuse, _fused_axes, note="query, key and value fused")
+        if layer in PROJECTIONS:
+            for fused in self._layouts((*path, "qkv", last), rules):
+                if len(fused.shape) >= 2 and fused.shape[-2] > 2:
+                    yield _projection(fused, PROJECTIONS[layer])
+
+    def _stack(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
+        """Layers that `nnx.vmap` stacked along a leading axis, or of which each stands under its number."""
+        for place in range(1, len(name)):
+            if name[place].isdecimal():
+                for stack in self._layouts((*name[:place], *name[place + 1 :]), rules):
+                    if stack.shape and int(name[place]) < stack.shape[0]:
+                        yield _layer(stack, int(name[place]))
+            layers = []
+            while found := next(self._layouts((*name[:place], str(len(layers)), *name[place:]), rules), None):
+                layers.append(found)
+            if len({(layer.shape, layer.dtype) for layer in layers}) == 1:
+                yield _stack_of(layers)
+
+    def _quantizer(self, name: Name, record: Record) -> Made:
+        dtype, shape = record
+        needs, history = frozenset({QUANTIZERS}), name[-1] == "amax_history"
+        for made in self._layouts(name) if history else ():
+            if made.shape[:-1] == shape[:-1]:
+                resize = partial(_of_length, length=shape[-1])
+                return Made(shape, dtype, (made,), resize, note="amax histories cut or filled with 0", needs=needs)
+        begin = partial(jnp.zeros if history else jnp.ones, shape, dtype)
+        return Made(shape, dtype, (), begin, lambda _: (), note="quantizers begun anew", needs=needs)
+
+    def _dequantized(self, name: Name, record: Record) -> Made | None:
+        dtype, shape = record
+        data, scales, tensor = (next(self._layouts((*name, *each)), None) for each in (DATA, SCALES, TENSOR_SCALES))
+        if data is None or scales is None or data.shape != shape:
+            return None
+        parts = (data, scales, tensor) if tensor else (data, scales)
+        # A scale may be of more than one device's values.
+        axes = partial(_first_axes, ranks=[len(part.shape) for part in parts[1:]])
+        needs = frozenset({"dequantize"})
+        return Made(shape, dtype, parts, partial(_dequantize, dtype), axes, note="kernels dequantized", needs=needs)
+
+
+def _is_derived(name: str, held: set[str]) -> bool:
+    """Whether a parameter, or an array of a quantized one, is held as its master or its quantized values are."""
+    first, *rest = name.split("/")
+    paths = ["/".join(rest[:size]) for size in range(1, len(rest) + 1)]
+    return first == PARAMETERS and any(
+        f"{MASTERS}/{path}" in held or "/".join((PARAMETERS, path, *DATA)) in held for path in paths
+    )
+
+
+def _cast(made: Made, dtype: str, note: str, needs: tuple[str, ...]) -> Made:
+    return Made(made.shape, dtype, (made,), lambda a: a.astype(dtype), note=note, needs=frozenset(needs))
+
+
+def _layer(stack: Made, number: int) -> Made:
+    take = partial(lax.index_in_dim, index=number, keepdims=False)
+    note = "layers taken from a stack"
+    return Made(stack.shape[1:], stack.dtype, (stack,), take, lambda axes: ((None, *axes),), sliced=True, note=note)
+
+
+def _stack_of(layers: list[Made]) -> Made:
+    shape, count = (len(layers), *layers[0].shape), len(layers)
+    make, axes = (lambda *arrays: jnp.stack(arrays)), (lambda axes: (axes[1:],) * count)
+    return Made(shape, layers[0].dtype, tuple(layers), make, axes, note="layers stacked")
+
+
+def _projection(fused: Made, place: int | None) -> Made:
+    *lead, count, last = fused.shape
+    note = "query, key and value separated"
+    if place is None:
+        shape, take = (*lead, count - 2, last), partial(lax.slice_in_dim, start_index=0, limit_index=-2, axis=-2)
+        return Made(shape, fused.dtype, (fused,), take, sliced=True, note=note)
+    take = partial(lax.index_in_dim, index=place, axis=-2, keepdims=False)
+    axes = lambda axes: ((*axes[:-1], None, axes[-1]),)  # noqa: E731
+    return Made((*lead, last), fused.dtype, (fused,), take, axes, sliced=True, note=note)
+
+
+def _fuse(q: Array, k: Array, v: Array) -> Array:
+    return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
+
+
+def _fused_axes(axes: Axes) -> tuple[Axes, ...]:
+    one = (*axes[:-2], axes[-1])
+    return axes, one, one
+
+
+def _first_axes(axes: Axes, ranks: list[int]) -> tuple[Axes, ...]:
+    return axes, *((None,) * rank for rank in ranks)
+
+
+def _of_length(history: Array, length: int) -> Array:
+    """Return an amax history with another number of entries, of which the newest is the first."""
+    more = max(0, length - history.shape[-1])
+    return jnp.pad(history[..., :length], [(0, 0)] * (history.ndim - 1) + [(0, more)])
+
+
+def _dequantize(dtype: str, data: Array, scales: Array, tensor: Array | None = None) -> Array:
+    """Return data times scales, in fp32, rounded once. The size of the blocks follows from the shapes."""
+    if scales.ndim in (1, 3):  # of layers in a stack
+        layers = zip(data, scales, [None] * len(data) if tensor is None else tensor, strict=True)
+        return jnp.stack([_dequantize(dtype, *layer) for layer in layers])
+    sizes, block = (data.shape[0], prod(data.shape[1:])), None
+    if scales.ndim:
+        r, c = (
+            max(side for side in SIDES if -(-size // side) == count)
+            for size, count in zip(sizes, scales.shape, strict=True)
+        )
+        block = (r, c)
+    tensors: Any = {"data": data, "scale_inv": scales, "tensor_scale_inv": tensor}
+    return QuantizedTensor(**tensors, dtype=jnp.dtype(dtype), block=block).dequantize()

@@ -1,0 +1,221 @@
+"""From a checkpoint to the arrays of a state, which may hold them in another form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, Axes, Forms, Made
+from jax_te.checkpoint.read import DamagedError, in_all_processes, read_arrays, read_metadata
+from jax_te.checkpoint.target import described
+from jax_te.checkpoint.tree import FORMAT, NO_MESH, PARAMETERS, Name, checksums, named_leaves, records
+from jax_te.errors import CheckpointMismatchError, Record, differences
+from jax_te.layers.internal import quantizable_kernels
+from jax_te.quantize import QuantizedKernel
+from jax_te.typing import PyTree
+
+
+class Target:
+    """A state to fill.
+
+    Args:
+        tree: of arrays or their descriptions.
+        allow: names of `ALLOWED`.
+        part: what its names begin with, and all that is asked for; "" for a whole state.
+
+    Raises:
+        ValueError: for an unknown name in ``allow``.
+    """
+
+    def __init__(self, tree: PyTree, allow: Collection[str], *, part: str = ""):
+        unknown = [allow] if isinstance(allow, str) else sorted(set(allow) - ALLOWED.keys())
+        if unknown:
+            raise ValueError(f"allow must be a set of names among {sorted(ALLOWED)}, got {unknown!r}")
+        self.tree, self.allow, self.part = tree, frozenset(allow), part
+        self.leaves, self.given = described(tree), named_leaves(tree)
+        nodes = named_leaves(tree, is_leaf=_is_kernel)
+        self.kernels: dict[Name, QuantizedKernel] = {name: node for name, node in nodes.items() if _is_kernel(node)}
+        prefixes = ((name, name[:size]) for name in self.leaves for size in range(len(name)))
+        self.kernel_of = {name: prefix for name, prefix in prefixes if prefix in self.kernels}
+        self.wanted: dict[str, Record] = {
+            name: (dtype, tuple(shape)) for name, (dtype, shape) in records(self.leaves).items()
+        }
+
+    def filled(self, arrays: dict[Name, Any]) -> PyTree:
+        """Return the tree with these arrays, and descriptions of those that are not there."""
+        leaves = [arrays.get(name, leaf) for name, leaf in self.leaves.items()]
+        return jax.tree.unflatten(jax.tree.structure(self.tree), leaves)
+
+
+@dataclass
+class Plan:
+    """How the arrays of a state come about.
+
+    Args:
+        made: of the checkpoint's arrays.
+        kernels: exact values of kernels, which are quantized here.
+        kept: those given with the state.
+        left_out: what the checkpoint has and the state lacks.
+    """
+
+    made: dict[Name, Made] = field(default_factory=dict)
+    kernels: dict[Name, Made] = field(default_factory=dict)
+    kept: list[Name] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
+    """Return a state and the data state.
+
+    Args:
+        path: of the checkpoint.
+        what: subject of messages.
+        target: the state to fill.
+
+    Raises:
+        DamagedError: if something cannot be read, or is not as it was written.
+        CheckpointMismatchError: if an array cannot be had, or not without what is not allowed.
+        ValueError: for a newer format, and for kernels to be quantized under another recipe than the state's.
+    """
+    body = in_all_processes(read_metadata, path)
+    version = body.get("format", 1)
+    if version > FORMAT:
+        raise ValueError(
+            f"{what} has format {version}, and this version of jax_te knows formats 1 to {FORMAT}; use the version "
+            "that wrote it, or a newer one"
+        )
+    saved = {name: (dtype, tuple(shape)) for name, (dtype, shape) in body["arrays"].items()}
+    plan = make_plan(saved, target, what)
+    wanted = {tuple(name.split("/")): leaf for name, leaf in _reads(plan, target).items()}
+    found = in_all_processes(read_arrays, path, wanted)
+    found = {name: found[name] for name in wanted}
+    # Orbax restores a flipped bit without an error, so the values are checked.
+    wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
+    if wrong:
+        raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
+    state = target.filled(_arrays(plan, target, {"/".join(name): leaf for name, leaf in found.items()}))
+    _log(plan, what)
+    return state, body["data"]
+
+
+def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
+    """Return how the arrays of a state are made of those that are saved.
+
+    Args:
+        saved: records of the checkpoint.
+        target: the state.
+        what: subject of messages.
+
+    Raises:
+        CheckpointMismatchError: listing what cannot be made, or not without what is not allowed.
+    """
+    forms, plan, absent, asked = Forms(saved, target.wanted), Plan(), list[str](), set[str]()
+    ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}
+    for kernel, stored in target.kernels.items():
+        own = [ways[name] for name, owner in target.kernel_of.items() if owner == kernel]
+        exact = forms.exact(kernel, stored.shape)
+        # Read as it is, or quantized anew in all of its arrays, for which there must be a model.
+        if hasattr(target.tree, "graphdef") and exact and any(made is None or made.all_needs() for made in own):
+            plan.kernels[kernel] = replace(exact, note="kernels quantized", needs=frozenset({"requantize"}))
+    for name, way in ways.items():
+        made = plan.kernels.get(target.kernel_of.get(name, ()), way)
+        if made is not None and made.all_needs() <= target.allow:
+            if made is way:
+                plan.made[name] = made
+        elif made is None and "missing" in target.allow and isinstance(target.given[name], jax.Array | np.ndarray):
+            plan.kept.append(name)
+        else:
+            absent.append("/".join(name))
+            asked |= {"missing"} if made is None else made.all_needs() - target.allow
+    for name in forms.left_over(plan.made | plan.kernels):
+        first = name.split("/")[0]
+        if name in target.wanted or first != (target.part or first):
+            continue
+        if "unexpected" in target.allow or (first == QUANTIZERS and QUANTIZERS in target.allow):
+            plan.left_out.append(name)
+        else:
+            absent.append(name)
+            asked.add(QUANTIZERS if first == QUANTIZERS else "unexpected")
+    if absent:
+        advice = [f'give allow={{"{name}"}}: {ALLOWED[name]}' for name in sorted(asked)]
+        remedies = "; or ".join(["Use the configuration it was saved with, or another folder", *advice])
+        raise CheckpointMismatchError(
+            f"{what} is not one of this state: {differences(saved, target.wanted, absent)}. {remedies}"
+        )
+    return plan
+
+
+def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return what is read by name: an array that is used as it is in its place, what others are made of near theirs."""
+    reads = {made.source: target.leaves[name] for name, made in plan.made.items() if made.make is None}
+    for name, made in (plan.made | plan.kernels).items():
+        sharding = target.leaves[name].sharding if name in plan.made else _of_kernel(target, name)
+        for source, (each, axes) in made.reads(_axes(sharding, len(made.shape))).items():
+            placed = jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=_auto(sharding, axes))
+            reads.setdefault(source, placed)
+    return reads
+
+
+def _arrays(plan: Plan, target: Target, read: dict[str, Any]) -> dict[Name, Any]:
+    arrays, taken = {}, set[str]()
+    # Of whatever meshes, with axes of type Auto: no mesh is set meanwhile, as for checksums.
+    with jax.set_mesh(NO_MESH):
+        for name, made in plan.made.items():
+            # One buffer must not be in a state twice: a step donates it.
+            again = made.make is None and made.source in taken
+            taken.add(made.source)
+            arrays[name] = jax.device_put(made.value(read), target.leaves[name].sharding, may_alias=not again)
+        for name in plan.kept:
+            arrays[name] = jax.device_put(target.given[name], target.leaves[name].sharding, may_alias=False)
+        values = ((name, made.value(read)) for name, made in plan.kernels.items())
+        exact = {name: jax.device_put(value, _of_kernel(target, name)) for name, value in values}
+    if exact:
+        model = target.filled(arrays).model
+        for path, module, kernel in quantizable_kernels(model):
+            name = (PARAMETERS, *map(str, path))
+            if name in exact:
+                new = module.requantized(kernel, exact[name].astype(np.float32), target.kernels[name])
+                for rest, leaf in named_leaves(new).items():
+                    arrays[name + rest] = jax.device_put(leaf, target.leaves[name + rest].sharding)
+    return arrays
+
+
+def _of_kernel(target: Target, kernel: Name) -> Sharding:
+    """Return the sharding of a quantized kernel's values, which is that of its exact ones."""
+    shape = target.kernels[kernel].shape
+    own = [target.leaves[name] for name, owner in target.kernel_of.items() if owner == kernel]
+    return next((leaf for leaf in own if leaf.shape == shape), own[0]).sharding
+
+
+def _axes(sharding: Any, ndim: int) -> Axes:
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return (*spec, *(None,) * (ndim - len(spec)))
+
+
+def _auto(sharding: Any, axes: Axes) -> Sharding:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh: Any = sharding.mesh
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), PartitionSpec(*axes))
+
+
+def _log(plan: Plan, what: str) -> None:
+    done: dict[str, list[str]] = {}
+    for name, made in (plan.made | plan.kernels).items():
+        for note in dict.fromkeys(made.notes()):
+            done.setdefault(note, []).append("/".join(name))
+    done |= {"kept as given": ["/".join(name) for name in plan.kept], "left out": plan.left_out}
+    lines = [f"{note}: {len(names)} arrays, first {names[0]}" for note, names in done.items() if names]
+    if lines:
+        logging.getLogger("jax_te").info("%s was converted: %s", what, "; ".join(lines))
+
+
+def _is_kernel(node: Any) -> bool:
+    return isinstance(node, QuantizedKernel)
