@@ -108,6 +108,7 @@ class Forms:
 
     def __init__(self, saved: dict[str, Record], wanted: dict[str, Record]):
         self._saved, self._wanted = saved, wanted
+        self._adapted = any("base" in name.split("/") for name in saved)
 
     def find(self, name: Name, record: Record) -> Made | None:
         """Return how the array of a name is made, with as little loss as there is a way to."""
@@ -126,11 +127,10 @@ class Forms:
         other = self._of_shape((others[first], *rest), shape) if first in others else None
         exact = first == PARAMETERS and "/".join((MASTERS, *rest)) in self._wanted
         if other is not None and (other.dtype == dtype or first == PARAMETERS):
-            note = f"{first} taken from {others[first]}"
-            # What was quantized, or keeps its masters, has lost nothing.
-            lossless = other.dtype == dtype or exact or self._is_quantized(name)
-            return _cast(other, dtype, note, () if lossless else ("cast",))
-        if found := alike or other:
+            # Rounded where the exact values stay beside, in masters here.
+            lossless = other.dtype == dtype or exact
+            return _cast(other, dtype, f"{first} taken from {others[first]}", () if lossless else ("cast",))
+        if (found := alike or other) and jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
             lossless = exact and found.dtype == "float32"
             return _cast(found, dtype, f"{found.dtype} cast to {dtype}", () if lossless else ("cast",))
         return self._dequantized(name, record) if first == PARAMETERS else None
@@ -153,12 +153,10 @@ class Forms:
     def _of_shape(self, name: Name, shape: tuple[int, ...]) -> Made | None:
         return next((made for made in self._layouts(name) if made.shape == shape), None)
 
-    def _is_quantized(self, name: Name) -> bool:
-        return any(self._layouts((*name, *DATA)))
-
     def _layouts(self, name: Name, rules: tuple[str, ...] = ("lora", "qkv", "stack")) -> Iterator[Made]:
         """Yield what has the values of a name, as it was saved or in another layout; each rule applies once at most."""
         text = "/".join(name)
+        # As it is first: most names need no rule.
         if text in self._saved:
             dtype, shape = self._saved[text]
             yield Made(shape, dtype, source=text)
@@ -169,8 +167,10 @@ class Forms:
     def _lora(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
         """The base of an adapted layer, or a layer that becomes one: `jax_te.layers.LoRA` has it as ``base``."""
         for place in range(1, len(name)):
-            kept = name[:place] if name[place] == "base" else (*name[: place + 1], "base")
-            yield from self._layouts((*kept, *name[place + 1 :]), rules)
+            if name[place] == "base":
+                yield from self._layouts((*name[:place], *name[place + 1 :]), rules)
+            elif self._adapted:
+                yield from self._layouts((*name[:place], "base", *name[place:]), rules)
 
     def _qkv(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
         """The projections of `MultiheadAttention` in one kernel ``[…, r + 2, g·d]``, or in three."""
@@ -201,6 +201,7 @@ class Forms:
                     if stack.shape and int(name[place]) < stack.shape[0]:
                         yield _layer(stack, int(name[place]))
             layers = []
+            # As many as there are: a stack of fewer has another shape, and is refused.
             while found := next(self._layouts((*name[:place], str(len(layers)), *name[place:]), rules), None):
                 layers.append(found)
             if len({(layer.shape, layer.dtype) for layer in layers}) == 1:
@@ -289,6 +290,7 @@ def _dequantize(dtype: str, data: Array, scales: Array, tensor: Array | None = N
         layers = zip(data, scales, [None] * len(data) if tensor is None else tensor, strict=True)
         return jnp.stack([_dequantize(dtype, *layer) for layer in layers])
     sizes, block = (data.shape[0], prod(data.shape[1:])), None
+    # No two sides give the same number of blocks, but where there is one: then the larger is as good.
     if scales.ndim:
         r, c = (
             max(side for side in SIDES if -(-size // side) == count)

@@ -125,6 +125,7 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
         if hasattr(target.tree, "graphdef") and exact and any(made is None or made.all_needs() for made in own):
             plan.kernels[kernel] = replace(exact, note="kernels quantized", needs=frozenset({"requantize"}))
     for name, way in ways.items():
+        # All of a kernel's arrays are decided together.
         made = plan.kernels.get(target.kernel_of.get(name, ()), way)
         if made is not None and made.all_needs() <= target.allow:
             if made is way:
@@ -156,6 +157,7 @@ def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
     """Return what is read by name: an array that is used as it is in its place, what others are made of near theirs."""
     reads = {made.source: target.leaves[name] for name, made in plan.made.items() if made.make is None}
     for name, made in (plan.made | plan.kernels).items():
+        # Of an array for several others, the first decides; the others are moved to where they belong.
         sharding = target.leaves[name].sharding if name in plan.made else _of_kernel(target, name)
         for source, (each, axes) in made.reads(_axes(sharding, len(made.shape))).items():
             placed = jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=_auto(sharding, axes))
@@ -177,6 +179,7 @@ def _arrays(plan: Plan, target: Target, read: dict[str, Any]) -> dict[Name, Any]
         values = ((name, made.value(read)) for name, made in plan.kernels.items())
         exact = {name: jax.device_put(value, _of_kernel(target, name)) for name, value in values}
     if exact:
+        # Under the mesh and the recipe of the caller, with the quantizer states that were restored.
         model = target.filled(arrays).model
         for path, module, kernel in quantizable_kernels(model):
             name = (PARAMETERS, *map(str, path))

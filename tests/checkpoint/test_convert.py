@@ -252,8 +252,17 @@ def test_nothing_is_cast_silently(tmp_path):
     assert 'allow={"cast"}: values rounded to another dtype' in refused(tmp_path / "no", state, target)
     cast = move(tmp_path, state, target, allow={"cast"})
     assert_same(cast, {"params": {"w": state["params"]["w"].astype(jnp.bfloat16)}, "n": state["n"]})
-    target["n"] = jax.ShapeDtypeStruct((3,), jnp.int16)
-    assert "n is int32[3] there, int16[3] here" in refused(tmp_path / "integer", state, target, allow={"cast"})
+    for dtype in ("int16", "float32"):
+        target["n"] = jax.ShapeDtypeStruct((3,), dtype)
+        text = refused(tmp_path / dtype, state, target, allow={"cast"})
+        assert f"n is int32[3] there, {dtype}[3] here" in text
+    # Masters say more than half-precision parameters, and would be gone.
+    stored = {"params": state["params"], "masters": {"w": state["params"]["w"] / 3.0}}
+    stored["params"] = {"w": state["params"]["w"].astype(jnp.float16)}
+    target = {"params": {"w": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}}
+    assert 'allow={"cast"}' in refused(tmp_path / "masters", stored, target)
+    cast = move(tmp_path / "cast", stored, target, allow={"cast"})
+    assert_same(cast, {"params": {"w": stored["masters"]["w"].astype(jnp.bfloat16)}})
 
 
 def test_all_kinds_of_differences_are_listed(tmp_path):
