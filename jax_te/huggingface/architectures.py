@@ -5,12 +5,14 @@ from __future__ import annotations
 from jax_te.huggingface.decoders import GEMMA, GPT2, LLAMA, QWEN3
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.form import Architecture
+from jax_te.huggingface.t5 import T5
 
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": LLAMA,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,
+    "T5ForConditionalGeneration": T5,
 }
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 

@@ -6,24 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from jax_te.huggingface.fields import Fields, activation_name, rotary_fields
-from jax_te.huggingface.form import Architecture, Form, Options, layer_windows
+from jax_te.huggingface.form import TIED, Architecture, Form, Options, layer_windows, model_options
 from jax_te.huggingface.layout import Table, layers
 from jax_te.models import GPTModel, Multipliers
 
-_TIED = "share_embeddings_and_output_weights"
 _MLP = "layers/{i}/layernorm_mlp"
 _ATTENTION = "layers/{i}/self_attention"
 
 
 def _options(model: Any) -> Options:
-    learned = "none" if model.position_embedding is None else "learned_absolute"
-    return {
-        "vocab_size": model.vocab_size,
-        "max_sequence_length": model.max_sequence_length,
-        "position_embedding_type": learned if model.rotary is None else model.rotary,
-        _TIED: model.output_kernel is None,
-        "multipliers": model.multipliers,
-    }
+    return model_options(model, model.rotary)
 
 
 _GPT2_LAYER: Table = {
@@ -54,7 +46,7 @@ def _gpt2_table(form: Form) -> Table:
 
 
 def _head(form: Form) -> Table:
-    return {} if form.others[_TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
+    return {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
 
 
 def _read_gpt2(given: Fields, options: Options) -> None:
@@ -93,14 +85,14 @@ GPT2 = Architecture(
         "resid_pdrop": ("hidden_dropout", 0.1),
         "attn_pdrop": ("attention_dropout", 0.1),
         "layer_norm_epsilon": ("layernorm_epsilon", 1e-5),
-        "tie_word_embeddings": (_TIED, True),
+        "tie_word_embeddings": (TIED, True),
     },
     read=_read_gpt2,
     write=_write_gpt2,
     table=_gpt2_table,
     options=_options,
     base="transformer.",
-    tied=("lm_head.weight", "transformer.wte.weight"),
+    twins={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )
 
@@ -191,14 +183,14 @@ LLAMA = Architecture(
         "max_position_embeddings": ("max_sequence_length", 2048),
         "rms_norm_eps": ("layernorm_epsilon", 1e-6),
         "attention_dropout": ("attention_dropout", 0.0),
-        "tie_word_embeddings": (_TIED, False),
+        "tie_word_embeddings": (TIED, False),
     },
     read=_read_llama,
     write=_write_llama,
     table=_llama_table,
     options=_options,
     base="model.",
-    tied=("lm_head.weight", "model.embed_tokens.weight"),
+    twins={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
 
@@ -278,7 +270,7 @@ GEMMA = replace(
         "num_key_value_heads": ("num_query_groups", 16),
         "head_dim": ("kv_channels", 256),
         "max_position_embeddings": ("max_sequence_length", 8192),
-        "tie_word_embeddings": (_TIED, True),
+        "tie_word_embeddings": (TIED, True),
     },
     read=_read_gemma,
     write=_write_gemma,

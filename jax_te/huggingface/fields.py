@@ -27,7 +27,7 @@ REQUIRED: Any = object()
 """The default of a field that must be there."""
 
 # transformers' name: ours without and with a gate.
-_ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": ("silu", "swiglu"),
     "gelu_new": ("gelu", "geglu"),
     "gelu_pytorch_tanh": ("gelu", "geglu"),
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 
 
 class Fields:
-    """The fields of a ``config.json``, which remembers those that were read.
+    """The fields of a ``config.json``, which remembers those that were read, and the names of the tensors beside it.
 
     >>> fields = Fields({"hidden_size": 8, "use_cache": True}, "config.json")
     >>> fields.take("hidden_size", int, 4), fields.take("num_layers", int, 2)
@@ -46,8 +46,8 @@ class Fields:
     >>> fields.finish()
     """
 
-    def __init__(self, values: Mapping[str, Any], what: str):
-        self._values, self._what = dict(values), what
+    def __init__(self, values: Mapping[str, Any], what: str, tensors: Collection[str] = ()):
+        self._values, self._what, self.tensors = dict(values), what, tensors
 
     def take(self, name: str, kind: type, default: Any) -> Any:
         """Return a field, or ``default`` where it is absent or null.
@@ -81,12 +81,12 @@ class Fields:
         """Return the error about a field that is not followed."""
         return ValueError(f"{self._what}: {name} is {_short(value)}; {why}")
 
-    def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = _ACTIVATIONS) -> Any:
+    def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = ACTIVATIONS) -> Any:
         """Return our name of an activation."""
         value = self.take(name, str, default)
         if value not in allowed:
             raise self.refused(name, value, f"known activations: {', '.join(allowed)}")
-        return _ACTIVATIONS[value][gated]
+        return ACTIVATIONS[value][gated]
 
     def rotary(self, max_positions: int) -> RotaryPositions:
         """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before."""
@@ -123,7 +123,7 @@ def activation_name(activation: Any, *, gated: bool) -> str | None:
     >>> activation_name("swiglu", gated=True)
     'silu'
     """
-    return next((name for name, ours in _ACTIVATIONS.items() if ours[gated] == activation), None)
+    return next((name for name, ours in ACTIVATIONS.items() if ours[gated] == activation), None)
 
 
 def rotary_fields(rotary: Any) -> dict[str, Any]:

@@ -34,11 +34,12 @@ fused_residual_rmsnorm
 _RUN = (ModelParallelConfig, PrecisionConfig, RecomputeConfig, CudaGraphConfig)
 _NO_OUTPUT = {*_ALSO_NO_OUTPUT.split(), *(field.name for base in _RUN for field in fields(base))}
 _SAID_TWICE = ("activation_func", "gated_linear_unit", "params_dtype")
+TIED = "share_embeddings_and_output_weights"
 _KINDS: dict[str, type] = {
     "layernorm_epsilon": float,
     "attention_dropout": float,
     "hidden_dropout": float,
-    "share_embeddings_and_output_weights": bool,
+    TIED: bool,
 }
 
 
@@ -82,7 +83,7 @@ class Form:
         return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
 
     def sizes(self) -> Sizes:
-        """Return the letters of docs/design.md; beside them ``s`` positions, ``q = n d``, ``c = r + 2``."""
+        """Return the letters of docs/design.md; here ``b`` is buckets, ``c = r + 2``, ``q = n d``, ``s`` positions."""
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
         letters = {
@@ -94,7 +95,25 @@ class Form:
             "c": n // g + 2,
             "d": d,
         }
-        return letters | {"q": n * d, "v": self.others["vocab_size"], "s": self.others["max_sequence_length"]}
+        letters |= {"q": n * d, "v": self.others["vocab_size"], "s": self.others["max_sequence_length"]}
+        return letters | {"b": getattr(self.others["position_embedding_type"], "num_buckets", 0)}
+
+
+def model_options(model: Any, positions: Any) -> Options:
+    """Return the options that every model has, beside its configuration.
+
+    Args:
+        model: of `jax_te.models`.
+        positions: its rotary or relative positions, or None.
+    """
+    learned = "none" if model.position_embedding is None else "learned_absolute"
+    return {
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": model.max_sequence_length,
+        "position_embedding_type": positions or learned,
+        TIED: model.output_kernel is None,
+        "multipliers": model.multipliers,
+    }
 
 
 def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
@@ -117,7 +136,8 @@ class Architecture:
         table: returns the tensors of a form.
         options: returns the options of a model.
         base: what the names begin with that a checkpoint of the model without its head has without it.
-        tied: the tensor that is stored twice in some files if embedding and head are one, and the embedding.
+        twins: tensors that some files have although they are another one, as a head that is the embedding: name of
+            the tensor → the other one's.
         ignored: a pattern of tensors that are no parameters.
     """
 
@@ -129,22 +149,22 @@ class Architecture:
     table: Callable[[Form], Table]
     options: Callable[[Any], Options]
     base: str
-    tied: tuple[str, str]
+    twins: Mapping[str, str]
     ignored: str
 
-    def form(self, given: Fields, most_layers: int) -> Form:
+    def form(self, given: Fields) -> Form:
         """Return the form that a ``config.json`` says.
 
         Raises:
-            ValueError: for fields that are not followed, and for more layers than ``most_layers``, which would take
-                endless time and memory if a damaged file says so.
+            ValueError: for fields that are not followed, and for more layers than tensors, which would take endless
+                time and memory.
         """
         options = {
             ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
         }
-        layers = max(options["num_layers"], options.get("encoder_num_layers") or 0)
-        if layers > most_layers:
-            raise given.refused("the number of layers", layers, f"there are {most_layers} tensors")
+        layers = max(options["num_layers"] or 0, options.get("encoder_num_layers") or 0)
+        if layers > len(given.tensors):
+            raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
         self.read(given, options)
         return Form.make({name: value for name, value in options.items() if value is not None})
 

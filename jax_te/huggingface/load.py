@@ -68,10 +68,11 @@ def load_huggingface(
     >>> model = load_huggingface("Llama-3.2-1B", dtype=jnp.bfloat16)  # doctest: +SKIP
     """
     folder = Path(folder)
-    given = Fields(json_file(folder / CONFIG), str(folder / CONFIG))
-    architecture = named_architecture(given)
+    values = json_file(folder / CONFIG)
     stored, files = open_tensors(folder)
-    form = architecture.form(given, len(stored))
+    given = Fields(values, str(folder / CONFIG), stored)
+    architecture = named_architecture(given)
+    form = architecture.form(given)
     given.finish(ignore_fields)
     entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
     sizes = form.sizes()
@@ -106,10 +107,10 @@ def _checked(
         # Of the model without its head, whose names begin behind the base.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
-    head, embedding = architecture.tied
-    twice = head in tensors and head not in wanted and embedding in tensors
-    if twice and np.array_equal(tensors[head], tensors[embedding]):
-        del tensors[head]
+    for name, other in architecture.twins.items():
+        twice = name in tensors and name not in wanted and other in tensors
+        if twice and np.array_equal(tensors[name], tensors[other]):
+            del tensors[name]
     lines = [f"{name} is missing" for name in wanted if name not in tensors]
     lines += [f"{name} is unexpected" for name in tensors if name not in wanted]
     lines += [

@@ -127,7 +127,8 @@ def _architecture(model: Any, wanted: str | None) -> tuple[str, Form]:
 def _lost(architecture: Architecture, form: Form) -> list[str]:
     """Return the options that are others once they were written and read again."""
     written = architecture.config_fields(form)
-    said = architecture.form(Fields(written, CONFIG), 10**9).options()
+    tensors = [name for pieces in architecture.table(form).values() for name in pieces]
+    said = architecture.form(Fields(written, CONFIG, tensors)).options()
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 
 
