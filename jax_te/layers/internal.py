@@ -1,6 +1,7 @@
 """Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.layers.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.norm import norm_spec
 from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
@@ -30,6 +31,7 @@ __all__ = [
     "cache_name",
     "check_context_size",
     "check_tp_group",
+    "components",
     "decide",
     "drop_cached_kernels",
     "einsum_linear",

@@ -340,7 +340,7 @@ class MultiheadAttention(ContextParallelModule):
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
         is_first_microbatch: bool | None,
-    ) -> tuple[tuple[Array, ...], list[Array]]:
+    ) -> tuple[tuple[Array, ...], list[Any]]:
         """Return the operands of the core, and the norm's output if it is to be returned."""
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels

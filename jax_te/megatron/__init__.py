@@ -21,6 +21,7 @@ from jax_te.megatron.float16 import (
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
+from jax_te.megatron.mlp import MLP
 from jax_te.megatron.model_recipe import TEDelayedScaling, recipe_from_config
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
 from jax_te.megatron.norm import TENorm
@@ -55,6 +56,7 @@ from jax_te.megatron.rng import (
     initialize_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from jax_te.megatron.self_attention import SelfAttention
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
@@ -62,6 +64,7 @@ from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
 from jax_te.megatron.transformer_layer import TransformerLayer
 
 __all__ = [
+    "MLP",
     "SYMMETRIC_AR_TYPES",
     "TE_CONFIG_TYPE_KEY",
     "AttnMaskType",
@@ -80,6 +83,7 @@ __all__ = [
     "QuantizationConfig",
     "QuantizationReport",
     "RecipeConfig",
+    "SelfAttention",
     "TEColumnParallelLinear",
     "TECudaRNGStatesTracker",
     "TEDelayedScaling",

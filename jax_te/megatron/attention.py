@@ -140,20 +140,20 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
     def __call__(  # type: ignore[override]  # Megatron's arguments
         self,
         query: Array,
-        key: Array,
-        value: Array,
-        attention_mask: Array | tuple[Array, Array] | None,
+        key: Array | None = None,
+        value: Array | None = None,
+        attention_mask: Array | tuple[Array, Array] | None = None,
         attn_mask_type: AttnMaskType | str | None = None,
         attention_bias: Array | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
-        *,
-        dropout_key: Array | None = None,
+        **others: Any,
     ) -> Any:
         """Apply attention.
 
         Args:
-            query: ``[b, sq, n, d]``, or ``[t, n, d]`` with ``packed_seq_params``.
+            query: ``[b, sq, n, d]``, or ``[t, n, d]`` with ``packed_seq_params``; or ``[b, s, 3, n, d]``, which packs
+                queries, keys and values.
             key: ``[b, skv, g, d]`` or ``[t, g, d]``.
             value: ``[b, skv, g, dv]`` or ``[t, g, dv]``.
             attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]``, wherever the padding is;
@@ -166,7 +166,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: several sequences in each row.
             num_splits: without effect, see the class.
-            dropout_key: turns dropout on. A call in training without it is logged once if there is dropout.
+            others: as in `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None is no
+                argument. A call in training without a key is logged once if there is dropout.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``
@@ -175,13 +176,14 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         """
         if num_splits is not None:
             log_hints(num_splits=num_splits)
-        self.log_missing_key(dropout_key, self.attention_dropout)
+        self.log_missing_key(others.get("dropout_key"), self.attention_dropout)
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
-        window, masks = self.layer_window, {}
+        window: Any = self.layer_window
+        masks: dict[str, Any] = {}
         if packed_seq_params is not None:
             # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
-        elif mask_type == "no_mask" and self.has_window and query.shape[-3] == 1:
+        elif mask_type == "no_mask" and self.has_window and query.shape[1] == 1:
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.
             mask_type = "causal_bottom_right"
         if mask_type == "arbitrary":
@@ -191,19 +193,13 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         # Megatron packs into one row without a batch axis; the layer wants the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
-            query, key, value = query[None], key[None], value[None]
-        result = super().__call__(
-            query,
-            key,
-            value,
-            **masks,
-            packed_seq_params=packed_seq_params,
-            core_attention_bias_type="no_bias" if attention_bias is None else "post_scale_bias",
-            core_attention_bias=attention_bias,
-            dropout_key=dropout_key,
-            attn_mask_type=mask_type,
-            window_size=window,
-        )
+            query = query[None]
+            key, value = None if key is None else key[None], None if value is None else value[None]
+        masks |= {"packed_seq_params": packed_seq_params, "attn_mask_type": mask_type, "window_size": window}
+        bias: dict[str, Any] = {"core_attention_bias_type": "no_bias" if attention_bias is None else "post_scale_bias"}
+        bias |= {"core_attention_bias": attention_bias}
+        given = {name: value for name, value in others.items() if value is not None}
+        result = super().__call__(query, key, value, **(masks | bias | given))
         # Returned, not stored: an attribute that jit writes would hold a tracer.
         context, *logits = result if self.return_max_logit else (result,)
         merged = merge_heads(context)

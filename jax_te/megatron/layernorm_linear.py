@@ -12,7 +12,7 @@ from jax_te.layers import LayerNormLinear
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_groups, refuse
-from jax_te.typing import Array, Initializer
+from jax_te.typing import Array, Initializer, LogicalAxes
 
 
 @checked
@@ -25,7 +25,8 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Args:
         is_expert: False; experts take `TENorm` and `TEColumnParallelLinear`.
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
-            tp_comm_buffer_name, tp_group, stride, name, pg_collection, rngs: as in `TEColumnParallelLinear`.
+            tp_comm_buffer_name, tp_group, stride, name, pg_collection, kernel_axes, rngs: as in
+            `TEColumnParallelLinear`.
 
     Attributes are those of `TELinear` except ``save_original_input``: the GEMM's input is the norm's output.
 
@@ -49,7 +50,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     def __init__(
         self,
         input_size: int,
-        output_size: int,
+        output_size: int | tuple[int, ...],
         *,
         config: TransformerConfig,
         init_method: Initializer,
@@ -63,6 +64,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
         stride: int = 1,
         name: str | None = None,
         pg_collection: None = None,
+        kernel_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
         check_groups(pg_collection, stride)
@@ -84,6 +86,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             eps=config.layernorm_epsilon,
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            kernel_axes=kernel_axes,
         )
 
     def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:

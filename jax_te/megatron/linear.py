@@ -15,7 +15,7 @@ from jax_te.layers.internal import check_context_size, sequence_axes
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_groups, refuse
 from jax_te.ops import LinearOptions
-from jax_te.typing import Array, Initializer
+from jax_te.typing import Array, Initializer, LogicalAxes
 
 
 @checked
@@ -154,11 +154,13 @@ class TEColumnParallelLinear(TELinear):
     """`TELinear` whose output features are sharded over the tensor axis.
 
     Args:
+        output_size: ``n``; or several sizes, of which the tensor axis shards the last. The output has an axis for
+            each: with ``(2, f)`` gate and factor of a gated MLP are on one device.
         gather_output: False: the output stays sharded.
         is_expert: as in `TELinear`.
-        input_size, output_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation,
-            tp_comm_buffer_name, tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is
-            ``config.symmetric_ar_type``.
+        kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a column-parallel layer.
+        input_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation, tp_comm_buffer_name,
+            tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
         stride, pg_collection: 1 and None.
 
     Raises:
@@ -176,7 +178,7 @@ class TEColumnParallelLinear(TELinear):
     def __init__(
         self,
         input_size: int,
-        output_size: int,
+        output_size: int | tuple[int, ...],
         *,
         config: ModelParallelConfig,
         init_method: Initializer,
@@ -190,6 +192,7 @@ class TEColumnParallelLinear(TELinear):
         stride: int = 1,
         name: str | None = None,
         pg_collection: None = None,
+        kernel_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
         check_groups(pg_collection, stride)
@@ -197,7 +200,7 @@ class TEColumnParallelLinear(TELinear):
         options = TELayerOptions(
             "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
         )
-        self._build((input_size, output_size), config, init_method, rngs, options)
+        self._build((input_size, output_size), config, init_method, rngs, options, kernel_axes=kernel_axes)
 
     # TELinear's own is for duplicated layers, as in Megatron.
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]
@@ -210,6 +213,7 @@ class TERowParallelLinear(TELinear):
     Args:
         input_is_parallel: True: the input is sharded already.
         is_expert: as in `TELinear`.
+        kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a row-parallel layer.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
             as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
         pg_collection: None.
@@ -241,6 +245,7 @@ class TERowParallelLinear(TELinear):
         tp_group: str | None = None,
         name: str | None = None,
         pg_collection: None = None,
+        kernel_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
         check_groups(pg_collection)
@@ -252,6 +257,6 @@ class TERowParallelLinear(TELinear):
         options = TELayerOptions(
             "row", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
         )
-        self._build((input_size, output_size), config, init_method, rngs, options)
+        self._build((input_size, output_size), config, init_method, rngs, options, kernel_axes=kernel_axes)
 
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]

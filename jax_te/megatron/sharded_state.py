@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 
 from jax_te.megatron.state_dict import arrays_of, state_dict, variables_of
 from jax_te.sharding import named_sharding
@@ -55,10 +54,11 @@ def sharded_state_dict(
     # The mesh of now, not of the arrays: the dict describes where a restore will put them.
     mesh = jax.sharding.get_mesh()
     described: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, variable in variables_of(module):
-        key = prefix + ".".join(map(str, path))
-        for name, leaf in arrays_of(key, variable).items():
-            described[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf, variable, mesh))
+    for key, variable, layout in variables_of(module):
+        for name, leaf in arrays_of(prefix + key, variable, layout, abstract=True).items():
+            axes = layout.axes if layout is not None else variable_axes(variable, leaf)
+            sharding = None if mesh.empty else named_sharding(axes, mesh)
+            described[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     own = set(described)
     for path, child in _self_describing(module):
         # The child may name its arrays differently, so its default names go first.
@@ -71,12 +71,10 @@ def sharded_state_dict(
     return described
 
 
-def _sharding(leaf: Any, variable: nnx.Variable, mesh: Mesh) -> NamedSharding | None:
-    return None if mesh.empty else named_sharding(variable_axes(variable, leaf), mesh)
-
-
 def _self_describing(module: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     """Return the outermost submodules that have a ``sharded_state_dict`` of their own."""
+    if getattr(module, "megatron_names", False):
+        return []  # their names inside of this module are Megatron's, which alone they do not have
     found = {path: child for path, child in nnx.iter_modules(module) if path and hasattr(child, "sharded_state_dict")}
     return [
         (path, child) for path, child in found.items() if not any(path[:size] in found for size in range(1, len(path)))

@@ -69,7 +69,7 @@ def split_te_layernorm_column_parallel_linear(
     norm = TENorm(config, fused_layer.in_features, fused_layer.norm.epsilon)
     linear = TEColumnParallelLinear(
         fused_layer.in_features,
-        fused_layer.out_features,
+        fused_layer.kernel_shape[1:],
         config=config,
         # Any initializer does, because the kernel is replaced; zeros are the cheapest.
         init_method=jax.nn.initializers.zeros if init_method is None else init_method,
@@ -79,6 +79,7 @@ def split_te_layernorm_column_parallel_linear(
         is_expert=False,
         tp_comm_buffer_name=fused_layer.tp_comm_buffer_name,
         tp_group=tp_group or fused_layer.tensor_parallel.group,
+        kernel_axes=fused_layer.kernel_axes,
         rngs=nnx.Rngs(0),
     )
     _take_over(fused_layer, norm, linear)

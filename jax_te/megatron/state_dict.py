@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers.internal import CachedKernel, drop_cached_kernels
+from jax_te.megatron.layout import Layout, megatron_layout
 from jax_te.typing import Array
 
 
@@ -32,20 +33,23 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     A Variable that holds several arrays, such as delayed scaling's state or a parameter stored quantized, has one entry
     for each; with ``keep_vars`` only one. Cached kernels are left out.
 
+    `MegatronGPTModel`, `TransformerLayer`, `SelfAttention` and `MLP` have Megatron-Core's names and layouts: ``weight
+    [out, in]``, ``layer_norm_weight``, queries, keys and values group by group. Other modules have the names of their
+    attributes, and their arrays as they are.
+
     Args:
         module: any NNX module.
         prefix: of every name, with its dot: ``"model."``.
-        keep_vars: return the Variables themselves, not their arrays.
+        keep_vars: return the Variables themselves, not their arrays. Their arrays have this package's layout.
 
     Source: ``torch.nn.Module.state_dict``.
 
     >>> {name: array.shape for name, array in state_dict(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "fc1.").items()}
     {'fc1.bias': (3,), 'fc1.kernel': (2, 3)}
     """
-    variables = {prefix + ".".join(map(str, path)): variable for path, variable in variables_of(module)}
     if keep_vars:
-        return dict(variables)
-    return {name: array for key, variable in variables.items() for name, array in arrays_of(key, variable).items()}
+        return {prefix + name: variable for name, variable, _ in variables_of(module)}
+    return _arrays(variables_of(module), prefix)
 
 
 def load_state_dict(
@@ -77,7 +81,8 @@ def load_state_dict(
     True
     """
     # All differences are collected before anything is written, so that an error leaves the module as it was.
-    here = {name: _record(array) for name, array in state_dict(module, prefix).items()}
+    found = variables_of(module)
+    here = {name: _record(array) for name, array in _arrays(found, prefix, abstract=True).items()}
     there = {name: _record(array) for name, array in arrays.items()}
     missing = [name for name in here if name not in there]
     unexpected = [name for name in there if name not in here]
@@ -89,8 +94,8 @@ def load_state_dict(
             f"the state dict does not fit {type(module).__name__}: {differences(there, here, wrong)}. Cast and rename "
             "its arrays, or give strict=False to skip names that one of the two lacks"
         )
-    for path, variable in variables_of(module):
-        _fill(prefix + ".".join(map(str, path)), variable, arrays)
+    for key, variable, layout in found:
+        _fill(prefix + key, variable, layout, arrays)
     # They were made from the old values.
     drop_cached_kernels(module)
     return IncompatibleKeys(missing, unexpected)
@@ -123,28 +128,57 @@ class StateDicts:
         return load_state_dict(cast(nnx.Module, self), state_dict, strict)
 
 
-def variables_of(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
-    """Return path and Variable of everything that a `state_dict` holds.
+def _arrays(
+    found: list[tuple[str, nnx.Variable, Layout | None]], prefix: str, abstract: bool = False
+) -> dict[str, Any]:
+    entries = [arrays_of(prefix + key, variable, layout, abstract=abstract) for key, variable, layout in found]
+    return {name: array for entry in entries for name, array in entry.items()}
 
-    >>> [path for path, _ in variables_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
-    [('bias',), ('kernel',)]
+
+def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | None]]:
+    """Return name, Variable and, if it differs, Megatron's layout of everything that a `state_dict` holds.
+
+    >>> [name for name, *_ in variables_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
+    ['bias', 'kernel']
     """
     # iter_graph gives the Variables themselves, into which load_state_dict writes, and a shared one once.
-    found = nnx.iter_graph(module)
-    return [(p, node) for p, node in found if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel)]
+    nodes = list(nnx.iter_graph(module))
+    owners = {path: node for path, node in nodes if not isinstance(node, nnx.Variable)}
+    found = []
+    for path, node in nodes:
+        if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel):
+            sizes = range(len(path))
+            outside = next((n for n in sizes if getattr(owners.get(path[:n]), "megatron_names", False)), len(path))
+            name, layout = megatron_layout(path, outside, node, owners)
+            found.append((name, node, layout))
+    return found
 
 
-def arrays_of(key: str, variable: nnx.Variable) -> dict[str, Any]:
+def arrays_of(
+    key: str, variable: nnx.Variable, layout: Layout | None = None, *, abstract: bool = False
+) -> dict[str, Any]:
     """Return the arrays of one Variable by name; ``key`` is the name of the Variable.
+
+    Args:
+        layout: of the array, if it is not the Variable's own.
+        abstract: return shapes and dtypes alone where there is a layout, which then computes nothing.
 
     >>> list(arrays_of("state", nnx.Variable({"x": jnp.ones(1), "y": jnp.ones(1)})))
     ['state.x', 'state.y']
     """
-    leaves = jax.tree_util.tree_leaves_with_path(variable.get_value())
+    value: Any = variable.get_value()
+    if layout is not None:
+        return {key: layout.to_megatron(jax.ShapeDtypeStruct(value.shape, value.dtype) if abstract else value)}
+    leaves = jax.tree_util.tree_leaves_with_path(value)
     return {".".join([key, *map(_part, path)]): leaf for path, leaf in leaves}
 
 
-def _fill(key: str, variable: nnx.Variable, arrays: dict[str, Any]) -> None:
+def _fill(key: str, variable: nnx.Variable, layout: Layout | None, arrays: dict[str, Any]) -> None:
+    if layout is not None:
+        if key in arrays:
+            variable.set_value(_placed(layout.from_megatron(arrays[key]), variable.get_value()))
+        return
+
     def pick(path: tuple[Any, ...], own: Any) -> Any:
         name = ".".join([key, *map(_part, path)])
         return _placed(arrays[name], own) if name in arrays else own

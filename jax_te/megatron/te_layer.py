@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class TELayer(StateDicts, QuantizableModule):
 
     Attributes, all static:
         config: as given.
-        in_features, out_features: of the whole kernel.
+        in_features, out_features: of the whole kernel; of several axes of output features their product.
         parallel_mode: ``"column"``, ``"row"`` or None.
         use_bias: there is a bias.
         te_return_bias: the second element of a call's result is the bias.
@@ -67,7 +68,7 @@ class TELayer(StateDicts, QuantizableModule):
 
     def _build(
         self,
-        sizes: tuple[int, int],
+        sizes: tuple[int, int | tuple[int, ...]],
         config: ModelParallelConfig,
         init_method: Initializer,
         rngs: nnx.Rngs,
@@ -98,7 +99,9 @@ class TELayer(StateDicts, QuantizableModule):
         if options.name is not None:
             finish_init(self, get_quant_config_or_none(options.name, config.quant_recipe))
 
-    def _describe(self, sizes: tuple[int, int], config: ModelParallelConfig, options: TELayerOptions) -> None:
+    def _describe(
+        self, sizes: tuple[int, int | tuple[int, ...]], config: ModelParallelConfig, options: TELayerOptions
+    ) -> None:
         """Check the arguments that the layer behind this class does not check, and set the attributes."""
         mode = options.parallel_mode
         if options.symmetric_ar_type not in SYMMETRIC_AR_TYPES:
@@ -107,7 +110,8 @@ class TELayer(StateDicts, QuantizableModule):
             )
         log_hints(symmetric_ar_type=options.symmetric_ar_type, tp_comm_buffer_name=options.tp_comm_buffer_name)
         self.config = config
-        self.in_features, self.out_features = sizes
+        outer = sizes[1] if isinstance(sizes[1], tuple) else (sizes[1],)
+        self.in_features, self.out_features = sizes[0], math.prod(outer)
         self.parallel_mode = mode
         self.is_expert = options.is_expert
         # Not return_bias: with skip_bias_add and no bias a call returns (y, None), not y.
@@ -122,7 +126,7 @@ class TELayer(StateDicts, QuantizableModule):
                 f"config.tensor_model_parallel_size is {wanted}, and the mesh in use has {self.tp_size} tensor ranks; "
                 "set a mesh with that many (jax.set_mesh), or leave it 1, which takes the mesh's"
             )
-        split = {"column": self.out_features, "row": self.in_features}.get(mode or "", 0)
+        split = {"column": outer[-1], "row": self.in_features}.get(mode or "", 0)
         if split % self.tp_size:
             raise AssertionError(
                 f"{split} {'output' if mode == 'column' else 'input'} features of a {mode}-parallel "

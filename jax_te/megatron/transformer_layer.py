@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ from jax_te import layers
 from jax_te.config import TransformerConfig
 from jax_te.megatron.attention import is_layer_window_attention
 from jax_te.megatron.graphable import GraphableMegatronModule
+from jax_te.megatron.mlp import MLP
+from jax_te.megatron.self_attention import SelfAttention
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
-from jax_te.typing import Array
+from jax_te.typing import Array, LogicalAxes
 
 
 def layer_options(
@@ -69,8 +72,20 @@ def layer_precision(config: TransformerConfig, number: int) -> contextlib.Abstra
     return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
 
+def _cross_attention(options: dict[str, Any], rngs: nnx.Rngs) -> layers.MultiheadAttention:
+    """Return the cross-attention of a decoder layer with these `layer_options`."""
+    taken = inspect.signature(layers.MultiheadAttention.__init__).parameters.keys() - {
+        "window_size"
+    }  # it is self-attention's
+    shared = {name: value for name, value in options.items() if name in taken}
+    return layers.MultiheadAttention(**shared, attention_type="cross", attn_mask_type="no_mask", rngs=rngs)
+
+
 class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
-    """`jax_te.layers.TransformerLayer` with Megatron's constructor, arguments and results; its calls can be captured.
+    """`jax_te.layers.TransformerLayer` made of Megatron's layers, under Megatron's names; its calls can be captured.
+
+    The layers are ``self_attention`` (`SelfAttention`), ``mlp`` (`MLP`), and in a decoder ``cross_attention``, a
+    `jax_te.layers.MultiheadAttention`. A `state_dict` has Megatron's names and layouts.
 
     Args:
         config: of the stack; it says whether calls are captured (``cuda_graph_impl``), see `GraphableMegatronModule`.
@@ -88,7 +103,11 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, cuda_graph_impl="local")
     >>> layer = TransformerLayer(config, rngs=nnx.Rngs(0))
     >>> output, context = layer(jnp.ones((2, 8, 32)))
+    >>> layer.mlp.linear_fc2
+    TERowParallelLinear(in_features=128, out_features=32, bias=True, TP=1)
     """
+
+    megatron_names = True
 
     def __init__(
         self,
@@ -109,12 +128,27 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 "padding build it with 'arbitrary' and give a mask, or use jax_te.layers.TransformerLayer with lengths"
             )
         number = layer_number - 1
+        # What jax_te.layers.TransformerLayer calls these options.
+        self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
+        self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
         options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
         with layer_precision(config, number):
-            layers.TransformerLayer.__init__(self, **options, layer_number=layer_number, rngs=rngs)
+            self.self_attention = SelfAttention(
+                config, layer_number, self_attn_mask_type, options["cp_comm_type"], rngs=rngs
+            )
+            self.cross_attention = _cross_attention(options, rngs) if layer_type == "decoder" else None
+            self.mlp = MLP(config, rngs=rngs)
         if config.in_high_precision(number):
             layers.keep_in_high_precision(self)
         self.self_attn_mask_type = self_attn_mask_type
+
+    # The names under which jax_te.layers.TransformerLayer knows the blocks.
+    inter_attention = property(lambda self: self.cross_attention)
+    layernorm_mlp = property(lambda self: self.mlp)
+
+    def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes) -> Array:
+        # Megatron's blocks return their bias beside the output, here None.
+        return super()._add(x, block[0] if isinstance(block, tuple | list) else block, key, axes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
@@ -131,7 +165,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         attention_bias: Array | None = None,
         packed_seq_params: layers.PackedSeqParams | None = None,
         dropout_key: Array | None = None,
-    ) -> tuple[Array, Array | None]:
+        **others: Any,
+    ) -> tuple[Any, ...]:
         """Apply the layer.
 
         Args:
@@ -145,9 +180,10 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
                 types, as in Megatron.
             dropout_key: turns dropout on; None is evaluation.
+            others: as in `jax_te.layers.TransformerLayer`, such as ``cache``.
 
         Returns:
-            The output ``[b, s, h]``, and ``context``.
+            The output ``[b, s, h]`` and ``context``, then what else `jax_te.layers.TransformerLayer` returns.
         """
         self.log_missing_key(dropout_key, self.hidden_dropout, self.self_attention.core_attention.attention_dropout)
         kind: str = self.self_attn_mask_type
@@ -166,8 +202,10 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             self_attn_mask_type=kind,
             enc_dec_attn_mask_type=None if context_mask is None else "arbitrary",
             dropout_key=dropout_key,
+            **others,
         )
-        return output, context
+        output, *more = output if isinstance(output, tuple) else (output,)
+        return output, context, *more
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
         """Return ``hidden_states``, and ``attention_mask`` bool ``[b, 1, s, s]``: True after the diagonal.

@@ -3,6 +3,7 @@
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
+from jax_te.models.megatron_gpt import MegatronGPTModel
 from jax_te.models.options import Execution, Multipliers, RelativePositions, RotaryPositions
 from jax_te.models.stack import UNROLL_LIMIT, run_layers, runs_scanned
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
@@ -13,6 +14,7 @@ __all__ = [
     "UNROLL_LIMIT",
     "Execution",
     "GPTModel",
+    "MegatronGPTModel",
     "Multipliers",
     "RelativePositions",
     "RotaryPositions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -55,7 +55,9 @@ def transformer_layer(
     return layer
 
 
-def check_config(config: TransformerConfig, *, also: Mapping[str, str] | None = None) -> None:
+def check_config(
+    config: TransformerConfig, *, also: Mapping[str, str] | None = None, follows: Collection[str] = ()
+) -> None:
     """Raise ValueError for a field that the models do not follow, unless the field has its default.
 
     ``fp8`` and ``fp4`` are followed if the model is built inside of ``autocast(recipe_from_config(config))``, and
@@ -64,12 +66,13 @@ def check_config(config: TransformerConfig, *, also: Mapping[str, str] | None = 
     Args:
         config: of the model.
         also: extra unsupported fields: name → hint appended to the error message.
+        follows: fields that this model follows, unlike the others.
 
     >>> check_config(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2))
     """
     check_context_size(config.context_parallel_size)
-    hints = {**_NOT_FOLLOWED, **(also or {})}
-    if config.cuda_graph_impl in ("local", "transformer_engine"):
+    hints = {name: hint for name, hint in {**_NOT_FOLLOWED, **(also or {})}.items() if name not in follows}
+    if "cuda_graph_impl" not in follows and config.cuda_graph_impl in ("local", "transformer_engine"):
         raise ValueError(
             f"the models do not follow cuda_graph_impl={config.cuda_graph_impl!r}; under jax.jit a model or a train "
             "step is one program, which cuda_graph_impl='full_iteration' says"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -127,7 +129,8 @@ class GPTModel(LanguageModel):
             x, rotary, caches = self._embed(tokens, positions, keys[-1]), self._angles(positions), []
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
-                    x, grown = layer(x, rotary_pos_emb=rotary, dropout_key=keys[i], cache=cache[i])
+                    # Megatron's layers have their context between the two.
+                    x, *_, grown = layer(x, rotary_pos_emb=rotary, dropout_key=keys[i], cache=cache[i])
                     caches.append(grown)
             return self._head(self.final_norm(x)), tuple(caches)
 
@@ -140,6 +143,7 @@ class GPTModel(LanguageModel):
         *,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
+        positions: Array | None = None,
     ) -> Array:
         """Return the mean negative log-likelihood of the labels, fp32 ``[]``.
 
@@ -150,13 +154,14 @@ class GPTModel(LanguageModel):
             loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1.
             dropout_key: turns dropout on.
             options, reduction: as in `jax_te.ops.softmax_cross_entropy`; a mean of no token is 0.
+            positions: as in a call.
 
         Raises:
             ValueError: if the shapes differ.
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
         with jax.named_scope("GPTModel"):
-            x = self._hidden(tokens, None, dropout_key)
+            x = self._hidden(tokens, positions, dropout_key)
         # Labels go to the layers' order, not hidden states to the callers': integers are cheap to move.
         labels = model_order(self.config, labels)
         weights = None if loss_mask is None else model_order(self.config, loss_mask)
@@ -180,7 +185,7 @@ class GPTModel(LanguageModel):
             # A copy of the layer's structure, not of its arrays: training steps do not compute these numbers.
             measured = nnx.merge(*nnx.split(layer))
             measured.self_attention.core_attention.return_max_logit = True
-            x, max_logit = measured(x, rotary_pos_emb=self._angles(positions))
+            x, *_, max_logit = measured(x, rotary_pos_emb=self._angles(positions))
             found.append(max_logit)
         return jnp.stack(found)
 
@@ -243,7 +248,10 @@ class GPTModel(LanguageModel):
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # The embedding's key comes last, so that a layer's key is that of its number.
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
-        x = self._embed(tokens, positions, embedding_key)
+        return self._decode(self._embed(tokens, positions, embedding_key), positions, keys)
+
+    def _decode(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> Array:
+        """Return the final norm's output; everything is in `model_order`."""
         x = run_layers(
             self.layers,
             x,

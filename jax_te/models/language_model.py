@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,12 @@ class LanguageModel(nnx.Module):
         max_sequence_length: int,
         execution: Execution,
         not_followed: Mapping[str, str] | None = None,
+        follows: Collection[str] = (),
     ) -> None:
         """Check the arguments that all models have, and keep them."""
         check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length)
         execution.check(config)
-        check_config(config, also=not_followed)
+        check_config(config, also=not_followed, follows=follows)
         self.config = config
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length

@@ -174,7 +174,8 @@ def _run_group(
     """Run consecutive layers; ``first`` is the number of the first one, None inside a loop, where it varies."""
     for i, (layer, key) in enumerate(zip(layers, keys, strict=True)):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
-            x = layer(x, dropout_key=key, **mask_types, **arrays)
+            out: Any = layer(x, dropout_key=key, **mask_types, **arrays)
+            x = out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
     return x
 
 

@@ -288,7 +288,7 @@ def test_a_causal_layers_mask_is_no_argument_of_its_graph(x: jax.Array):
     layer._te_cuda_graph_capture(**layer.get_layer_static_inputs(8, 2))
     assert_close(layer(x)[0], jax.jit(lambda x: layer(x)[0])(x), 32 * EPS)
     assert layer.layer_number == 1
-    assert "self_attention.qkv.kernel" in layer.state_dict()
+    assert "self_attention.linear_qkv.weight" in layer.state_dict()
 
 
 def test_a_decoder_layer_has_a_context(x: jax.Array):
@@ -316,7 +316,7 @@ def test_layers_that_are_refused(arguments: dict[str, Any], message: str):
 
 def test_first_and_last_layers_stay_in_high_precision():
     made = config(fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
-    high = [TransformerLayer(made, n, rngs=nnx.Rngs(0)).layernorm_mlp.high_precision for n in (1, 2)]
+    high = [TransformerLayer(made, n, rngs=nnx.Rngs(0)).mlp.linear_fc2.high_precision for n in (1, 2)]
     assert high == [True, False]
 
 

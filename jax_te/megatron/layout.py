@@ -1,0 +1,101 @@
+"""The layouts of Megatron-Core's checkpoints: names and forms of single arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_te.megatron.quant_paths import megatron_path
+from jax_te.sharding import auto_region
+from jax_te.sharding.internal import variable_axes
+from jax_te.typing import LogicalAxes
+
+_FUSED = {"kernel": "weight", "scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
+_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "ln_bias": "bias"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Megatron's form of one array: ``[out, in]`` of a kernel, ``[out]`` of a bias.
+
+    Args:
+        shape: the array's own shape: a kernel's ``[in, *out]``, a bias's ``[*out]``.
+        own_axes: its logical axes.
+        is_kernel: its first axis is that of the input.
+        groups: key/value groups whose components Megatron stores group by group, where they are in the outer axes.
+    """
+
+    shape: tuple[int, ...]
+    own_axes: LogicalAxes
+    is_kernel: bool
+    groups: int = 1
+
+    @property
+    def axes(self) -> LogicalAxes:
+        """Logical axes of Megatron's form: of several axes of outputs the last is sharded."""
+        return (self.own_axes[-1], self.own_axes[0]) if self.is_kernel else (self.own_axes[-1],)
+
+    def to_megatron(self, array: Any) -> Any:
+        """Return an array of this package's layout in Megatron's; of a shape and dtype, shape and dtype."""
+
+        def to(array: Any) -> Any:
+            array = array.reshape(self._split).transpose(2, 1, 3, 0)
+            return array.reshape((-1, self._split[0]) if self.is_kernel else -1)
+
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.eval_shape(to, jax.ShapeDtypeStruct(array.shape, array.dtype))
+        return auto_region(to, self.axes)(array)
+
+    def from_megatron(self, array: Any) -> Any:
+        """Return an array of Megatron's layout in this package's; NumPy's stay in the host's memory."""
+        rows, components, groups, channels = self._split
+
+        def to(array: Any) -> Any:
+            return array.reshape(groups, components, channels, rows).transpose(3, 1, 0, 2).reshape(self.shape)
+
+        return auto_region(to, self.own_axes)(array) if isinstance(array, jax.Array) else to(array)
+
+    @property
+    def _split(self) -> tuple[int, int, int, int]:
+        """Sizes of inputs, components, groups and channels, in which the array's own order has them."""
+        rows, *outer = self.shape if self.is_kernel else (1, *self.shape)
+        return rows, math.prod(outer[:-1]), self.groups, outer[-1] // self.groups
+
+
+def megatron_layout(
+    path: tuple[Any, ...], outside: int, variable: nnx.Variable, owners: Mapping[tuple[Any, ...], Any]
+) -> tuple[str, Layout | None]:
+    """Return Megatron's name of a Variable, and its layout where that is another one than the Variable's.
+
+    Args:
+        path: of the Variable.
+        outside: the length of the path to the module with Megatron's names; the length of ``path`` where there is none.
+        variable: of one array; other ones, such as quantizer state and kernels stored quantized, keep their names.
+        owners: the modules by their paths.
+
+    >>> from jax_te.layers import MultiheadAttention
+    >>> layer = MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))
+    >>> owners = {("self_attention",): layer, ("self_attention", "qkv"): layer.qkv}
+    >>> name, layout = megatron_layout(("self_attention", "qkv", "kernel"), 0, layer.qkv.kernel, owners)
+    >>> name, layout.to_megatron(layer.qkv.kernel[...]).shape
+    ('self_attention.linear_qkv.weight', (64, 32))
+    """
+    if outside == len(path):
+        return ".".join(map(str, path)), None
+    owner, attribute, value = owners[path[:-1]], str(path[-1]), variable.get_value()
+    where = ".".join([*map(str, path[:outside]), megatron_path(".".join(map(str, path[outside:-1])))])
+    names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
+    one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+    name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
+    if not one_array or attribute not in ("kernel", "bias") or (attribute == "bias" and value.ndim == 1):
+        return name, None
+    # An attention's projections have their components on an axis in front of the groups'.
+    core = getattr(owners.get(path[:-2]), "core_attention", None)
+    several = value.ndim > 1 + (attribute == "kernel")
+    groups = core.num_gqa_groups if core is not None and several else 1
+    return name, Layout(tuple(value.shape), variable_axes(variable, value), attribute == "kernel", groups)

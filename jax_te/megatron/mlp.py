@@ -1,0 +1,85 @@
+"""Megatron's feed-forward block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers.internal import components, sequence_axes
+from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
+from jax_te.megatron.linear import TERowParallelLinear
+from jax_te.megatron.module import MegatronModule
+from jax_te.ops import Activation, activation
+from jax_te.remat import selective_recompute
+from jax_te.remat.internal import recomputed, run_recomputed
+from jax_te.typing import Array
+
+
+class MLP(MegatronModule):
+    """Norm, ``linear_fc1``, activation and ``linear_fc2``, as `jax_te.layers.LayerNormMLP` in two layers.
+
+    The kernel of ``linear_fc1`` is ``[h, n_act, f]``: a gated activation has its two components on an axis of their
+    own, so that no device needs what another computed. In a `state_dict` it is Megatron's ``[n_act · f, h]``.
+
+    Args:
+        config: sizes, norm, activation and initializers.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        ValueError: for an activation function that is not elementwise; as `TELinear`.
+
+    Source: ``megatron.core.transformer.mlp.MLP``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, activation="swiglu")
+    >>> mlp = MLP(config, rngs=nnx.Rngs(0))
+    >>> output, bias = mlp(jax.numpy.ones((2, 8, 32)))
+    >>> mlp.linear_fc1.kernel.shape, list(mlp.state_dict())[0], mlp.state_dict()["linear_fc1.weight"].shape
+    ((32, 2, 128), 'linear_fc1.bias', (256, 32))
+    """
+
+    megatron_names = True
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config)
+        sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
+        (h, f), n_act = sizes, components(Activation(config.activation, None))
+        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": False}
+        common |= {"is_expert": False, "rngs": rngs}
+        fc1: dict[str, Any] = {"init_method": config.init_method, "tp_comm_buffer_name": "fc1"}
+        fc2: dict[str, Any] = {"init_method": config.output_layer_init_method, "tp_comm_buffer_name": "fc2"}
+        self.linear_fc1 = TELayerNormColumnParallelLinear(h, (n_act, f), gather_output=False, **fc1, **common)
+        self.linear_fc2 = TERowParallelLinear(f, h, input_is_parallel=True, **fc2, **common)
+
+    def __call__(self, hidden_states: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, None]:
+        """Apply the block.
+
+        Args:
+            hidden_states: ``[b, s, h]``.
+            is_first_microbatch: as in `Linear`.
+
+        Returns:
+            ``(output [b, s, h], None)``: the bias is in the output.
+        """
+        parts: Any = (self.linear_fc1, self.linear_fc2, hidden_states)
+        if not recomputed("mlp"):
+            return self._run(parts, is_first_microbatch), None
+        # Nothing inside is recomputed apart from the whole. The layers are arguments, since those of jax.checkpoint are
+        # copies: a layer that kept a kernel inside of it would keep a tracer.
+        with selective_recompute():
+            return jax.checkpoint(lambda parts: self._run(parts, is_first_microbatch))(parts), None
+
+    def _run(self, parts: Any, first: bool | None) -> Array:
+        linear_fc1, linear_fc2, x = parts
+        hidden, _ = linear_fc1(x, is_first_microbatch=first)
+        axes = (*sequence_axes(x, False), "ffn")
+
+        def rest(parts: Any) -> Array:
+            linear_fc2, hidden = parts
+            z = activation(hidden, self.config.activation, out_axes=axes)
+            return linear_fc2(z, is_first_microbatch=first)[0]
+
+        return run_recomputed(rest, (linear_fc2, hidden), kept={"activation": ()})

@@ -1,0 +1,96 @@
+"""Megatron's self-attention block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import MultiheadAttention
+from jax_te.megatron.attention import TEDotProductAttention
+from jax_te.megatron.enums import AttnMaskType
+from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
+from jax_te.megatron.linear import TERowParallelLinear
+from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.norm import TENorm
+from jax_te.sharding.internal import row_axis
+from jax_te.typing import Array
+
+
+class SelfAttention(MultiheadAttention, MegatronModule):
+    """`jax_te.layers.MultiheadAttention` made of Megatron's layers, under Megatron's names.
+
+    They are ``linear_qkv``, with the norm in front, ``core_attention``, ``linear_proj``, and with
+    ``config.qk_layernorm`` ``q_layernorm`` and ``k_layernorm``. The kernel of ``linear_qkv`` is ``[h, r + 2, g · d]``;
+    in a `state_dict` it has Megatron's order, ``[g · (r + 2) · d, h]``.
+
+    A call takes the arguments of `MultiheadAttention` and returns ``(output [b, s, h], None)``, since the bias is in
+    the output.
+
+    Args:
+        config: sizes, norms, initializers and the options of the core.
+        layer_number: of the layer, from 1.
+        attn_mask_type: an `AttnMaskType`, or its name.
+        cp_comm_type: as in `TEDotProductAttention`. None: ``"p2p"``.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        ValueError: as `TEDotProductAttention` and `TELinear`.
+
+    Source: ``megatron.core.transformer.attention.SelfAttention``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
+    >>> attention = SelfAttention(config, rngs=nnx.Rngs(0))
+    >>> output, bias = attention(jnp.ones((2, 8, 32)))
+    >>> attention.linear_qkv.kernel.shape, attention.state_dict()["linear_qkv.weight"].shape
+    ((32, 4, 16), (64, 32))
+    """
+
+    megatron_names = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType | str = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        MegatronModule.__init__(self, config)
+        # What a MultiheadAttention calls these options.
+        self.attention_type = "self"
+        self.return_layernorm_output, self.fuse_qkv_params, self.qk_norm_before_rope = False, True, True
+        self.layernorm = None
+        core = TEDotProductAttention(config, layer_number, attn_mask_type, "self", cp_comm_type=cp_comm_type)
+        # Training steps do not compute max logits; `jax_te.models.GPTModel.max_logits` turns them on.
+        core.return_max_logit = False
+        self.core_attention = core
+        n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
+        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": False}
+        common |= {"is_expert": False, "rngs": rngs}
+        qkv: dict[str, Any] = {"init_method": config.init_method, "tp_comm_buffer_name": "qkv", **common}
+        proj: dict[str, Any] = {"init_method": config.output_layer_init_method, "tp_comm_buffer_name": "proj", **common}
+        # Not "ffn", the default: heads and the feed-forward dimension may have different rules.
+        axes = ("fsdp", "components", "heads")
+        self.linear_qkv = TELayerNormColumnParallelLinear(
+            h, (n // g + 2, g * d), gather_output=False, kernel_axes=axes, **qkv
+        )
+        norm: Any = (config, d, config.layernorm_epsilon)
+        self.q_layernorm = TENorm(*norm) if config.qk_layernorm else None
+        self.k_layernorm = TENorm(*norm) if config.qk_layernorm else None
+        self.linear_proj = TERowParallelLinear(
+            n * d, h, input_is_parallel=True, kernel_axes=(row_axis("heads"), None), **proj
+        )
+
+    # The names under which MultiheadAttention and `clip_qk` know the layers.
+    qkv = property(lambda self: self.linear_qkv)
+    proj = property(lambda self: self.linear_proj)
+    q_norm = property(lambda self: self.q_layernorm)
+    k_norm = property(lambda self: self.k_layernorm)
+
+    def _operands(self, *arguments: Any) -> tuple[tuple[Array, ...], list[Any]]:
+        # Beside its output linear_qkv returns its bias, None, where another layer returns its norm's output.
+        return super()._operands(*arguments)[0], []

@@ -1,0 +1,364 @@
+"""MegatronGPTModel: Megatron's modules, names and layouts, and the values of a GPTModel with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.layers import LayerNorm, RMSNorm
+from jax_te.megatron import (
+    Float16Module,
+    GlobMatcher,
+    RecipeConfig,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+    TransformerLayer,
+    load_state_dict,
+    state_dict,
+)
+from jax_te.models import Execution, GPTModel, MegatronGPTModel, generate
+from jax_te.quantize import QuantizerState
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, ModuleRecipe, autocast
+from jax_te.sharding import make_mesh
+from jax_te.training import create_train_state, make_train_step
+from tests.support.meshes import shard
+from tests.support.numerics import assert_bitwise, assert_close, equations, quick_jit, without_type_checker
+from tests.support.reference import randomize
+
+B, S, V = 2, 8, 32
+GPT2 = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64)
+LLAMA = dataclasses.replace(
+    GPT2, num_query_groups=2, normalization="RMSNorm", activation="swiglu", add_bias_linear=False, qk_layernorm=True
+)
+FORMS: dict[str, tuple[TransformerConfig, dict[str, Any]]] = {
+    "gpt2": (GPT2, {"share_embeddings_and_output_weights": True}),
+    "llama": (LLAMA, {"position_embedding_type": "rope"}),
+}
+RECIPES = {"none": None, "delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, S)), jnp.int32)
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+
+def build(form: str = "llama", *, layers: Any = None, config: TransformerConfig | None = None, **options: Any) -> Any:
+    own, defaults = FORMS[form]
+    config = own if config is None else config
+    return MegatronGPTModel(config, layers, V, S, rngs=nnx.Rngs(0), **{**defaults, **options})
+
+
+def plain(form: str, **fields: Any) -> GPTModel:
+    config, options = FORMS[form]
+    options = {"share_embeddings_and_output_weights": False, **options}
+    config = dataclasses.replace(config, **fields)
+    return randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(1), **options))
+
+
+def megatrons(model: GPTModel) -> dict[str, np.ndarray]:
+    """The weights of a GPTModel as a Megatron-Core checkpoint has them."""
+    config: Any = model.config
+    g, d, h = config.num_query_groups, config.kv_channels, config.hidden_size
+    names = {
+        "embedding.embedding": "embedding.word_embeddings.weight",
+        "position_embedding.embedding": "embedding.position_embeddings.weight",
+        "final_norm.scale": "decoder.final_layernorm.weight",
+        "final_norm.bias": "decoder.final_layernorm.bias",
+        "output_kernel": "output_layer.weight",
+        "self_attention.qkv.kernel": "self_attention.linear_qkv.weight",
+        "self_attention.qkv.bias": "self_attention.linear_qkv.bias",
+        "self_attention.qkv.scale": "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.qkv.ln_bias": "self_attention.linear_qkv.layer_norm_bias",
+        "self_attention.proj.kernel": "self_attention.linear_proj.weight",
+        "self_attention.proj.bias": "self_attention.linear_proj.bias",
+        "self_attention.q_norm.scale": "self_attention.q_layernorm.weight",
+        "self_attention.k_norm.scale": "self_attention.k_layernorm.weight",
+        "layernorm_mlp.scale": "mlp.linear_fc1.layer_norm_weight",
+        "layernorm_mlp.ln_bias": "mlp.linear_fc1.layer_norm_bias",
+        "layernorm_mlp.wi_kernel": "mlp.linear_fc1.weight",
+        "layernorm_mlp.wi_bias": "mlp.linear_fc1.bias",
+        "layernorm_mlp.wo_kernel": "mlp.linear_fc2.weight",
+        "layernorm_mlp.wo_bias": "mlp.linear_fc2.bias",
+    }
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        array = np.asarray(variable.get_value())
+        layer = f"decoder.layers.{path[1]}." if path[0] == "layers" else ""
+        own = ".".join(map(str, path[2:] if layer else path))
+        if own.endswith("qkv.kernel"):
+            # [h, r + 2, (g, d)]: Megatron has the queries, the key and the value of one group side by side.
+            rows = [array[:, c, i * d : (i + 1) * d].T for i in range(g) for c in range(array.shape[1])]
+            array = np.concatenate(rows)
+        elif own.endswith("qkv.bias"):
+            array = np.concatenate([array[c, i * d : (i + 1) * d] for i in range(g) for c in range(len(array))])
+        elif own.endswith("wi_kernel"):
+            array = np.concatenate([array[:, c].T for c in range(array.shape[1])])  # gate, then up
+        elif own.endswith("wi_bias"):
+            array = np.concatenate(list(array))
+        elif own.endswith("kernel"):
+            array = array.T
+        found[layer + names[own]] = array
+    assert all(array.shape[-1] == h for name, array in found.items() if name.endswith("linear_qkv.weight"))
+    return found
+
+
+def loss_and_gradient(model: Any) -> Any:
+    return jax.value_and_grad(lambda model: model.loss(TOKENS, TOKENS[:, ::-1]))(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_modules_have_megatrons_names_and_classes(form: str):
+    model = build(form)
+    layer, config = model.decoder.layers[0], FORMS[form][0]
+    attention = layer.self_attention
+    assert type(layer) is TransformerLayer
+    assert type(attention.linear_qkv) is type(layer.mlp.linear_fc1) is TELayerNormColumnParallelLinear
+    assert type(attention.linear_proj) is type(layer.mlp.linear_fc2) is TERowParallelLinear
+    assert type(attention.core_attention) is TEDotProductAttention
+    norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    assert isinstance(model.decoder.final_layernorm, norm)
+    assert isinstance(attention.q_layernorm, norm) == config.qk_layernorm == isinstance(attention.k_layernorm, norm)
+    # Megatron's calls: the layers' second result is a bias that was not added.
+    x = jnp.ones((B, S, 32))
+    for block in (attention, layer.mlp):
+        output, bias = block(x)
+        assert output.shape == x.shape
+        assert bias is None
+    assert layer(x)[1] is None
+    embedded = model.embedding(TOKENS, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S)))
+    hidden = model.decoder(embedded, None, model._angles(jnp.arange(S, dtype=jnp.int32)))
+    assert_close(hidden, model._hidden(TOKENS, None, None), 64 * EPS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
+    gpt, model = plain(form), build(form)
+    checkpoint = megatrons(gpt)
+    assert model.state_dict().keys() == checkpoint.keys()
+    assert model.load_state_dict(checkpoint) == ([], [])
+    for name, array in model.state_dict().items():
+        assert_bitwise(array, checkpoint[name], what=name)
+    loss, gradient = quick_jit(loss_and_gradient)(model)
+    expected, its_gradient = quick_jit(loss_and_gradient)(gpt)
+    assert_close(loss, expected, 8 * EPS)
+    # The gradient is a model, too: its arrays are under the same names.
+    for name, array in megatrons(its_gradient).items():
+        assert_close(state_dict(gradient)[name], array, 256 * EPS, what=name)
+    one = model(TOKENS, labels=TOKENS[:, ::-1])
+    assert_close(one.mean(), expected, 8 * EPS)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
+    """The same bits reach every GEMM, so that nothing has to be tolerated beyond the order of fp32 sums."""
+    with autocast(RECIPES[recipe]):
+        gpt, model = plain("llama"), build("llama")
+        load_state_dict(model, megatrons(gpt), strict=False)
+        (loss, gradient), (expected, its) = (quick_jit(loss_and_gradient)(each) for each in (model, gpt))
+    assert_close(loss, expected, 8 * EPS)
+    states, wanted = (
+        {path: v.get_value() for path, v in nnx.to_flat_state(nnx.state(g, QuantizerState))} for g in (gradient, its)
+    )
+    assert len(states) == len(wanted) == (4 * 6 if recipe == "delayed" else 0)
+    for path, state in states.items():
+        names = {"mlp": "layernorm_mlp", "linear_qkv": "qkv", "linear_proj": "proj"}
+        own: Any = path[1:]
+        *front, layer, kind, role, field = own
+        if layer in ("linear_fc1", "linear_fc2"):
+            front, layer, kind = front[:-1], "layernorm_mlp", f"quantizers_{layer[-1]}"
+        same = wanted[(*front, names.get(layer, layer), kind, role, field)]
+        # Gradients' amaxes differ by the roundings of what follows in forward.
+        assert_close(state, same, 64 * EPS, what=str(path))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize(("form", "recipe"), [("llama", "delayed"), ("gpt2", "none")])
+def test_on_a_mesh_of_tensor_and_sequence_parallelism(form: str, recipe: str, mode: Any):
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    with autocast(RECIPES[recipe]):
+        gpt = plain(form)
+        expected, _ = quick_jit(loss_and_gradient)(gpt)
+        checkpoint = megatrons(gpt)
+        with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type=mode)):
+            model = shard(build(form, config=dataclasses.replace(FORMS[form][0], **parallel)))
+            model.load_state_dict(checkpoint, strict=recipe == "none")
+            loss, _ = quick_jit(loss_and_gradient)(model)
+            for name, array in model.state_dict().items():
+                if name in checkpoint:
+                    assert_bitwise(array, checkpoint[name], what=name)
+            described = model.sharded_state_dict()
+            specs = {name: leaf.sharding.spec for name, leaf in described.items()}
+            assert {n: leaf.shape for n, leaf in described.items()} == {
+                n: a.shape for n, a in model.state_dict().items()
+            }
+    assert_close(loss, expected, 2.0**-9 if recipe == "delayed" else 64 * EPS)
+    layer = "decoder.layers.0."
+    assert (
+        specs[f"{layer}self_attention.linear_qkv.weight"]
+        == specs[f"{layer}mlp.linear_fc1.weight"]
+        == P("tensor", "fsdp")
+    )
+    assert specs[f"{layer}mlp.linear_fc2.weight"] == P(None, ("tensor", "fsdp"))
+    assert specs["embedding.word_embeddings.weight"] == P("tensor", "fsdp")
+
+
+def test_differences_of_a_checkpoint_are_named_in_megatrons_words():
+    model = build()
+    arrays = {name: np.asarray(array) for name, array in model.state_dict().items()}
+    qkv, fc2 = (f"decoder.layers.0.{name}.weight" for name in ("self_attention.linear_qkv", "mlp.linear_fc2"))
+    arrays[qkv], arrays["decoder.layers.0.mlp.linear_fc1._extra_state"] = arrays[qkv].T, arrays.pop(fc2)
+    with pytest.raises(ValueError, match=r"the state dict does not fit MegatronGPTModel") as error:
+        model.load_state_dict(arrays)
+    for difference in (
+        f"1 missing: {fc2} is absent there, float32[32, 64] here",
+        "1 unexpected: decoder.layers.0.mlp.linear_fc1._extra_state is",
+        f"1 of another shape: {qkv} is float32[32, 64] there, float32[64, 32] here",
+    ):
+        assert difference in str(error.value)
+    del arrays[qkv]
+    skipped = model.load_state_dict(arrays, strict=False)
+    assert skipped.missing_keys == [fc2, qkv]
+
+
+def test_wrappers_have_its_names_and_precision():
+    class Wrapper(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([build()])
+
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert f"layers.0.{name}" in state_dict(Wrapper())
+    half = Float16Module(dataclasses.replace(LLAMA, bf16=True, params_dtype="float32"), build())
+    assert half.state_dict()[name].dtype == half.sharded_state_dict()[name].dtype == jnp.bfloat16
+    assert half(TOKENS).dtype == jnp.float32
+    checkpoint = megatrons(plain("llama"))
+    half.load_state_dict(checkpoint)
+    assert_bitwise(half.state_dict()[name], checkpoint[name].astype(jnp.bfloat16))
+    half.set_input_tensor([None])
+    with pytest.raises(ValueError, match=r"input_tensor must be None, got .*: there are no pipeline stages"):
+        half.set_input_tensor(jnp.ones(1))
+
+
+def test_rules_are_for_megatrons_names():
+    """The rules of ``config.quant_recipe`` hold when the model is built."""
+    kinds = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    rules = RecipeConfig([GlobMatcher("decoder.layers.1.mlp.linear_fc2", "bf16")], {"bf16": kinds})
+    model = build(config=dataclasses.replace(LLAMA, num_layers=2, quant_recipe=rules))
+    found = [layer.mlp.linear_fc2.module_recipe for layer in model.decoder.layers]
+    assert found == [None, ModuleRecipe(training=None)]
+    assert model.decoder.layers[1].mlp.linear_fc1.module_recipe is None
+
+
+@pytest.mark.parametrize("module", ["core_attn", "layernorm", "activation", "mlp", "full"])
+def test_backward_recomputes_what_the_configuration_says(module: str):
+    """The same loss and gradients, from more operations."""
+    fields: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": [module]}
+    if module == "full":
+        fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    model, same = build(config=dataclasses.replace(LLAMA, **fields)), build()
+    counts = []
+    for each in (model, same):
+        found = list(equations(jax.make_jaxpr(loss_and_gradient)(each).jaxpr))
+        counts.append(sum(equation.primitive.name == "dot_general" for equation in found))
+        assert any(
+            "remat" in equation.primitive.name or equation.primitive.name == "checkpoint" for equation in found
+        ) == (each is model)
+    assert counts[0] > counts[1] if module in ("core_attn", "mlp", "full") else counts[0] >= counts[1]
+    (loss, gradient), (expected, its) = (quick_jit(loss_and_gradient)(each) for each in (model, same))
+    assert_close(loss, expected, 8 * EPS)
+    for a, e in zip(*(jax.tree.leaves(nnx.state(each)) for each in (gradient, its)), strict=True):
+        assert_close(a, e, 256 * EPS)
+
+
+def test_it_trains_in_a_train_step_and_in_a_loop_over_layers():
+    with autocast(RECIPES["delayed"]):
+        model = build(
+            config=dataclasses.replace(LLAMA, num_layers=2, compute_dtype="bfloat16"),
+            execution=Execution(scan_layers=True),
+        )
+        tx = optax.adam(1e-2)
+        state = create_train_state(model, tx, key=jax.random.key(0))
+
+        def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+            return model(batch, labels=batch).mean()
+
+        step, losses = make_train_step(loss_fn, tx, microbatches=2), []
+        for _ in range(8):
+            state, metrics = step(state, TOKENS)
+            losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_calls_are_captured():
+    model = build(config=dataclasses.replace(LLAMA, cuda_graph_impl="transformer_engine"))
+    expected = quick_jit(lambda model: model.forward(TOKENS))(model)
+    model._te_cuda_graph_capture(**model.get_layer_static_inputs(S, B))
+    assert_close(model(TOKENS), expected, 64 * EPS)
+    assert len(model.cuda_graphs) == 1
+    with pytest.raises(ValueError, match="was not captured"):
+        model(TOKENS[:, :4])
+
+
+def test_a_cache_and_max_logits_and_clipping_work_as_a_gpts():
+    config = dataclasses.replace(LLAMA, qk_layernorm=False, qk_clip=True, qk_clip_threshold=0.01)
+    model, gpt = build(config=config), plain("llama", qk_layernorm=False, qk_clip=True, qk_clip_threshold=0.01)
+    model.load_state_dict(megatrons(gpt))
+    logits = model.max_logits(TOKENS)
+    assert_close(logits, gpt.max_logits(TOKENS), 64 * EPS)
+    for each in (model, gpt):
+        each.clip_qk(logits)
+    assert_close(model.max_logits(TOKENS), gpt.max_logits(TOKENS), 64 * EPS)
+    found, expected = (
+        generate(each, TOKENS[:, :3], steps=4, key=jax.random.key(0), temperature=0.0) for each in (model, gpt)
+    )
+    assert_bitwise(found, expected)
+
+
+def test_a_layer_class_of_ones_own():
+    class Layer(TransformerLayer):
+        def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states, None
+
+    model = build(layers=Layer)
+    assert_close(model._hidden(TOKENS, None, None), model.decoder.final_layernorm(model.embedding(TOKENS)), EPS)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pre_process": False}, ValueError, "pre_process must be True, got False: there are no pipeline stages"),
+        ({"fp16_lm_cross_entropy": True}, ValueError, "fp16_lm_cross_entropy must be False, got True: the loss is in"),
+        ({"logit_dtype": jnp.float32}, ValueError, "logit_dtype must be None"),
+        ({"rope_scaling": True, "seq_len_interpolation_factor": 2.0}, ValueError, "both scale rotation; give one"),
+        ({"position_embedding_type": "yarn"}, ValueError, "position_embedding_type must be one of"),
+        ({"layers": nnx.Module}, TypeError, "transformer_layer_spec must be None, jax_te.megatron.TransformerLayer"),
+        ({"config": dataclasses.replace(LLAMA, fp8="hybrid")}, ValueError, "asks for the recipe"),
+    ],
+)
+def test_arguments_that_are_refused(options: dict[str, Any], error: Any, message: str):
+    with without_type_checker(), pytest.raises(error, match=message):
+        build(**options)
+
+
+def test_arguments_of_a_call():
+    model = build(parallel_output=False)
+    assert_bitwise(model(TOKENS, None, jnp.ones(1, bool), loss_mask=jnp.ones((B, S))), model(TOKENS))
+    with pytest.raises(ValueError, match=r"packed_seq_params must be None, got 1: jax_te.megatron.TransformerLayer"):
+        model(TOKENS, packed_seq_params=1)
+    with pytest.raises(TypeError, match="unexpected argument 'mask'"):
+        model(TOKENS, mask=None)
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        model = shard(model)
+        whole, split = (
+            jax.jit(lambda model, gather=gather: model(TOKENS, runtime_gather_output=gather))(model)
+            for gather in (None, False)
+        )
+        assert whole.sharding.spec == P()
+        assert re.search("tensor", str(split.sharding.spec))
