@@ -98,4 +98,5 @@ def megatron_layout(
     core = getattr(owners.get(path[:-2]), "core_attention", None)
     several = value.ndim > 1 + (attribute == "kernel")
     groups = core.num_gqa_groups if core is not None and several else 1
-    return name, Layout(tuple(value.shape), variable_axes(variable, value), attribute == "kernel", groups)
+    axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
+    return name, Layout(tuple(value.shape), axes, attribute == "kernel", groups)
