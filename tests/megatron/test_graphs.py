@@ -111,7 +111,14 @@ def test_inside_of_jit_and_vmap_the_outer_program_is_the_graph(x: jax.Array):
     assert_close(jax.vmap(block)(x), expected, 8 * EPS)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(nnx.merge(graphdef, state)(x) ** 2)))(x)
     assert_close(gradient, jax.grad(lambda x: jnp.sum(block.forward(x) ** 2))(x), 32 * EPS)
-    assert len(block.cuda_graphs) == graphs
+    # An array by name that is traced: the module and its input are not.
+    local, traced = Block(config("local")), []
+    for one, chosen in ((block, block._should_call_te_cudagraph), (local, local._should_call_local_cudagraph)):
+        assert chosen(hidden_states=x)
+        assert_close(jax.jit(lambda scale, one=one: one(hidden_states=x, scale=scale))(2.0), 2.0 * expected, 16 * EPS)
+        jax.jit(lambda scale, chosen=chosen: traced.append(chosen(hidden_states=x, scale=scale)))(2.0)
+    assert traced == [False, False]
+    assert (len(block.cuda_graphs), len(local.cuda_graphs)) == (graphs, 0)
 
 
 def test_a_call_that_was_not_captured_is_refused(x: jax.Array):
