@@ -15,7 +15,7 @@ from jax_te.layers import TransformerLayer, rotary_embedding
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import MODES, shard, use_mesh
-from tests.support.numerics import assert_close, draw, relative_l2
+from tests.support.numerics import assert_close, draw, equations, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, H, F, N, D = 4, 8, 32, 64, 4, 8
@@ -129,14 +129,19 @@ def test_fp32_parameters_get_fp32_gradients_under_bf16_computation() -> None:
 
 
 def test_recomputing_core_attention_changes_nothing() -> None:
+    """But that backward computes the scores a second time."""
     layer = randomize(build(LLAMA))
     x = draw("x", (2, S, H))
 
-    def grads(recompute: bool) -> Any:
+    def traced(recompute: bool) -> Any:
         loss = lambda layer, x: jnp.sum(jnp.sin(layer(x, checkpoint_core_attention=recompute)))  # noqa: E731
-        return jax.jit(jax.grad(loss))(layer, x)
+        return jax.jit(jax.grad(loss)).trace(layer, x)
 
-    for a, e in zip(jax.tree.leaves(grads(True)), jax.tree.leaves(grads(False)), strict=True):
+    recomputed, kept = traced(True), traced(False)
+    gemms = [sum(e.primitive.name == "dot_general" for e in equations(t.jaxpr.jaxpr)) for t in (recomputed, kept)]
+    assert gemms[0] > gemms[1]
+    found, expected = (trace.lower().compile()(layer, x) for trace in (recomputed, kept))
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(a, e, TOLERANCE)
 
 
