@@ -188,6 +188,20 @@ def test_parameters_quantized_or_not(tmp_path, caplog):
         move(tmp_path / "other", exact, target, MXFP8BlockScaling(), allow={"requantize"})
 
 
+@pytest.mark.wide("explicit-block")
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, Float8BlockScaling()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_kernels_quantized_on_a_mesh_have_the_bits_of_one_device(tmp_path, mode, recipe):
+    allow = {"requantize", "quantizers"}
+    state = state_of(stacked=True, fused=False)
+    alone = move(tmp_path / "alone", state, wanted(recipe, fp8_param=True), recipe, allow=allow)
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2), axis_type=mode)):
+        target = wanted(recipe, fp8_param=True)
+        split = move(tmp_path / mode, state, target, recipe, allow=allow)
+    assert [x.sharding for x in jax.tree.leaves(split)] == [x.sharding for x in jax.tree.leaves(target)]
+    assert_same(values(split), values(alone))
+
+
 RECIPES = [CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 

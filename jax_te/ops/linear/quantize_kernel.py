@@ -118,7 +118,8 @@ def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes |
     """Return ``run``'s results: arrays of the kernel's shape sharded like it, scales replicated."""
     if current_mesh() is None:
         return run(kernel, scale)
-    abstract = jax.eval_shape(run, kernel, scale)
+    # Of shapes alone: in the type of an array on Explicit axes is a sharding, which a reshape into blocks refuses.
+    abstract = jax.eval_shape(run, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (kernel, scale)))
     out_axes = [axes if leaf.shape == kernel.shape else (None,) * leaf.ndim for leaf in jax.tree.leaves(abstract)]
     leaves = auto_region(lambda *args: jax.tree.leaves(run(*args)), out_axes)(kernel, scale)
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
