@@ -25,6 +25,9 @@ PyTree: TypeAlias = Any
 BackendName: TypeAlias = Literal["auto", "te", "xla"]
 """Names that choose what runs an op; ``"auto"`` leaves the choice to the library."""
 
+WriterName: TypeAlias = Literal["jsonl", "tensorboard", "wandb"]
+"""Names of the writers of `jax_te.metrics.MetricsLog`."""
+
 if TYPE_CHECKING:
     import jax
     from jax.typing import ArrayLike
@@ -43,4 +46,4 @@ def __getattr__(name: str) -> Any:
     return {"Array": jax.Array, "ArrayLike": jax.typing.ArrayLike, "Initializer": Callable[..., jax.Array]}[name]
 
 
-__all__ = ["Array", "ArrayLike", "BackendName", "DTypeLike", "Initializer", "LogicalAxes", "PyTree"]
+__all__ = ["Array", "ArrayLike", "BackendName", "DTypeLike", "Initializer", "LogicalAxes", "PyTree", "WriterName"]

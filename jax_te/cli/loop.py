@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jax_te.metrics import MetricsLog, Progress
+from jax_te.metrics import MetricsLog, Progress, StepTrace, StepWork
 from jax_te.typing import PyTree
 
 
@@ -29,7 +29,7 @@ class LoopPlan:
         save_every, eval_every: checkpoints and held-out losses; both also come at the end.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
         inspect_every: steps that are inspected; 0 for none.
-        tokens_per_step: for the speed.
+        work: of a step, for the speed.
         give_up_after: steps in a row that made no update, or whose loss or gradient norm was not finite, after which a
             run is lost.
         learning_rate: gives the rate of an update by its number, from 0, for the record. None: not recorded.
@@ -39,7 +39,7 @@ class LoopPlan:
     save_every: int
     eval_every: int
     log_every: int
-    tokens_per_step: int
+    work: StepWork
     inspect_every: int = 0
     give_up_after: int = 50
     learning_rate: Callable[[int], float] | None = None
@@ -55,6 +55,7 @@ class LoopActions:
         save: ``(step, state)``; writes a checkpoint, and may return before it is on disk.
         check: called at each step; raises what went wrong in the background since then. None: nothing.
         inspect: ``(step, state, batch)``, with the number of a step, the state before it and its batch. None: nothing.
+        trace: of some steps. None: of none.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
@@ -62,6 +63,7 @@ class LoopActions:
     save: Callable[[int, PyTree], None]
     check: Callable[[], None] | None = None
     inspect: Callable[[int, PyTree, Any], None] | None = None
+    trace: StepTrace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,8 @@ def run_loop(
             recorder.record(*pending.popleft())
 
     heldout, stopped_by, step, begin = None, None, first, time.perf_counter()
-    progress.start(first, plan.steps, plan.tokens_per_step)
+    trace = actions.trace
+    progress.start(first, plan.steps, plan.work)
     try:
         with StopRequest() as stop:
             while step < plan.steps and stopped_by is None:
@@ -169,9 +172,17 @@ def run_loop(
                 if actions.inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
                     drain(0)
                     recorder.pause(actions.inspect, step, state, batch)
+                if trace is not None and step == trace.first:
+                    drain(0)  # so that the device has done the step before
+                    recorder.pause(trace.before, step)
                 state, metrics = actions.step(state, batch)
                 pending.append((step, metrics))
                 drain(1)
+                if trace is not None and step == trace.last:
+                    drain(0)
+                    times = recorder.pause(trace.after, step)
+                    if times is not None:
+                        progress.text(f"kernels of steps {trace.first} to {trace.last}", str(times))
                 last = step == plan.steps
                 stopped_by = stop.signal  # read once a step, so that a signal that ends the loop also saves
                 heldout = None
@@ -185,6 +196,8 @@ def run_loop(
                     recorder.pause(actions.save, step, state)
     finally:
         progress.stop()
+        if trace is not None:
+            trace.close()
     return LoopResult(
         state=state,
         step=step,
@@ -207,7 +220,7 @@ class _Recorder:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self._timed * self._plan.tokens_per_step / self._busy if self._busy else None
+        return self._timed * self._plan.work.tokens / self._busy if self._busy else None
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -219,7 +232,7 @@ class _Recorder:
         if self._previous is not None:
             self._busy += now - self._previous
             self._timed += 1
-            values["tokens_per_second"] = round(self._plan.tokens_per_step / (now - self._previous), 1)
+            values |= self._plan.work.rates(now - self._previous)
         self._previous = now
         listed = step % self._plan.log_every == 0 or step == self._plan.steps
         self._log.write(step, values, chart=listed)

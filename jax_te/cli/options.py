@@ -22,7 +22,7 @@ from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
 from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES, brief, literal_names
 from jax_te.recipe import RECIPES, DelayedScaling, Format
 from jax_te.recipe.internal import GEMMS, MAX_MARGIN
-from jax_te.typing import BackendName
+from jax_te.typing import BackendName, WriterName
 
 FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"
 """Kinds of options without a value: ``--name`` and ``--no-name``; ``--name`` alone."""
@@ -167,25 +167,28 @@ POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) f
 FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))
 MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
 FILE = Text("FILE", str)
-_EVAL_BATCHES = Text("N", number(int, 1, below=10**6))  # an evaluation of more would seem to hang
 _MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
 _SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones
 _MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
-_MODULES = Text("NAMES", some_of(RECOMPUTE_MODULES))
 _RATE = Text("P", number(float, 0, below=1))
 CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
-_GEMMS = Text("GEMMS", some_of(GEMMS))
 _QUANTIZED = tuple(name for name in RECIPES if name != "none")
 _SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
+_STEPS = Text("START:STOP", matching(r"[1-9]\d{0,8}:[1-9]\d{0,8}", "two steps like 5:8"))
 _PRESET = "the preset's"
 
 
 _free = functools.partial(option, may_change=True)
 _on_mesh = functools.partial(option, may_change=True, of_mesh=True)
+
+
+def _some(metavar: str, allowed: tuple[str, ...], effect: str) -> tuple[Text, str]:
+    """Return kind and help of an option whose value is some of these names."""
+    return Text(metavar, some_of(allowed)), f"{effect}: some of {','.join(allowed)}"
 
 
 def _field(recipes: tuple[str, ...], kind: Any, help: str, **row: Any) -> Any:
@@ -273,7 +276,7 @@ class PrecisionOptions:
     square_blocks: bool | None = _field(("nvfp4",), FLAG, "nvfp4: kernels have 16 x 16 blocks, not 1 x 16")
     fp8_accumulation: str | None = _field(_SCALED_ONCE, ("fast", "precise"), "delayed, current: sums on Hopper")
     override_linear_precision: str | None = _field(
-        _QUANTIZED, _GEMMS, f"GEMMs in high precision, some of {','.join(GEMMS)}", shown="none of them"
+        _QUANTIZED, *_some("GEMMS", GEMMS, "GEMMs in high precision"), shown="none of them"
     )
     fp8_param: bool = option(FLAG, "hold kernels quantized, with fp32 masters", False)
     bf16_layers_start: int = option(COUNT, "first layers not to quantize", 0, library=("num_layers_at_start_in_bf16",))
@@ -301,9 +304,7 @@ class ExecutionOptions:
     recompute_granularity: str = _free(_GRANULARITIES, "what backward computes again", "none")
     recompute_method: str | None = _free(METHODS, "full: groups, or the first layers", None, shown="uniform")
     recompute_num_layers: int | None = _free(SIZE, "full: layers of a group, or first layers", None, shown="1")
-    recompute_modules: str | None = _free(
-        _MODULES, f"selective: some of {','.join(RECOMPUTE_MODULES)}", None, shown="core_attn"
-    )
+    recompute_modules: str | None = _free(*_some("NAMES", RECOMPUTE_MODULES, "selective"), None, shown="core_attn")
     recompute_policy: str = _free(POLICIES, "full: what is kept inside of layers", "full", shown="full, nothing")
     distribute_saved_activations: bool = _free(FLAG, "full: shard saved inputs over the tensor axis", False)
     scan_layers: bool | str = _free(Text("WHEN", auto_or_flag), "a loop over layers: yes, no, or auto, if many", "auto")
@@ -318,9 +319,12 @@ class OutputOptions:
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "newest checkpoints kept", 3)
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
-    eval_batches: int = _free(_EVAL_BATCHES, "batches of a held-out loss", 16)
-    log_every: int = _free(SIZE, "steps between lines and TensorBoard points", 10, shown=_PRESET)
+    # An evaluation of more would seem to hang.
+    eval_batches: int = _free(Text("N", number(int, 1, below=10**6)), "batches of a held-out loss", 16)
+    log_every: int = _free(SIZE, "steps between lines and points of charts", 10, shown=_PRESET)
     inspect_every: int = _free(COUNT, "steps between statistics of quantized tensors", 0, shown="0, never")
+    metrics_writers: str = _free(*_some("NAMES", get_args(WriterName), "where metrics go"), "jsonl,tensorboard")
+    profile: str | None = _free(_STEPS, "first and last step to trace, with a table of kernels", None, kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)

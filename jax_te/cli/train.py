@@ -18,21 +18,35 @@ from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_precision, check_te_on_mesh, explain_backends
-from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.cli.sample import continue_text
+from jax_te.config import ParallelConfig
 from jax_te.data import TextData, byte_bigram_entropy, load_text
 from jax_te.megatron import QuantizationReport
-from jax_te.metrics import MetricsLog, PrecisionLog, Progress, make_progress, plot_losses, plot_precision
+from jax_te.metrics import (
+    MetricsLog,
+    PrecisionLog,
+    Progress,
+    StepTrace,
+    StepWork,
+    make_progress,
+    peak_flops,
+    plot_losses,
+    plot_precision,
+    train_flops,
+)
 from jax_te.metrics.internal import (
     METRICS_FILE,
     PLOT_FILE,
     PRECISION_FILE,
     PRECISION_PLOT,
+    TENSORBOARD_FOLDER,
     chart_values,
     clock,
     require_extra,
+    require_writers,
 )
 from jax_te.models import UNROLL_LIMIT, runs_scanned
 from jax_te.training import TrainState
@@ -40,6 +54,7 @@ from jax_te.typing import PyTree
 
 PROMPT = "def "
 SAMPLE_BYTES = 300
+PROFILE_FOLDER = "profile"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,10 +65,12 @@ def run(options: argparse.Namespace) -> int:
     """
     keep_compiled_programs()
     # Said before anything is made: a run that could not write its charts would fail at its end.
-    for package in ("grain", "tensorboardX", "matplotlib", "rich"):
+    for package in ("grain", "matplotlib", "rich"):
         require_extra(package)
     output, progress = output_folder(options), make_progress()
     config, resumes = resolve(options, output)
+    require_writers(config.metrics_writers.split(","))
+    trace = _trace(config, output)
     check_memory(config)
     progress.note("reading the text")
     data = load_text(config.data, seq_len=config.seq_len)
@@ -69,13 +86,37 @@ def run(options: argparse.Namespace) -> int:
             )
             with warnings_as_lines():
                 state, first = trainer.restore() if resumes else trainer.create()
+            if trace is not None and trace.first <= first:
+                raise ValueError(f"--profile {config.profile}: the run has done {first} steps; give later ones")
             # Only now: a start that fails leaves no configuration that the next start would take up.
             write_config(config, output)
             progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
-            return _train(trainer, state, first, output, progress)
+            return _train(trainer, state, first, output, progress, trace)
 
 
-def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progress: Progress) -> int:
+def _trace(config: RunConfig, output: Path) -> StepTrace | None:
+    if config.profile is None:
+        return None
+    trace = StepTrace(output / PROFILE_FOLDER, *map(int, config.profile.split(":")))
+    if trace.last > config.steps:
+        raise ValueError(f"--profile {config.profile} ends after the last of --steps {config.steps}; give earlier ones")
+    return trace
+
+
+def _work(config: RunConfig) -> StepWork:
+    flops = train_flops(
+        config.transformer_config(),
+        vocab_size=VOCAB_SIZE,
+        batch_size=config.batch_size,
+        sequence_length=config.seq_len,
+    )
+    devices = (config.parallel_config() or ParallelConfig()).num_devices
+    return StepWork(tokens=config.tokens_per_step, devices=devices, flops=flops, peak=peak_flops(jax.devices()[0]))
+
+
+def _train(
+    trainer: Trainer, state: TrainState, first: int, output: Path, progress: Progress, trace: StepTrace | None
+) -> int:
     config = trainer.config
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
@@ -84,17 +125,18 @@ def _train(trainer: Trainer, state: TrainState, first: int, output: Path, progre
     bigram = byte_bigram_entropy(trainer.data.train, trainer.data.heldout)
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
-    with MetricsLog(output, resume_step=first) as log:
+    with MetricsLog(output, resume_step=first, writers=config.metrics_writers.split(",")) as log:  # type: ignore[arg-type]
 
         def inspect(step: int, state: TrainState, batch: PyTree) -> None:
             statistics = trainer.inspect(state, batch)
             precision.write(step, statistics)
             log.chart(step, chart_values(statistics))
 
-        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after", "tokens_per_step")
-        plan = LoopPlan(**{name: getattr(config, name) for name in names}, learning_rate=trainer.learning_rate)
+        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after")
+        given = {name: getattr(config, name) for name in names}
+        plan = LoopPlan(**given, work=_work(config), learning_rate=trainer.learning_rate)
         works = {"step": trainer.step, "evaluate": trainer.evaluate, "save": trainer.save}
-        actions = LoopActions(**works, check=trainer.checkpointer.check, inspect=inspect)
+        actions = LoopActions(**works, check=trainer.checkpointer.check, inspect=inspect, trace=trace)
         skipped = int(state.skipped_steps)
         result = run_loop(
             state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped
@@ -162,8 +204,15 @@ def _facts(
         **({} if report is None else {"rules": str(report)}),
         "backend": "\n".join(backends),
         "mesh": where,
+        "MFU": _mfu(_work(config), device),
         "output": f"{output}, " + (f"resumed after step {first}" if first else "a new run"),
     }
+
+
+def _mfu(work: StepWork, device: str) -> str:
+    if work.peak is None:
+        return f"not given: jax_te knows no published peak of {device}"
+    return f"relative to {work.peak / 1e12:.0f} TFLOP/s of each device, its dense bf16 peak"
 
 
 def _layers(config: RunConfig) -> str:
@@ -212,6 +261,7 @@ def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path, in
     if peak:
         rows["memory"] = f"{peak / 2**30:.2f} GiB at the peak"
     names = [METRICS_FILE, PLOT_FILE, *([PRECISION_FILE, PRECISION_PLOT] if inspected else [])]
-    rows["files"] = f"{output}: {', '.join(names)}, tensorboard, {CHECKPOINT_FOLDER}"
+    names = [name for name in (*names, TENSORBOARD_FOLDER, PROFILE_FOLDER) if (output / name).exists()]
+    rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
     rows["next"] = f"jax-te sample --output {output} --prompt {PROMPT!r}"
     return rows

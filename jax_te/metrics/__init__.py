@@ -1,14 +1,26 @@
-"""Records of a training run and their display: metrics files, TensorBoard, plots, progress."""
+"""Records of a training run and their display: metrics writers, plots, progress, speed, and traces of kernels."""
 
 from jax_te.metrics.log import MetricsLog, plot_losses
 from jax_te.metrics.precision_log import PrecisionLog, plot_precision
 from jax_te.metrics.progress import Progress, make_progress
+from jax_te.metrics.throughput import StepWork, peak_flops, train_flops
+from jax_te.metrics.trace import KernelTime, KernelTimes, StepTrace, kernel_kind, kernel_times
+from jax_te.metrics.writers import MetricsWriter
 
 __all__ = [
+    "KernelTime",
+    "KernelTimes",
     "MetricsLog",
+    "MetricsWriter",
     "PrecisionLog",
     "Progress",
+    "StepTrace",
+    "StepWork",
+    "kernel_kind",
+    "kernel_times",
     "make_progress",
+    "peak_flops",
     "plot_losses",
     "plot_precision",
+    "train_flops",
 ]

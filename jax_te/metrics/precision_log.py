@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.metrics.log import cut_after, is_number, read_records, require_extra
+from jax_te.metrics.writers import cut_after, is_number, read_records, require_extra
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
 

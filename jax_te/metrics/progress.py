@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from jax_te.metrics.log import require_extra
+from jax_te.metrics.throughput import StepWork
+from jax_te.metrics.writers import require_extra
 
 
 @runtime_checkable
@@ -26,8 +27,8 @@ class Progress(Protocol):
         """Show a block of text."""
         ...
 
-    def start(self, first: int, steps: int, tokens_per_step: int) -> None:
-        """Begin the display; ``first`` of ``steps`` steps are done already."""
+    def start(self, first: int, steps: int, work: StepWork) -> None:
+        """Begin the display; ``first`` of ``steps`` steps, each of this work, are done already."""
         ...
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
@@ -48,8 +49,8 @@ class Progress(Protocol):
 class Speed:
     """Tokens per second and time left, measured from the end of the first step on."""
 
-    def __init__(self, first: int, steps: int, tokens_per_step: int):
-        self.steps, self.tokens_per_step = steps, tokens_per_step
+    def __init__(self, first: int, steps: int, work: StepWork):
+        self.steps, self.work = steps, work
         self._begin: tuple[int, float] | None = None
         self._now = (first, time.perf_counter())
 
@@ -68,12 +69,6 @@ class Speed:
         return (self._now[1] - self._begin[1]) / (self._now[0] - self._begin[0])
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Mean over the steps so far, or None before the second."""
-        seconds = self.seconds_per_step
-        return None if not seconds else self.tokens_per_step / seconds
-
-    @property
     def eta(self) -> str:
         """Time left as ``m:ss`` or ``h:mm:ss``."""
         seconds = self.seconds_per_step
@@ -81,9 +76,13 @@ class Speed:
 
     @property
     def rate(self) -> str:
-        """Tokens per second as text."""
-        tokens = self.tokens_per_second
-        return "…" if tokens is None else f"{tokens:,.0f}"
+        """Tokens per second as text, with those of a device and the MFU where there are several and it is known."""
+        seconds = self.seconds_per_step
+        rates = self.work.rates(seconds) if seconds else {}
+        text = f"{rates['tokens_per_second']:,.0f} tokens/s" if rates else "… tokens/s"
+        if rates and self.work.devices > 1:
+            text += f" ({rates['tokens_per_second_per_device']:,.0f} a device)"
+        return text + (f"  {rates['mfu']:.1%} MFU" if "mfu" in rates else "")
 
 
 def clock(seconds: float) -> str:
@@ -115,15 +114,15 @@ class PlainProgress:
     def text(self, title: str, body: str) -> None:
         print(f"--- {title} ---\n{body}\n---", flush=True)
 
-    def start(self, first: int, steps: int, tokens_per_step: int) -> None:
-        self._speed = Speed(first, steps, tokens_per_step)
+    def start(self, first: int, steps: int, work: StepWork) -> None:
+        self._speed = Speed(first, steps, work)
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
         speed = self._speed
         assert speed is not None
         speed.update(step)
         if line:
-            print(f"step {step}/{speed.steps}  loss {loss:.4f}  {speed.rate} tokens/s  ETA {speed.eta}", flush=True)
+            print(f"step {step}/{speed.steps}  loss {loss:.4f}  {speed.rate}  ETA {speed.eta}", flush=True)
 
     def stop(self) -> None:
         sys.stdout.flush()
@@ -155,9 +154,9 @@ class RichProgress:
         plain = require_extra("rich.text").Text(body)
         self._console.print(require_extra("rich.panel").Panel(plain, title=title, title_align="left", expand=False))
 
-    def start(self, first: int, steps: int, tokens_per_step: int) -> None:
+    def start(self, first: int, steps: int, work: StepWork) -> None:
         rich = require_extra("rich.progress")
-        self._speed = Speed(first, steps, tokens_per_step)
+        self._speed = Speed(first, steps, work)
         self._bar = rich.Progress(
             rich.TextColumn("[bold]{task.completed}[/]/{task.total}"),
             rich.BarColumn(bar_width=None),
@@ -172,7 +171,7 @@ class RichProgress:
         speed = self._speed
         assert speed is not None
         speed.update(step)
-        status = f"loss [bold green]{loss:.4f}[/]  {speed.rate} tokens/s  ETA {speed.eta}"
+        status = f"loss [bold green]{loss:.4f}[/]  {speed.rate}  ETA {speed.eta}"
         self._bar.update(self._task, completed=step, status=status)
 
     def stop(self) -> None:

@@ -8,8 +8,11 @@ import signal
 import pytest
 
 from jax_te.cli.loop import LoopActions, LoopPlan, StopRequest, run_loop
+from jax_te.metrics import StepTrace, StepWork
 from jax_te.metrics.log import MetricsLog, read_metrics
 from jax_te.metrics.progress import PlainProgress, RichProgress, Speed, clock, make_progress
+
+MEASURED = {"tokens_per_second", "tokens_per_second_per_device", "mfu"}
 
 
 class Run:
@@ -33,17 +36,18 @@ class Run:
         self.events.append(("save", step))
         self.saved[step] = state
 
-    def __call__(self, *, first=0, steps=10, step=None, progress=None, check=None, **cadence):
-        cadence = {"save_every": 4, "eval_every": 3, "log_every": 5} | cadence
-        plan = LoopPlan(steps=steps, tokens_per_step=100, **cadence)
+    def __call__(self, *, first=0, steps=10, step=None, progress=None, **options):
+        actions = {name: options.pop(name) for name in ("check", "trace") if name in options}
+        cadence = {"save_every": 4, "eval_every": 3, "log_every": 5} | options
+        plan = LoopPlan(steps=steps, work=StepWork(tokens=100, flops=1e3, peak=1e3), **cadence)
         with MetricsLog(self.directory, resume_step=first) as log:
-            actions = LoopActions(step=step or self.step, evaluate=self.evaluate, save=self.save, check=check)
+            actions = LoopActions(step=step or self.step, evaluate=self.evaluate, save=self.save, **actions)
             progress = progress or PlainProgress()
             return run_loop(first, itertools.count(first), actions, plan, log=log, progress=progress, first=first)
 
 
 def losses(directory):
-    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(directory)]
+    return [{k: v for k, v in r.items() if k not in MEASURED} for r in read_metrics(directory)]
 
 
 def test_what_fails_in_the_background_ends_the_run_at_the_next_step(tmp_path):
@@ -76,6 +80,9 @@ def test_every_step_is_recorded_and_cadences_are_kept(tmp_path, capsys):
     assert [line.split()[1] for line in lines] == ["5/10", "10/10"]
     assert "loss 0.1000" in lines[1]
     assert "tokens/s" in lines[1]
+    assert "% MFU" in lines[1]
+    assert MEASURED & records[0].keys() == set()  # the first step compiles
+    assert records[1].keys() >= MEASURED
 
 
 def test_a_resumed_run_records_what_an_unbroken_one_does(tmp_path):
@@ -187,12 +194,32 @@ def test_without_a_terminal_there_are_plain_lines(capsys):
 def test_speed_leaves_compilation_out(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    speed = Speed(5, 105, 1000)
-    assert (speed.rate, speed.eta) == ("…", "-:--")
+    speed = Speed(5, 105, StepWork(tokens=1000, devices=4, flops=1e12, peak=1e12))
+    assert (speed.rate, speed.eta) == ("… tokens/s", "-:--")
     now[0] = 60.0
     speed.update(6)
     assert speed.eta == "-:--"
     now[0] = 62.0
     speed.update(10)
-    assert speed.tokens_per_second == 2000.0
+    assert speed.rate == "2,000 tokens/s (500 a device)  50.0% MFU"
     assert speed.eta == clock(95 * 0.5) == "0:48"
+
+
+def test_steps_are_traced_between_what_the_device_did_before_and_after(tmp_path, monkeypatch, capsys):
+    run, events = Run(tmp_path), []
+
+    class Trace(StepTrace):
+        def before(self, step):
+            events.append(("before", step, len(read_metrics(tmp_path))))
+
+        def after(self, step):
+            events.append(("after", step, len(read_metrics(tmp_path))))
+            return "a table"
+
+        def close(self):
+            events.append("close")
+
+    run(trace=Trace(tmp_path / "profile", 2, 3), eval_every=20, save_every=20)
+    # The records of all steps before are read, which waits for the device.
+    assert events == [("before", 2, 1), ("after", 3, 3), "close"]
+    assert "--- kernels of steps 2 to 3 ---\na table\n" in capsys.readouterr().out

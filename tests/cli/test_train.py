@@ -31,13 +31,35 @@ def test_a_run_leaves_everything_in_its_folder(trained):
 
 
 def test_it_says_what_it_does_and_what_came_of_it(tmp_path, capsys):
-    assert train(tmp_path / "run") == 0
+    assert train(tmp_path / "run", "--metrics-writers", "jsonl", "--profile", "5:6") == 0
     shown = capsys.readouterr().out
     for text in ("1 layer, hidden 32", "parameters in float32", "recipe   none", "xla for every op", "a new run"):
         assert text in shown
     assert f"layers   unrolled: 1 layer, not more than {UNROLL_LIMIT}\n" in shown
     for text in ("step 12/12", "tokens/s", "held-out loss", "byte bigrams", "sample", "def ", "jax-te sample"):
         assert text in shown
+    assert "MFU      not given: jax_te knows no published peak of cpu\n" in shown
+    table = shown[shown.index("--- kernels of steps 5 to 6 ---") :].splitlines()
+    assert table[1].split() == ["kind", "of", "kernel", "ms", "a", "step", "share"]
+    assert "GEMM" in {line.split()[0] for line in table[2:6]}
+    assert f"files          {tmp_path / 'run'}: metrics.jsonl, loss.png, profile, checkpoints\n" in shown
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    written = json.loads((tmp_path / "run" / "profile" / "kernel_times.json").read_text())
+    assert written["kinds"]["GEMM"] > 0
+    speeds = {"tokens_per_second", "tokens_per_second_per_device"}
+    assert [speeds <= record.keys() for record in read_metrics(tmp_path / "run") if "loss" in record] == [
+        False
+    ] + 11 * [True]
+
+
+def test_steps_that_cannot_be_traced(tmp_path, trained, capsys):
+    for steps, message in {"8:13": "ends after the last of --steps 12", "4:3": "steps 4 to 3 are none"}.items():
+        assert_refused(train(tmp_path / "run", "--profile", steps), capsys.readouterr().err, message)
+    output = tmp_path / "copy"
+    shutil.copytree(trained, output)
+    status = main(["train", "--output", str(output), "--profile", "9:10"])
+    assert_refused(status, capsys.readouterr().err, "--profile 9:10: the run has done 12 steps; give later ones")
+    assert "profile" not in json.loads((trained / "config.json").read_text())
 
 
 def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):

@@ -1,0 +1,95 @@
+"""How fast a run trains: tokens per second, and model FLOPs utilization (MFU)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jax_te.config import ACTIVATIONS, TransformerConfig
+
+# Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
+# first that fits counts. Boards of one name with less power have less.
+_PEAKS = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200 NVL", 835e12),
+    ("GH200|H200", 989e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100|A800", 312e12),
+    ("L40S", 362e12),
+)
+
+
+def peak_flops(device: Any) -> float | None:
+    """Return the dense bf16 FLOP/s that a device's maker publishes; None for devices that are not in the table.
+
+    Args:
+        device: of ``jax.devices()``.
+
+    >>> peak_flops(jax.devices()[0]) is None  # a CPU
+    True
+    """
+    return next((peak for words, peak in _PEAKS if re.search(rf"\b({words})\b", device.device_kind)), None)
+
+
+def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, sequence_length: int) -> float:
+    """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
+
+    ``N`` are the parameters that GEMMs multiply: kernels of the layers and the output head; no embeddings, norms and
+    biases. A GEMM has two FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward
+    (two products over half of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of
+    ``n`` heads of size ``d``. What backward computes again is not counted, nor is less for attention in windows.
+
+    Args:
+        config: of the layers.
+        vocab_size: columns of the output head.
+        batch_size: sequences of a step, over all devices and microbatches.
+        sequence_length: ``s``.
+
+    Source: appendix B of PaLM (arXiv 2204.02311), with causal attention counted once.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    >>> train_flops(config, vocab_size=32, batch_size=1, sequence_length=4) / 4  # 6 (12 * 16² + 16 * 32) + 6 * 4 * 16
+    21888.0
+    """
+    activation, hidden = config.activation, config.hidden_size
+    parts = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    gated = len(parts) if isinstance(parts, tuple) else 1
+    # Filled in by the configuration itself where they were not given.
+    channels, groups, ffn = config.kv_channels or 0, config.num_query_groups or 0, config.ffn_hidden_size or 0
+    heads = config.num_attention_heads * channels
+    layer = hidden * (2 * heads + 2 * groups * channels + (gated + 1) * ffn)
+    token = 6 * (config.num_layers * layer + hidden * vocab_size) + 6 * config.num_layers * sequence_length * heads
+    return float(token * batch_size * sequence_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a train step does, for its speed.
+
+    Args:
+        tokens: of a step, over all devices.
+        devices: that share it.
+        flops: see `train_flops`. None: unknown.
+        peak: FLOP/s of one device, see `peak_flops`. None: unknown.
+
+    >>> work = StepWork(tokens=4096, devices=2, flops=1e15, peak=1e15)
+    >>> work.rates(2.0)
+    {'tokens_per_second': 2048.0, 'tokens_per_second_per_device': 1024.0, 'mfu': 0.25}
+    """
+
+    tokens: int
+    devices: int = 1
+    flops: float | None = None
+    peak: float | None = None
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Return metrics of a step that took so long; ``mfu``, a fraction, only if FLOPs and peak are known."""
+        speed = self.tokens / seconds
+        rates = {"tokens_per_second": round(speed, 1), "tokens_per_second_per_device": round(speed / self.devices, 1)}
+        if self.flops is not None and self.peak is not None:
+            rates["mfu"] = round(self.flops / (seconds * self.devices * self.peak), 4)
+        return rates

@@ -1,0 +1,205 @@
+"""Where metrics go: JSON Lines, TensorBoard, Weights & Biases, or a writer of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, get_args, runtime_checkable
+
+from jax_te.typing import WriterName
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+_WANDB_ID_FILE = "wandb_id"
+
+
+def require_extra(name: str, extra: str = "train") -> ModuleType:
+    """Return a module of a package in one of the extras, imported now.
+
+    Args:
+        name: dotted name of the module.
+        extra: that has the package.
+
+    Raises:
+        ModuleNotFoundError: if the package is missing; the message names the command that installs it.
+
+    >>> require_extra("json").__name__
+    'json'
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that this package itself lacks is another fault, which installing the extra would not mend.
+        if error.name != name.split(".")[0]:
+            raise
+        raise ModuleNotFoundError(
+            f'training needs the package {name}; install it with: pip install "jax-te[{extra}]"'
+        ) from None
+
+
+@runtime_checkable
+class MetricsWriter(Protocol):
+    """What `MetricsLog` writes to: a class with these three methods.
+
+    >>> class Printer:
+    ...     def write(self, step, values):
+    ...         print(step, values)
+    ...     def flush(self): ...
+    ...     def close(self): ...
+    >>> isinstance(Printer(), MetricsWriter)
+    True
+    """
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers by name; a step may come more than once, with other names."""
+        ...
+
+    def flush(self) -> None:
+        """Put what was taken where a crash of the machine does not lose it."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+class JsonLinesWriter:
+    """A line of ``metrics.jsonl`` for each record; numbers that are not finite are null."""
+
+    def __init__(self, directory: Path, resume_step: int):
+        cut_after(directory / METRICS_FILE, resume_step)
+        self._file = (directory / METRICS_FILE).open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        # null, because JSON has no nan: json.dumps would write a line that other readers refuse.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        # A checkpoint must never be newer than the records of its step, also if the machine stops here.
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoardWriter:
+    def __init__(self, directory: Path, resume_step: int):
+        # Events after the restored step are in files of the killed run: purge_step makes TensorBoard ignore them.
+        purge = resume_step + 1 if resume_step else None
+        folder = str(directory / TENSORBOARD_FOLDER)
+        self._events = require_extra(*_PACKAGES["tensorboard"]).SummaryWriter(folder, purge_step=purge)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if math.isfinite(value):
+                self._events.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class _WandbWriter:
+    """A run of Weights & Biases with the folder's name, which keeps its id, so that a resumed run goes on in it."""
+
+    def __init__(self, directory: Path, resume_step: int):
+        wandb = require_extra(*_PACKAGES["wandb"])
+        path = directory / _WANDB_ID_FILE
+        if not (resume_step and path.exists()):
+            path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        self._run = wandb.init(
+            dir=str(directory), name=directory.resolve().name, id=path.read_text(encoding="utf-8"), resume="allow"
+        )
+        # Its own step only grows, and a resumed run repeats the steps after its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step} | {name: value for name, value in values.items() if math.isfinite(value)})
+
+    def flush(self) -> None:  # it sends by itself
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_WRITERS: dict[str, Any] = {"jsonl": JsonLinesWriter, "tensorboard": _TensorBoardWriter, "wandb": _WandbWriter}
+_PACKAGES = {"tensorboard": ("tensorboardX", "train"), "wandb": ("wandb", "wandb")}
+"""What a writer needs, and the extra that has it."""
+
+
+def require_writers(names: Iterable[str]) -> None:
+    """Raise ModuleNotFoundError if the package of one of these writers is not installed."""
+    for name in names:
+        if name in _PACKAGES:
+            require_extra(*_PACKAGES[name])
+
+
+def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int) -> MetricsWriter:
+    """Return the writer of a name, opened in a run's folder; one that is a writer already as it is.
+
+    Raises:
+        ModuleNotFoundError: if its package is not installed.
+        ValueError: for another name.
+        TypeError: for anything else.
+    """
+    if not isinstance(writer, str):
+        if not isinstance(writer, MetricsWriter):
+            raise TypeError(f"a writer is one of {get_args(WriterName)} or has write, flush and close; got {writer!r}")
+        return writer
+    if writer not in _WRITERS:
+        raise ValueError(f"no writer is called {writer!r}; there are {', '.join(_WRITERS)}, and your own MetricsWriter")
+    return _WRITERS[writer](directory, resume_step)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSON Lines file, without lines that hold none; none for a missing file."""
+    try:
+        with path.open("rb") as file:
+            return [record for record in map(_record, file) if record is not None]
+    except FileNotFoundError:
+        return []
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Truncate a file of records after the last one before those of later steps; damaged lines in between stay."""
+    if not path.exists():
+        return
+    end = at = 0
+    with path.open("r+b") as file:  # in bytes: text mode would translate line ends, and offsets would be wrong
+        for line in file:
+            record, at = _record(line), at + len(line)
+            if record is not None and record["step"] > step:
+                break
+            end = end if record is None else at
+        file.truncate(end)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None for one that is damaged or unfinished, which must not cost the others."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if whole and is_number(record["step"]) else None
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value read from a file is a number that plots can show: JSON's integers have any size.
+
+    >>> is_number(2.5), is_number("2.5"), is_number(10**400)
+    (True, False, False)
+    """
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)

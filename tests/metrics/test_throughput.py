@@ -1,0 +1,55 @@
+"""Tokens per second, FLOPs and MFU."""
+
+import types
+
+import jax
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.metrics import StepWork, peak_flops, train_flops
+from jax_te.models import GPTModel
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"activation": "swiglu", "num_query_groups": 2, "ffn_hidden_size": 96},
+        {"kv_channels": 16, "num_query_groups": 1, "activation": ("gelu_exact", "linear")},
+    ],
+)
+def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, add_bias_linear=False, **form)
+    model = nnx.eval_shape(
+        lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))
+    )
+    kernels = [leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1]
+    tokens, heads = 3 * 8, 4 * (config.kv_channels or 8)
+    # The head is the embedding; two products of 2 FLOPs, over half of 8 positions, and twice that in backward.
+    wanted = 6 * sum(kernels) * tokens + 2 * 3 * tokens * (2 * 2 * heads * 8 / 2)
+    assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_those_of_the_device_itself(kind, peak):
+    assert peak_flops(types.SimpleNamespace(device_kind=kind)) == peak
+
+
+def test_rates():
+    assert StepWork(tokens=100).rates(0.5) == {"tokens_per_second": 200.0, "tokens_per_second_per_device": 200.0}
+    work = StepWork(tokens=100, devices=4, flops=2e15, peak=1e15)
+    assert work.rates(0.5) == {"tokens_per_second": 200.0, "tokens_per_second_per_device": 50.0, "mfu": 1.0}

@@ -1,0 +1,103 @@
+"""Where metrics go."""
+
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_te.metrics import MetricsLog
+from jax_te.metrics.log import read_metrics
+from tests.support.numerics import without_type_checker
+
+
+class Own:
+    """A writer of one's own, and what it got."""
+
+    def __init__(self):
+        self.calls = []
+
+    def write(self, step, values):
+        self.calls.append((step, dict(values)))
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_only_the_writers_that_are_named(tmp_path):
+    own = Own()
+    with MetricsLog(tmp_path, writers=["jsonl", own]) as log:
+        log.write(1, {"loss": jnp.float32(0.5), "tokens": 3}, chart=False)
+        log.write(2, {"loss": 0.25})
+        log.chart(2, {"amax": 1.0})
+        log.sync()
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5, "tokens": 3}, {"step": 2, "loss": 0.25}]
+    assert own.calls == [(2, {"loss": 0.25}), (2, {"amax": 1.0}), "flush", "close"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    own = Own()
+    with MetricsLog(tmp_path / "run", writers=["jsonl", "tensorboard", own]) as log:
+        log.write(1, {"loss": 0.5})
+        log.chart(1, {"loss": 0.5})
+        log.sync()
+    assert own.calls == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_go_on_in_the_same_run(tmp_path, monkeypatch):
+    runs = []
+
+    class Run(Own):
+        def log(self, values):
+            self.calls.append(values)
+
+        def define_metric(self, name, *, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def finish(self):
+            self.calls.append("finish")
+
+    def init(**settings):
+        runs.append((settings, Run()))
+        return runs[-1][1]
+
+    package = types.ModuleType("wandb")
+    package.init = init
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for resume_step in (0, 4, 0):
+        with MetricsLog(tmp_path / "run", writers=["wandb"], resume_step=resume_step) as log:
+            log.write(resume_step + 1, {"loss": 0.5, "grad_norm": float("nan")})
+    ids = [settings["id"] for settings, _ in runs]
+    assert ids[0] == ids[1] != ids[2]  # a new run in the folder is another
+    assert {(settings["name"], settings["resume"]) for settings, _ in runs} == {("run", "allow")}
+    assert runs[1][1].calls == [{"step": 5, "loss": 0.5}, "finish"]
+
+
+@pytest.mark.parametrize(
+    ("writer", "error", "message"),
+    [
+        ("wandb", ModuleNotFoundError, r'the package wandb; install it with: pip install "jax-te\[wandb\]"'),
+        ("tensorboard", ModuleNotFoundError, r'tensorboardX; install it with: pip install "jax-te\[train\]"'),
+        ("csv", ValueError, "no writer is called 'csv'; there are jsonl, tensorboard, wandb, and your own"),
+        (print, TypeError, "has write, flush and close; got <built-in"),
+    ],
+)
+def test_what_is_no_writer(tmp_path, monkeypatch, writer, error, message):
+    for package in ("wandb", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with without_type_checker(), pytest.raises(error, match=message):
+        MetricsLog(tmp_path, writers=[writer])
+
+
+def test_a_line_holds_what_json_can(tmp_path):
+    with MetricsLog(tmp_path, writers=["jsonl"]) as log:
+        log.write(3, {"loss": float("inf"), "skipped": True})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "loss": None, "skipped": True}
