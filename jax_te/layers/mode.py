@@ -41,8 +41,9 @@ class TrainingMode(nnx.Module):
             rates: probabilities of dropout.
         """
         if dropout_key is None and self.training and any(rates):
+            # The same text for every layer: one that is made of others that ask is one message, too.
             log_once(
-                f"{type(self).__name__} has dropout, and a call in training without dropout_key= drops nothing; give a "
-                "key, set the rates to 0, or call eval()",
+                "the model has dropout, and a call in training without dropout_key= drops nothing; give a key, set the "
+                "rates to 0, or call eval()",
                 logging.WARNING,
             )
