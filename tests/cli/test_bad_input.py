@@ -12,7 +12,6 @@ from jax_te.cli.main import main
 from jax_te.cli.parser import build_parser
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_te_on_mesh
-from jax_te.metrics.log import EXTRA_HINT
 from jax_te.ops.te import available
 from tests.support.runs import MICRO, TEXT, assert_refused, records
 
@@ -113,7 +112,7 @@ def test_an_output_with_another_programs_configuration(tmp_path, capsys):
 
 def test_a_missing_package(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "grain", None)
-    assert_refused(*refuse(capsys, tmp_path / "run"), "grain", EXTRA_HINT)
+    assert_refused(*refuse(capsys, tmp_path / "run"), "grain", 'pip install "jax-te[train]"')
 
 
 @pytest.fixture
