@@ -29,7 +29,8 @@ from jax_te.data import load_text
 from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
 from jax_te.megatron.yaml_file import read_yaml
-from jax_te.metrics.log import METRICS_FILE, cut_after, read_metrics
+from jax_te.metrics.log import METRICS_FILE, read_metrics
+from jax_te.metrics.writers import cut_after
 from tests.support.numerics import without_type_checker
 from tests.support.runs import MICRO, assert_refused, command
 
