@@ -66,6 +66,10 @@ class Fields:
             raise ValueError(f"{self._what}: {name} must be of type {kind.__name__}, got {_short(value)}")
         return value
 
+    def raw(self, name: str) -> Any:
+        """Return a field of any kind, None where it is absent."""
+        return self._values.pop(name, None)
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Raise ValueError for a field with another value; absent and null stand for the first."""
         value = self._values.pop(name, None)

@@ -15,6 +15,7 @@ from jax_te.config import (
     RecomputeConfig,
     TransformerConfig,
 )
+from jax_te.config.internal import activation_parts
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.layout import Sizes, Table
 from jax_te.megatron import is_layer_window_attention
@@ -39,7 +40,8 @@ _KINDS: dict[str, type] = {
     "layernorm_epsilon": float,
     "attention_dropout": float,
     "hidden_dropout": float,
-    TIED: bool,
+    **dict.fromkeys((TIED, "add_bias_linear", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
+    "normalization": str,
 }
 
 
@@ -83,10 +85,13 @@ class Form:
         return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
 
     def sizes(self) -> Sizes:
-        """Return the letters of docs/design.md; here ``b`` is buckets, ``c = r + 2``, ``q = n d``, ``s`` positions."""
+        """Return the letters of docs/design.md; ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``q = n d``, ``s``
+        positions.
+        """
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
         letters = {
+            "a": len(activation_parts(c.activation)),
             "h": c.hidden_size,
             "f": c.ffn_hidden_size or 1,
             "n": n,
@@ -139,6 +144,7 @@ class Architecture:
         twins: tensors that some files have although they are another one, as a head that is the embedding: name of
             the tensor → the other one's.
         ignored: a pattern of tensors that are no parameters.
+        described_by: what says the fields.
     """
 
     model_type: str
@@ -151,6 +157,7 @@ class Architecture:
     base: str
     twins: Mapping[str, str]
     ignored: str
+    described_by: str = "config.json"
 
     def form(self, given: Fields) -> Form:
         """Return the form that a ``config.json`` says.

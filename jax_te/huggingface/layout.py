@@ -47,11 +47,11 @@ class Pattern:
         """Return the shape of an array in one of the two forms."""
         return tuple(prod(1 if axis == "1" else sizes[axis] for axis in axes) for axes in form)
 
-    def read(self, tensor: np.ndarray, sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
+    def read(self, tensor: Any, sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
         """Return the part ``index`` of our form of ``tensor``, a new array. No more than that part is read."""
         theirs, ours = self._axes()
         # Splitting and transposing axes copies nothing; merging them does, and so comes last, behind the cut.
-        view = tensor.reshape(self.shape(tuple((axis,) for axis in theirs), sizes))
+        view = np.asarray(tensor).reshape(self.shape(tuple((axis,) for axis in theirs), sizes))
         view = view.transpose([theirs.index(axis) for axis in ours])
         covering: list[slice] = []
         shape, cut = [], []
@@ -102,7 +102,7 @@ class Entry:
         """Return the shape of each tensor."""
         return {name: Pattern.shape(pattern.theirs, sizes) for name, pattern in self.pieces}
 
-    def read(self, tensors: Mapping[str, np.ndarray], sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
+    def read(self, tensors: Mapping[str, Any], sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
         """Return a part of our parameter, a new array."""
         index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, self.shape(sizes), strict=True))
         if len(self.pieces) == 1:

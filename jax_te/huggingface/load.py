@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.huggingface.architectures import named_architecture
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.folder import CONFIG, json_file, open_tensors
-from jax_te.huggingface.form import Architecture
+from jax_te.huggingface.form import Architecture, Form
 from jax_te.huggingface.layout import Entry, Sizes
 from jax_te.models import Execution
 from jax_te.sharding import shardings_of
@@ -74,6 +74,33 @@ def load_huggingface(
     architecture = named_architecture(given)
     form = architecture.form(given)
     given.finish(ignore_fields)
+    return load_tensors(architecture, form, stored, files, folder, dtype=dtype, config=config, execution=execution)
+
+
+def load_tensors(
+    architecture: Architecture,
+    form: Form,
+    stored: Mapping[str, Any],
+    files: Sequence[Any],
+    folder: Path,
+    *,
+    dtype: DTypeLike | None,
+    config: Mapping[str, Any] | None,
+    execution: Execution,
+) -> Any:
+    """Return the model of a form with the tensors of a checkpoint.
+
+    Args:
+        architecture: whose table names the tensors.
+        form: of the model.
+        stored: arrays, or what ``np.asarray`` reads, by name.
+        files: are released after each parameter.
+        folder: of the checkpoint, for messages.
+        dtype, config, execution: as in `load_huggingface`.
+
+    Raises:
+        ValueError, CheckpointMismatchError: as `load_huggingface`.
+    """
     entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
     sizes = form.sizes()
     tensors = _checked(architecture, stored, entries, sizes, folder)
@@ -95,11 +122,11 @@ def load_huggingface(
 
 def _checked(
     architecture: Architecture,
-    stored: Mapping[str, np.ndarray],
+    stored: Mapping[str, Any],
     entries: Mapping[str, Entry],
     sizes: Sizes,
     folder: Path,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Return the tensors that the entries name, if they are those of the folder."""
     wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
     base = architecture.base
@@ -122,12 +149,12 @@ def _checked(
         more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         lines = [line[:300] for line in lines[:_SHOWN]]
         raise CheckpointMismatchError(
-            f"the tensors of {folder} are not those of its {CONFIG}:\n" + "\n".join(lines) + more
+            f"the tensors of {folder} are not those of its {architecture.described_by}:\n" + "\n".join(lines) + more
         )
     return tensors
 
 
-def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, np.ndarray], folder: Path) -> Any:
+def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, Any], folder: Path) -> Any:
     if dtype is not None:
         return dtype
     found = {tensor.dtype for tensor in tensors.values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax_te.huggingface.architectures import ARCHITECTURES
 from jax_te.huggingface.fields import NO_NUMBERS, Fields
 from jax_te.huggingface.folder import CONFIG, json_file, write_tensors
 from jax_te.huggingface.form import Architecture, Form
-from jax_te.huggingface.layout import Entry
+from jax_te.huggingface.layout import Entry, Sizes, Table
 from jax_te.huggingface.safetensors import Plan
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.typing import DTypeLike
@@ -61,18 +61,12 @@ def save_huggingface(
     >>> save_huggingface(model, "tuned", like="Llama-3.2-1B")  # doctest: +SKIP
     """
     folder = Path(folder)
-    name, form = _architecture(model, architecture)
-    chosen = ARCHITECTURES[name]
-    entries = {path: Entry.of(pieces) for path, pieces in chosen.table(form).items()}
-    sizes = form.sizes()
-    arrays = {path: leaf for path, leaf, _ in leaves_with_axes(nnx.state(model, nnx.Param))}
-    wrong = sorted(arrays.keys() ^ entries.keys())
-    wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
-    if wrong:
-        raise ValueError(
-            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
-            "stored quantized from their masters"
-        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
+    known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
+    name, form = said_form(model, known)
+    chosen, sizes = ARCHITECTURES[name], form.sizes()
+    entries, arrays = placed_arrays(model, name, chosen.table(form), sizes)
     plan: list[Plan] = []
     for path, entry in entries.items():
         stored = np.dtype(arrays[path].dtype if dtype is None else dtype)
@@ -87,7 +81,7 @@ def save_huggingface(
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for path, entry in entries.items():
-            for tensor, array in entry.write(_on_host(arrays[path]), sizes):
+            for tensor, array in entry.write(on_host(arrays[path]), sizes):
                 yield tensor, array if dtype is None else array.astype(dtype)
 
     if jax.process_index() == 0:
@@ -105,13 +99,33 @@ def save_huggingface(
         multihost_utils.sync_global_devices("save_huggingface")
 
 
-def _architecture(model: Any, wanted: str | None) -> tuple[str, Form]:
-    """Return an architecture that can say what the model is, and the model's form."""
-    if wanted is not None and wanted not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {wanted!r}; known: {', '.join(ARCHITECTURES)}")
+def placed_arrays(model: Any, name: str, table: Table, sizes: Sizes) -> tuple[dict[str, Entry], dict[str, jax.Array]]:
+    """Return the entries of a table and the model's parameters, both by the parameters' paths.
+
+    Raises:
+        ValueError: for parameters that are not those of the table.
+    """
+    entries = {path: Entry.of(pieces) for path, pieces in table.items()}
+    arrays = {path: leaf for path, leaf, _ in leaves_with_axes(nnx.state(model, nnx.Param))}
+    wrong = sorted(arrays.keys() ^ entries.keys())
+    wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
+    if wrong:
+        raise ValueError(
+            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
+            "stored quantized from their masters"
+        )
+    return entries, arrays
+
+
+def said_form(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
+    """Return the name of the first architecture that can say what the model is, and the model's form.
+
+    Raises:
+        ValueError: if there is none.
+    """
     reasons = []
-    for name, each in ARCHITECTURES.items():
-        if wanted not in (None, name) or not isinstance(model, each.model):
+    for name, each in known.items():
+        if not isinstance(model, each.model):
             continue
         form = Form(model.config, each.options(model))
         lost = _lost(each, form)
@@ -128,10 +142,11 @@ def _lost(architecture: Architecture, form: Form) -> list[str]:
     """Return the options that are others once they were written and read again."""
     written = architecture.config_fields(form)
     tensors = [name for pieces in architecture.table(form).values() for name in pieces]
-    said = architecture.form(Fields(written, CONFIG, tensors)).options()
+    said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 
 
-def _on_host(array: jax.Array) -> np.ndarray:
+def on_host(array: jax.Array) -> np.ndarray:
+    """Return an array of all processes in the host's memory; all of them must call this."""
     whole = array.is_fully_addressable or array.is_fully_replicated
     return np.asarray(array if whole else multihost_utils.process_allgather(array, tiled=True))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -62,7 +63,7 @@ def load_state_dict(
 
     Args:
         module: changed in place.
-        arrays: JAX or NumPy arrays by dotted name.
+        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.torch_files.read_megatron`).
         strict: False: skip names that only one of the two has.
         prefix: of the names of ``arrays``, before the module's names.
 
@@ -176,14 +177,19 @@ def arrays_of(
 def _fill(key: str, variable: nnx.Variable, layout: Layout | None, arrays: dict[str, Any]) -> None:
     if layout is not None:
         if key in arrays:
-            variable.set_value(_placed(layout.from_megatron(arrays[key]), variable.get_value()))
+            variable.set_value(_placed(layout.from_megatron(_read(arrays[key])), variable.get_value()))
         return
 
     def pick(path: tuple[Any, ...], own: Any) -> Any:
         name = ".".join([key, *map(_part, path)])
-        return _placed(arrays[name], own) if name in arrays else own
+        return _placed(_read(arrays[name]), own) if name in arrays else own
 
     variable.set_value(jax.tree_util.tree_map_with_path(pick, variable.get_value()))
+
+
+def _read(array: Any) -> Any:
+    # Tensors of files come into memory here, one at a time.
+    return array if isinstance(array, jax.Array) else np.asarray(array)
 
 
 def _placed(array: Any, own: Any) -> Array:

@@ -1,0 +1,24 @@
+"""Names of `jax_te.huggingface` for the other packages of jax_te. Not for users: they may change without notice."""
+
+from jax_te.huggingface.fields import REQUIRED, Fields
+from jax_te.huggingface.folder import CONFIG
+from jax_te.huggingface.form import TIED, Architecture, Options, model_options
+from jax_te.huggingface.layout import Table, layers
+from jax_te.huggingface.load import load_tensors
+from jax_te.huggingface.save import on_host, placed_arrays, said_form
+
+__all__ = [
+    "CONFIG",
+    "REQUIRED",
+    "TIED",
+    "Architecture",
+    "Fields",
+    "Options",
+    "Table",
+    "layers",
+    "load_tensors",
+    "model_options",
+    "on_host",
+    "placed_arrays",
+    "said_form",
+]
