@@ -217,7 +217,6 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
         ({"fp32_residual_connection": True}, "compute_dtype is the dtype of activations"),
         ({"cpu_offloading": True}, "offload_gemms"),
         ({"grad_scale_func": abs}, "make_train_step"),
-        ({"add_qkv_bias": True}, "add_bias_linear=True"),
         ({"calculate_per_token_loss": True}, "WeightedMean"),
     ],
 )

@@ -19,6 +19,7 @@ class AttentionConfig:
         softmax_scale: of the scores. None: ``1 / sqrt(d)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` (1 is added to the denominator) or ``"learnable"`` (the
             exponential of a learnable parameter of each head is added).
+        logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores (Gemma 2). None: no cap.
         window_size: ``(left, right)`` positions that a query attends to beside its own; -1: all. None: no window.
         window_attn_skip_freq: the layers without the window. An integer ``N``: every ``N``-th layer. A list with one
             entry for each layer: those whose entry is 0. None: no layer.
@@ -55,6 +56,7 @@ class AttentionConfig:
 
     softmax_scale: float | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    logit_softcap: float | None = None
     window_size: Any = None
     window_attn_skip_freq: Any = None
     qk_layernorm: bool = False
@@ -90,8 +92,10 @@ class AttentionConfig:
             if pair is not None and not fits:
                 raise ValueError(f"{name} must be two integers >= {least}, {meaning}, got {pair!r}")
         # "not >" instead of "<=", so that nan is refused, too.
-        if self.softmax_scale is not None and not self.softmax_scale > 0.0:
-            raise ValueError(f"softmax_scale must be > 0, got {self.softmax_scale!r}")
+        for name in ("softmax_scale", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise ValueError(f"{name} must be > 0, got {value!r}")
         if not self.qk_clip_threshold > 0.0:
             raise ValueError(f"qk_clip_threshold must be > 0, got {self.qk_clip_threshold!r}")
         if not 0.0 <= self.qk_clip_alpha <= 1.0:

@@ -57,7 +57,6 @@ _REFUSED = {
     "activations and the residual stream, params_dtype that of parameters",
     "cpu_offloading=False fine_grained_activation_offloading=False": "jax_te.remat.remat(policy='offload_gemms') "
     "offloads activations to the host",
-    "add_qkv_bias=False": "add_bias_linear=True gives all linear layers a bias",
     "apply_residual_connection_post_layernorm=False": "jax_te.layers.TransformerLayer has an argument of this name",
     "glu_linear_offset=0.0 activation_func_clamp_value=None": "activation='clamped_swiglu' and "
     "jax_te.config.ActivationParams have an offset and a limit",

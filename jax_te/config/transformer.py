@@ -41,12 +41,14 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         layernorm_epsilon: added to the variance.
         layernorm_zero_centered_gamma: store the norm's scale as an offset from 1.
+        block_output_layernorm: normalize each block's output, too, before it is added (Gemma 2 and 3).
         fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
         activation_func: Megatron-Core's way to say the same: a function, or its name. It sets ``activation``.
         gated_linear_unit: multiply the function of a first component by a second one: ``"silu"`` becomes ``"swiglu"``.
         add_bias_linear: biases in all linear layers.
+        add_qkv_bias: biases in the projections to queries, keys and values of self-attention in any case (Qwen 2).
         attention_dropout, hidden_dropout: probabilities in [0, 1).
         init_method_std: standard deviation of initial weights.
         init_method: initializer of weights, ``init(key, shape, dtype)`` as in ``jax.nn.initializers``. None: normal
@@ -78,11 +80,13 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
+    block_output_layernorm: bool = False
     fused_residual_rmsnorm: bool = False
     activation: ActivationLike = "gelu"
     activation_func: ActivationLike | None = None
     gated_linear_unit: bool = False
     add_bias_linear: bool = True
+    add_qkv_bias: bool = False
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_method_std: float = 0.02

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jax_te.huggingface.decoders import GEMMA, GPT2, LLAMA, QWEN3
+from jax_te.huggingface.bert import BERT, MASKED_BERT
+from jax_te.huggingface.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, QWEN2, QWEN3
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.form import Architecture
 from jax_te.huggingface.t5 import T5
@@ -10,9 +11,14 @@ from jax_te.huggingface.t5 import T5
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
     "T5ForConditionalGeneration": T5,
+    "BertForMaskedLM": MASKED_BERT,
+    "BertModel": BERT,
 }
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 

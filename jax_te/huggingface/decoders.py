@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_te.huggingface.fields import Fields, activation_name, rotary_fields
+from jax_te.huggingface.fields import FULL, WINDOW, Fields, activation_name, rotary_fields
 from jax_te.huggingface.form import TIED, Architecture, Form, Options, layer_windows, model_options
 from jax_te.huggingface.layout import Table, layers
 from jax_te.models import GPTModel, Multipliers
@@ -111,12 +112,14 @@ _LLAMA_LAYER: Table = {
     },
     f"{_MLP}/wo_kernel": {"model.layers.{i}.mlp.down_proj.weight": "h f -> f h"},
 }
-_LLAMA_BIASES: Table = {
+_QKV_BIASES: Table = {
     f"{_ATTENTION}/qkv/bias": {
         "model.layers.{i}.self_attn.q_proj.bias": "(g r d) -> r (g d)",
         "model.layers.{i}.self_attn.k_proj.bias": "(g d) -> 1 (g d)",
         "model.layers.{i}.self_attn.v_proj.bias": "(g d) -> 1 (g d)",
     },
+}
+_OTHER_BIASES: Table = {
     f"{_ATTENTION}/proj/bias": {"model.layers.{i}.self_attn.o_proj.bias": "h -> h"},
     f"{_MLP}/wi_bias": {
         "model.layers.{i}.mlp.gate_proj.bias": "f -> 1 f",
@@ -125,19 +128,27 @@ _LLAMA_BIASES: Table = {
     f"{_MLP}/wo_bias": {"model.layers.{i}.mlp.down_proj.bias": "h -> h"},
 }
 
-
 _QK_NORMS: Table = {
     f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
     f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
 }
+# With norms behind blocks a name of Llama's stands for another norm.
+_OUTPUT_NORMS: Table = {
+    "layers/{i}/self_attention_norm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/scale": {"model.layers.{i}.pre_feedforward_layernorm.weight": "h -> h"},
+    "layers/{i}/mlp_norm/scale": {"model.layers.{i}.post_feedforward_layernorm.weight": "h -> h"},
+}
 
 
 def _llama_table(form: Form) -> Table:
-    layer = _LLAMA_LAYER | (_LLAMA_BIASES if form.config.add_bias_linear else {})
-    layer |= _QK_NORMS if form.config.qk_layernorm else {}
+    config = form.config
+    layer = _LLAMA_LAYER | (_QKV_BIASES if config.add_bias_linear or config.add_qkv_bias else {})
+    layer |= _OTHER_BIASES if config.add_bias_linear else {}
+    layer |= _QK_NORMS if config.qk_layernorm else {}
+    layer |= _OUTPUT_NORMS if config.block_output_layernorm else {}
     return {
         "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
-        **layers(layer, form.config.num_layers),
+        **layers(layer, config.num_layers),
         "final_norm/scale": {"model.norm.weight": "h -> h"},
         **_head(form),
     }
@@ -155,7 +166,8 @@ def _read_llama(given: Fields, options: Options) -> None:
 def _read_rotary(given: Fields, options: Options, activation: str) -> None:
     """What Llama and its kin share."""
     options["activation"] = given.activation("hidden_act", activation, gated=True)
-    options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
+    if "position_embedding_type" not in options:
+        options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
     options["normalization"] = "RMSNorm"
 
 
@@ -195,48 +207,60 @@ LLAMA = Architecture(
 )
 
 
-def _read_qwen3(given: Fields, options: Options) -> None:
-    _read_rotary(given, options, "silu")
-    given.expect("attention_bias", False)
-    count, windowed = options["num_layers"], given.take("use_sliding_window", bool, False)
-    size, first = given.take("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
-    kinds = given.take("layer_types", list, [_WINDOW if windowed and i >= first else _FULL for i in range(count)])
-    if len(kinds) != count or not {*map(str, kinds)} <= {_FULL, _WINDOW} or (_WINDOW in kinds and not windowed):
-        raise given.refused("layer_types", kinds, f"{count} of {_FULL!r} and, with use_sliding_window, {_WINDOW!r} fit")
-    options |= {"add_bias_linear": False, "qk_layernorm": True}
-    if _WINDOW in kinds:
+def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> None:
+    """Which layers attend in a window: as ``layer_types`` says, or ``default``."""
+    count = options["num_layers"]
+    kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
+    if len(kinds) != count or not {*map(str, kinds)} <= {FULL, WINDOW} or (WINDOW in kinds and not size):
+        raise given.refused("layer_types", kinds, f"{count} of {FULL!r} and, with a sliding_window, {WINDOW!r} fit")
+    if WINDOW in kinds and size:
         # Theirs counts the query's own position.
         options["window_size"] = (size - 1, 0)
-        options["window_attn_skip_freq"] = tuple(int(kind == _WINDOW) for kind in kinds)
+        options["window_attn_skip_freq"] = tuple(int(kind == WINDOW) for kind in kinds)
 
 
-def _write_qwen3(options: Options) -> dict[str, Any]:
+def _write_windows(options: Options) -> dict[str, Any]:
     windows = layer_windows(options)
-    left, right = next(filter(None, windows), (-1, 0))
-    return {
-        **_write_rotary(options),
-        "use_sliding_window": any(windows),
-        "sliding_window": left + 1 if left >= 0 and right == 0 else None,
-        "layer_types": [_WINDOW if window else _FULL for window in windows],
-    }
+    left, right = next(filter(None, windows), (None, 0))
+    # A window that they cannot say becomes another one, which `save_huggingface` notices.
+    size = None if left is None else left + 1 if left >= 0 and right == 0 else 1
+    return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
+def _read_qwen2(given: Fields, options: Options) -> None:
+    _read_rotary(given, options, "silu")
+    given.expect("use_mrope", False)
+    size, first = given.optional("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
+    size = size if given.take("use_sliding_window", bool, False) else None
+    _read_windows(given, options, size, [bool(size) and i >= first for i in range(options["num_layers"])])
+    options |= {"add_bias_linear": False, "add_qkv_bias": True}
 
-QWEN3 = replace(
+
+def _read_qwen3(given: Fields, options: Options) -> None:
+    given.expect("attention_bias", False)
+    _read_qwen2(given, options)
+    options |= {"add_qkv_bias": False, "qk_layernorm": True}
+
+
+def _write_qwen(options: Options) -> dict[str, Any]:
+    windows = _write_windows(options)
+    return {**_write_rotary(options), **windows, "use_sliding_window": WINDOW in windows["layer_types"]}
+
+
+QWEN2 = replace(
     LLAMA,
-    model_type="qwen3",
+    model_type="qwen2",
     fields={
         **LLAMA.fields,
         "vocab_size": ("vocab_size", 151936),
         "intermediate_size": ("ffn_hidden_size", 22016),
         "num_key_value_heads": ("num_query_groups", 32),
-        "head_dim": ("kv_channels", 128),
         "max_position_embeddings": ("max_sequence_length", 32768),
     },
-    read=_read_qwen3,
-    write=_write_qwen3,
+    read=_read_qwen2,
+    write=_write_qwen,
 )
+QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": ("kv_channels", 128)}, read=_read_qwen3)
 
 
 def _read_gemma(given: Fields, options: Options) -> None:
@@ -248,7 +272,7 @@ def _read_gemma(given: Fields, options: Options) -> None:
     given.expect("use_bidirectional_attention", False)
     if options["activation"] == ("gelu_exact", "linear"):
         options["activation"] = "geglu"
-    scale = Multipliers(embedding=options["hidden_size"] ** 0.5)
+    scale = Multipliers(embedding=max(options["hidden_size"], 1) ** 0.5)
     options |= {"add_bias_linear": False, "layernorm_zero_centered_gamma": True, "multipliers": scale}
 
 
@@ -274,4 +298,76 @@ GEMMA = replace(
     },
     read=_read_gemma,
     write=_write_gemma,
+)
+
+
+def _read_gemma2(given: Fields, options: Options) -> None:
+    _read_output_norms(given, options, [i % 2 == 0 for i in range(options["num_layers"])], (50.0, 30.0))
+
+
+def _read_gemma3(given: Fields, options: Options) -> None:
+    # First, since what Gemma's kin share reads the positions of all layers.
+    options["position_embedding_type"] = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
+    period = given.take("sliding_window_pattern", int, given.take("_sliding_window_pattern", int, 6))
+    if period < 1:
+        raise given.refused("sliding_window_pattern", period, "it must be positive")
+    given.expect("attn_logit_softcapping", None)  # transformers ignores another value, and others may not
+    windowed = [(i + 1) % period != 0 for i in range(options["num_layers"])]
+    _read_output_norms(given, options, windowed, (None, None))
+    options["qk_layernorm"] = True
+
+
+def _read_output_norms(
+    given: Fields, options: Options, windowed: Sequence[bool], caps: tuple[float | None, float | None]
+) -> None:
+    """What Gemma 2 and 3 share; ``caps`` are the defaults of those of scores and logits."""
+    _read_gemma(given, options)
+    size, scalar = given.take("sliding_window", int, 4096), given.take("query_pre_attn_scalar", float, 256.0)
+    if not scalar > 0.0:
+        raise given.refused("query_pre_attn_scalar", scalar, "it must be positive")
+    given.expect("sliding_window_size", size)
+    _read_windows(given, options, size, windowed)
+    softcap = given.optional("final_logit_softcapping", float, caps[1])
+    options |= {
+        "logit_softcap": given.optional("attn_logit_softcapping", float, caps[0]),
+        "softmax_scale": None if scalar == options["kv_channels"] else scalar**-0.5,
+        "block_output_layernorm": True,
+        "multipliers": replace(options["multipliers"], softcap=softcap),
+    }
+
+
+def _write_gemma2(options: Options) -> dict[str, Any]:
+    scale = options["softmax_scale"]
+    return {
+        **_write_gemma(options),
+        **_write_windows(options),
+        "query_pre_attn_scalar": options["kv_channels"] if scale is None else max(round(scale**-2), 1),
+        "attn_logit_softcapping": options["logit_softcap"],
+        "final_logit_softcapping": options["multipliers"].softcap,
+    }
+
+
+GEMMA2 = replace(
+    GEMMA,
+    model_type="gemma2",
+    fields={
+        **GEMMA.fields,
+        "hidden_size": ("hidden_size", 2304),
+        "intermediate_size": ("ffn_hidden_size", 9216),
+        "num_hidden_layers": ("num_layers", 26),
+        "num_attention_heads": ("num_attention_heads", 8),
+        "num_key_value_heads": ("num_query_groups", 4),
+    },
+    read=_read_gemma2,
+    write=_write_gemma2,
+)
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    fields={
+        **GEMMA2.fields,
+        "vocab_size": ("vocab_size", 262208),
+        "max_position_embeddings": ("max_sequence_length", 131072),
+    },
+    read=_read_gemma3,
 )

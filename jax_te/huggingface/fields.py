@@ -17,11 +17,14 @@ bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_toke
 early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
 forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
 num_return_sequences output_scores pad_token_id prefix remove_invalid_values repetition_penalty return_dict_in_generate
-sep_token_id suppress_tokens task_specific_params temperature top_k top_p typical_p
+cache_implementation sep_token_id suppress_tokens task_specific_params temperature top_k top_p typical_p
 """
 NO_NUMBERS = frozenset(_NO_NUMBERS.split())
 """Fields that change no output of a model: what a file says of itself, how a program runs or prints, heads of other
 tasks; tokens, and how text is generated."""
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+"""transformers' names of the kinds of layers."""
 
 REQUIRED: Any = object()
 """The default of a field that must be there."""
@@ -70,6 +73,10 @@ class Fields:
         """Return a field of any kind, None where it is absent."""
         return self._values.pop(name, None)
 
+    def optional(self, name: str, kind: type, default: Any) -> Any:
+        """Return a field of which null is a value; ``default`` where it is absent. Raises as `take`."""
+        return self.take(name, kind, None if name in self._values else default)
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Raise ValueError for a field with another value; absent and null stand for the first."""
         value = self._values.pop(name, None)
@@ -92,19 +99,35 @@ class Fields:
             raise self.refused(name, value, f"known activations: {', '.join(allowed)}")
         return ACTIVATIONS[value][gated]
 
-    def rotary(self, max_positions: int) -> RotaryPositions:
-        """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before."""
-        older = self.take("rope_scaling", dict, {})
-        values = {**self.take("rope_parameters", dict, {}), **older}
+    def rotary(
+        self, max_positions: int, default: float = 10000.0, *, window_default: float | None = None
+    ) -> RotaryPositions:
+        """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before.
+
+        Args:
+            max_positions: the longest input, where no field says for which length frequencies were trained.
+            default: the base where no field says it.
+            window_default: the same in layers with a window, if these have positions of their own.
+        """
+        older, newer = self.take("rope_scaling", dict, {}), self.take("rope_parameters", dict, {})
+        window_base = None
+        if window_default is not None:
+            kinds = Fields(newer, f"{self._what}: rope_parameters")
+            newer, own = kinds.take(FULL, dict, {}), Fields(kinds.take(WINDOW, dict, {}), f"{self._what}: {WINDOW}")
+            kinds.finish()
+            own.expect("rope_type", "default")
+            window_base = own.take("rope_theta", float, self.take("rope_local_base_freq", float, window_default))
+            own.finish()
+        values = {**newer, **older}
         for name in ("rope_theta", "partial_rotary_factor"):
             values = {name: self._values.pop(name, None), **values}
         rope = Fields(values, f"{self._what}: rope_scaling")
-        base, percent = rope.take("rope_theta", float, 10000.0), rope.take("partial_rotary_factor", float, 1.0)
+        base, percent = rope.take("rope_theta", float, default), rope.take("partial_rotary_factor", float, 1.0)
         kind = rope.take("type", str, "default")
         kind = rope.take("rope_type", str, kind)
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()
-        return RotaryPositions(base=base, percent=percent, scaling=scaling)
+        return RotaryPositions(base=base, percent=percent, scaling=scaling, window_base=window_base)
 
     def finish(self, ignore: Collection[str] = ()) -> None:
         """Raise ValueError for fields that nothing has read.
@@ -146,6 +169,8 @@ def rotary_fields(rotary: Any) -> dict[str, Any]:
         kind, renamed = _SCALINGS[type(scaling)]
         values = {renamed.get(name, name): value for name, value in vars(scaling).items() if value is not None}
         found["rope_scaling"] = {"rope_type": kind, **values}
+    if rotary.window_base is not None:
+        found["rope_local_base_freq"] = rotary.window_base
     return found
 
 

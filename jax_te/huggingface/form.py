@@ -85,8 +85,9 @@ class Form:
         return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
 
     def sizes(self) -> Sizes:
-        """Return the letters of docs/design.md; ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``q = n d``, ``s``
-        positions.
+        """Return the letters of docs/design.md.
+
+        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types.
         """
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
@@ -100,8 +101,9 @@ class Form:
             "c": n // g + 2,
             "d": d,
         }
-        letters |= {"q": n * d, "v": self.others["vocab_size"], "s": self.others["max_sequence_length"]}
-        return letters | {"b": getattr(self.others["position_embedding_type"], "num_buckets", 0)}
+        letters |= {"q": n * d, "o": c.hidden_size, "v": self.others["vocab_size"]}
+        letters |= {"s": self.others["max_sequence_length"], "t": self.others.get("num_tokentypes", 0)}
+        return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
 
 
 def model_options(model: Any, positions: Any) -> Options:
@@ -143,7 +145,8 @@ class Architecture:
         base: what the names begin with that a checkpoint of the model without its head has without it.
         twins: tensors that some files have although they are another one, as a head that is the embedding: name of
             the tensor → the other one's.
-        ignored: a pattern of tensors that are no parameters.
+        ignored: a pattern of tensors that are no parameters of the model.
+        older: ends of names in older files, as patterns, and what they are now.
         described_by: what says the fields.
     """
 
@@ -157,6 +160,7 @@ class Architecture:
     base: str
     twins: Mapping[str, str]
     ignored: str
+    older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
 
     def form(self, given: Fields) -> Form:

@@ -130,6 +130,8 @@ def _checked(
     """Return the tensors that the entries name, if they are those of the folder."""
     wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
     base = architecture.base
+    for ending, name in architecture.older:
+        stored = {re.sub(rf"{ending}$", name, each): tensor for each, tensor in stored.items()}
     if not any(name.startswith(base) for name in stored):
         # Of the model without its head, whose names begin behind the base.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}

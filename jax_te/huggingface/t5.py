@@ -77,7 +77,7 @@ def _read(given: Fields, options: Options) -> None:
         "activation": ACTIVATIONS[name][gated],
         "position_embedding_type": positions,
         TIED: (shared and scaled) or "lm_head.weight" not in given.tensors,
-        "multipliers": Multipliers(head=options["hidden_size"] ** -0.5 if scaled else 1.0),
+        "multipliers": Multipliers(head=max(options["hidden_size"], 1) ** -0.5 if scaled else 1.0),
         "num_layers": options["num_layers"] or options["encoder_num_layers"],
         "attention_dropout": options["hidden_dropout"],
         "normalization": "RMSNorm",

@@ -60,6 +60,7 @@ class MultiheadAttention(ContextParallelModule):
         qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and of keys over its ``d``
             channels, each with parameters of its own. None: no such norms.
         qk_norm_before_rope: normalize before the rotation by position, not after it.
+        qkv_bias: learn biases in the projections to queries, keys and values, also if ``bias`` is False.
         fuse_qkv_params: False: ``query``, ``key`` and ``value`` are separate layers after a norm that they share.
         set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
         sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
@@ -107,6 +108,7 @@ class MultiheadAttention(ContextParallelModule):
         cp_load_balanced: bool = False,
         qk_norm_type: str | None = None,
         qk_norm_before_rope: bool = False,
+        qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
         sequence_parallel: bool = False,
@@ -148,12 +150,10 @@ class MultiheadAttention(ContextParallelModule):
         # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
         heads = "heads" if split else None
         linear: dict[str, Any] = {"bias": options.bias, **options.keywords(LinearOptions), "rngs": rngs}
-        norm: dict[str, Any] = {
-            "zero_centered_gamma": options.zero_centered_gamma,
-            "params_dtype": options.params_dtype,
-            "rngs": rngs,
-        }
+        norm: dict[str, Any] = {"zero_centered_gamma": options.zero_centered_gamma, "rngs": rngs}
+        norm |= {"params_dtype": options.params_dtype}
         column = {"parallel_mode": "column" if split else None, "init_method": options.init_method, **linear}
+        column |= {"bias": options.bias or options.qkv_bias}
 
         def project(features: tuple[int, ...]) -> Linear:
             axes = ("fsdp", *("components",) * (len(features) - 1), heads)

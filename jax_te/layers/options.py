@@ -106,6 +106,7 @@ class AttentionOptions(CoreOptions, BlockOptions):
     kv_channels: int | None
     qk_norm_type: str | None
     qk_norm_before_rope: bool
+    qkv_bias: bool
     fuse_qkv_params: bool
     return_bias: bool = False
 

@@ -16,7 +16,7 @@ from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.multihead_attention import MultiheadAttention
-from jax_te.layers.norm import make_norm
+from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, BlockOptions, NormOptions
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.padding_mask import read_mask
@@ -34,7 +34,8 @@ _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 class TransformerLayer(ContextParallelModule):
     """Self-attention, in a decoder cross-attention, and feed-forward block, each with a residual connection.
 
-    Each block computes ``x = x + drop_path(dropout(block(norm(x))))``.
+    Each block computes ``x = x + drop_path(dropout(block(norm(x))))``, with ``block_output_layernorm`` a norm of the
+    block's output in front of the dropout.
 
     Args:
         hidden_size: ``h``.
@@ -50,6 +51,7 @@ class TransformerLayer(ContextParallelModule):
         apply_query_key_layer_scaling: without effect. TE divides scores by ``layer_number`` in half precision and
             multiplies them again in fp32; here scores are always fp32.
         output_layernorm: normalize the layer's output instead of the self-attention block's input.
+        block_output_layernorm: normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and 3).
         attention_softmax_in_fp32: without effect; the softmax is always fp32.
         layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: self-attention, then
             cross-attention to an encoder's output.
@@ -58,6 +60,7 @@ class TransformerLayer(ContextParallelModule):
             hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of cross-attention.
         qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
+        qkv_bias: as there, in self-attention.
         set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
         sequence_parallel: between the blocks, split activations over the mesh's tensor axis along the sequence.
         tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
@@ -99,6 +102,7 @@ class TransformerLayer(ContextParallelModule):
         layer_number: int | None = None,
         apply_query_key_layer_scaling: bool = True,
         output_layernorm: bool = False,
+        block_output_layernorm: bool = False,
         attention_softmax_in_fp32: bool = False,
         layer_type: Literal["encoder", "decoder"] = "encoder",
         kv_channels: int | None = None,
@@ -115,6 +119,7 @@ class TransformerLayer(ContextParallelModule):
         cp_load_balanced: bool = False,
         qk_norm_type: str | None = None,
         qk_norm_before_rope: bool = False,
+        qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
         sequence_parallel: bool = False,
@@ -163,6 +168,7 @@ class TransformerLayer(ContextParallelModule):
             attn_mask_type=enc_dec_attn_mask_type,
             window_size=enc_dec_window_size,
             return_max_logit=False,
+            qkv_bias=False,
         )
         self.inter_attention = (
             MultiheadAttention(hidden_size, heads, **cross.keywords(), rngs=rngs) if layer_type == "decoder" else None
@@ -177,11 +183,12 @@ class TransformerLayer(ContextParallelModule):
             rngs=rngs,
         )
         norm: dict[str, Any] = {"sequence_parallel": sequence_parallel, "params_dtype": params_dtype, "rngs": rngs}
-        self.layernorm = (
-            make_norm(hidden_size=hidden_size, eps=layernorm_epsilon, **options.keywords(NormOptions), **norm)
-            if output_layernorm
-            else None
-        )
+        norm |= {"hidden_size": hidden_size, "eps": layernorm_epsilon, **options.keywords(NormOptions)}
+        self.layernorm = make_norm(**norm) if output_layernorm else None
+        behind = block_output_layernorm
+        self.self_attention_norm = make_norm(**norm) if behind else None
+        self.inter_attention_norm = make_norm(**norm) if behind and layer_type == "decoder" else None
+        self.mlp_norm = make_norm(**norm) if behind else None
         self.layer_number = layer_number
         self.hidden_size = hidden_size
         self.hidden_dropout = hidden_dropout
@@ -274,7 +281,7 @@ class TransformerLayer(ContextParallelModule):
             if self.self_attention.core_attention.return_max_logit:
                 *attended, max_logit = attended
                 extra = {"max_logit": max_logit, **extra}
-            x = self._add(x, attended, keys[1], axes)
+            x = self._add(x, attended, keys[1], axes, self.self_attention_norm)
             if self.inter_attention is not None:
                 attended = self.inter_attention(
                     x,
@@ -287,15 +294,20 @@ class TransformerLayer(ContextParallelModule):
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                x = self._add(x, attended, keys[4], axes)
-            x = self._add(x, self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), keys[2], axes)
+                x = self._add(x, attended, keys[4], axes, self.inter_attention_norm)
+            computed: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+            x = self._add(x, computed, keys[2], axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
         return layer_output(x, **extra) if extra else x
 
-    def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes) -> Array:
+    def _add(
+        self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: LayerNorm | RMSNorm | None
+    ) -> Array:
         """Add a block's output to its input, or to the norm's output if the block returned that, too."""
         y, *normed = block if isinstance(block, (tuple, list)) else (block,)
+        if norm is not None:
+            y = norm(y)
         if key is not None:
             # Dropout draws by position, so it must know the order in which context devices hold the sequence.
             zigzag = self.self_attention.core_attention.context_parallel.cp_load_balanced

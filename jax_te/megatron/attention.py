@@ -59,7 +59,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
     Arrays are ``[b, s, n, d]`` here (``[s, b, n, d]`` in Megatron), or ``[t, n, d]`` with ``packed_seq_params``.
 
     Args:
-        config: sizes, softmax type, window, dropout, and whether a call returns max logits.
+        config: sizes, softmax type, softcap, window, dropout, and whether a call returns max logits.
         layer_number: of the layer, from 1; whether it attends in a window may depend on it.
         attn_mask_type: an `AttnMaskType`, or its name.
         attention_type: ``"self"`` or ``"cross"``.
@@ -123,6 +123,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             attn_mask_type=_name(attn_mask_type),
             softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
             softmax_type=config.softmax_type,
+            logit_softcap=config.logit_softcap,
             return_max_logit=config.qk_clip or config.log_max_attention_logit,
             num_splits=1 if num_splits is None and config.batch_invariant_mode else num_splits,
             cp_comm_type="p2p" if cp_comm_type is None else cp_comm_type,

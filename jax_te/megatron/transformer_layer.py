@@ -14,6 +14,7 @@ from jax_te.config import TransformerConfig
 from jax_te.megatron.attention import is_layer_window_attention
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
+from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
@@ -47,10 +48,13 @@ def layer_options(
         "window_size": config.window_size if windowed else None,
         "softmax_scale": config.softmax_scale,
         "softmax_type": config.softmax_type,
+        "logit_softcap": config.logit_softcap,
         "cp_comm_type": "p2p" if kind is None else kind,
         "hierarchical_context_parallel_sizes": config.hierarchical_context_parallel_sizes,
         "cp_load_balanced": config.cp_load_balanced,
         "qk_norm_type": config.normalization if config.qk_layernorm else None,
+        "qkv_bias": config.add_qkv_bias,
+        "block_output_layernorm": config.block_output_layernorm,
         "qk_norm_before_rope": True,  # Megatron's order; Transformer Engine's default is the other one
         "tp_size": config.tensor_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
@@ -74,9 +78,8 @@ def layer_precision(config: TransformerConfig, number: int) -> contextlib.Abstra
 
 def _cross_attention(options: dict[str, Any], rngs: nnx.Rngs) -> layers.MultiheadAttention:
     """Return the cross-attention of a decoder layer with these `layer_options`."""
-    taken = inspect.signature(layers.MultiheadAttention.__init__).parameters.keys() - {
-        "window_size"
-    }  # it is self-attention's
+    of_self = {"window_size", "qkv_bias"}
+    taken = inspect.signature(layers.MultiheadAttention.__init__).parameters.keys() - of_self
     shared = {name: value for name, value in options.items() if name in taken}
     return layers.MultiheadAttention(**shared, attention_type="cross", attn_mask_type="no_mask", rngs=rngs)
 
@@ -138,6 +141,11 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             )
             self.cross_attention = _cross_attention(options, rngs) if layer_type == "decoder" else None
             self.mlp = MLP(config, rngs=rngs)
+        norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
+        behind = config.block_output_layernorm
+        self.self_attention_norm = TENorm(*norm) if behind else None
+        self.inter_attention_norm = TENorm(*norm) if behind and layer_type == "decoder" else None
+        self.mlp_norm = TENorm(*norm) if behind else None
         if config.in_high_precision(number):
             layers.keep_in_high_precision(self)
         self.self_attn_mask_type = self_attn_mask_type
@@ -146,9 +154,9 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     inter_attention = property(lambda self: self.cross_attention)
     layernorm_mlp = property(lambda self: self.mlp)
 
-    def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes) -> Array:
+    def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: Any) -> Array:
         # Megatron's blocks return their bias beside the output, here None.
-        return super()._add(x, block[0] if isinstance(block, tuple | list) else block, key, axes)
+        return super()._add(x, block[0] if isinstance(block, tuple | list) else block, key, axes, norm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""

@@ -1,5 +1,6 @@
 """Language models built from the layers."""
 
+from jax_te.models.bert import BertModel
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
@@ -12,6 +13,7 @@ __all__ = [
     "POSITION_EMBEDDINGS",
     "T5_POSITION_EMBEDDINGS",
     "UNROLL_LIMIT",
+    "BertModel",
     "Execution",
     "GPTModel",
     "MegatronGPTModel",

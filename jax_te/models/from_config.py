@@ -22,6 +22,14 @@ _NOT_FOLLOWED = {
     "quant_recipe": "; jax_te.megatron.apply_quantization_config(model, config.quant_recipe) does",
 }
 
+ENCODER_NOT_FOLLOWED = {
+    "qk_clip": "; GPTModel does",
+    "log_max_attention_logit": "; GPTModel does",
+    "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
+    "positions are of natural order, too)",
+}
+"""Fields that models with an encoder do not follow."""
+
 
 def transformer_layer(
     config: TransformerConfig,
@@ -29,6 +37,7 @@ def transformer_layer(
     *,
     layer_type: Any = "encoder",
     self_attn_mask_type: str = "causal",
+    post_norm: bool = False,
     rngs: nnx.Rngs,
 ) -> TransformerLayer:
     """Return layer ``number`` of a stack that ``config`` describes.
@@ -41,6 +50,7 @@ def transformer_layer(
         config: of the stack.
         number: from 0.
         layer_type, self_attn_mask_type: see `TransformerLayer`.
+        post_norm: norms behind the residual sums, as in BERT, in place of norms in front of the blocks.
         rngs: the ``params`` stream draws all weights.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
@@ -48,6 +58,10 @@ def transformer_layer(
     32
     """
     options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
+    if post_norm:
+        # Self-attention has no norm in front, the feed-forward block's is behind the first sum, and its output is where
+        # the second sum begins, behind which is the layer's own.
+        options |= {"output_layernorm": True, "apply_residual_connection_post_layernorm": True}
     with layer_precision(config, number):
         layer = TransformerLayer(**options, rngs=rngs)
     if config.in_high_precision(number):

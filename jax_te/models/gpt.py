@@ -14,7 +14,7 @@ from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedd
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RotaryPositions
-from jax_te.models.stack import layer_keys, run_layers
+from jax_te.models.stack import layer_keys, rotary_of, run_layers
 from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
 from jax_te.ops import LossOptions
 from jax_te.typing import Array
@@ -32,7 +32,8 @@ class GPTModel(LanguageModel):
     GPT-2's form is ``TransformerConfig``'s defaults with learned positions and a tied head; Llama's is
     ``normalization="RMSNorm"``, ``activation="swiglu"``, ``add_bias_linear=False``, ``num_query_groups``, with the
     model's ``position_embedding_type="rope"``, ``share_embeddings_and_output_weights=False``; Qwen 3's is Llama's with
-    ``qk_layernorm=True``.
+    ``qk_layernorm=True``; Gemma 2's has ``layernorm_zero_centered_gamma``, ``block_output_layernorm``,
+    ``logit_softcap`` and `Multipliers`.
 
     The layers' linear operations follow the ambient recipe; embedding, attention core and head stay in the compute
     dtype.
@@ -130,7 +131,8 @@ class GPTModel(LanguageModel):
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
                     # Megatron's layers have their context between the two.
-                    x, *_, grown = layer(x, rotary_pos_emb=rotary, dropout_key=keys[i], cache=cache[i])
+                    own = rotary_of(layer, rotary)
+                    x, *_, grown = layer(x, rotary_pos_emb=own, dropout_key=keys[i], cache=cache[i])
                     caches.append(grown)
             return self._head(self.final_norm(x)), tuple(caches)
 
@@ -185,7 +187,7 @@ class GPTModel(LanguageModel):
             # A copy of the layer's structure, not of its arrays: training steps do not compute these numbers.
             measured = nnx.merge(*nnx.split(layer))
             measured.self_attention.core_attention.return_max_logit = True
-            x, *_, max_logit = measured(x, rotary_pos_emb=self._angles(positions))
+            x, *_, max_logit = measured(x, rotary_pos_emb=rotary_of(layer, self._angles(positions)))
             found.append(max_logit)
         return jnp.stack(found)
 
@@ -230,16 +232,15 @@ class GPTModel(LanguageModel):
         if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"positions must be [b, s] or [s] for tokens {tokens.shape}, got shape {positions.shape}")
 
-    def _angles(self, positions: Array) -> Rotary | None:
-        if self.rotary is None:
+    def _angles(self, positions: Array) -> Rotary | tuple[Rotary, Rotary] | None:
+        rotary = self.rotary
+        if rotary is None:
             return None
-        return rotary_embedding(
-            positions,
-            self.layers[0].self_attention.core_attention.kv_channels,
-            self.rotary.base,
-            rotary_percent=self.rotary.percent,
-            scaling=self.rotary.scaling,
-        )
+        d = self.layers[0].self_attention.core_attention.kv_channels
+        angles = rotary_embedding(positions, d, rotary.base, rotary_percent=rotary.percent, scaling=rotary.scaling)
+        if rotary.window_base is None:
+            return angles
+        return angles, rotary_embedding(positions, d, rotary.window_base, rotary_percent=rotary.percent)
 
     def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax_te.typing import Array, LogicalAxes
 
 
 class LanguageModel(nnx.Module):
-    """Base of `GPTModel` and `T5Model`.
+    """Base of `BertModel`, `GPTModel` and `T5Model`.
 
     Attributes:
         embedding: table ``[v, h]``.
@@ -29,6 +30,9 @@ class LanguageModel(nnx.Module):
         execution: see `Execution`.
         multipliers: see `Multipliers`; 1 unless they are set.
     """
+
+    output_bias: Any = None
+    """Added to the logits, ``[v]``, where a model has it."""
 
     def _configure(
         self,
@@ -84,8 +88,8 @@ class LanguageModel(nnx.Module):
             None if tied else parameter(config.init_method, rngs, shape, config.params_dtype, ("fsdp", "vocab"))
         )
 
-    def _embed(self, tokens: Array, positions: Array, key: Array | None) -> Array:
-        """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``."""
+    def _embed(self, tokens: Array, positions: Array, key: Array | None, *others: Array) -> Array:
+        """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``, and others added."""
         # A model may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
         x = _times(self.embedding(tokens), self.multipliers.embedding)
@@ -94,6 +98,7 @@ class LanguageModel(nnx.Module):
             at = self.position_embedding(positions, ids_axes=ids_axes)
             # Added in params_dtype and cast once behind the sum: one rounding to the compute dtype, not two.
             x = x + (at[None] if positions.ndim == 1 else at)
+        x = sum(others, x)
         x = constrain(x.astype(self.compute_dtype), self._axes)
         zigzag = self.config.cp_load_balanced
         return dropout(x, self.config.hidden_dropout, key, axes=self._axes, zigzag=zigzag)
@@ -105,13 +110,17 @@ class LanguageModel(nnx.Module):
         """Return the logits ``[b, s, v]`` of hidden states ``[b, s, h]``."""
         with jax.named_scope("head"):
             # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
-            return dense(
+            logits = dense(
                 _times(x, self.multipliers.head),
                 self._head_kernel(),
+                None if self.output_bias is None else self.output_bias[...],
                 options=LinearOptions(
                     x_axes=self._axes, kernel_axes=("fsdp", "vocab"), out_axes=("batch", "sequence", "vocab")
                 ),
             )
+            cap = self.multipliers.softcap
+            # In fp32: half precision would round logits once more before the tangent, and so tie some.
+            return logits if cap is None else (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
 
     def _loss(self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: str) -> Array:
         """Return the loss of hidden states ``[b, s, h]``; that of each token ``[b, s]`` for the reduction "none"."""
@@ -120,6 +129,11 @@ class LanguageModel(nnx.Module):
         with jax.named_scope("loss"):
             if chunks == 1:
                 return softmax_cross_entropy(self._head(x), labels, **common)
+            if self.multipliers.softcap is not None or self.output_bias is not None:
+                raise ValueError(
+                    f"loss_chunks={chunks} computes logits without softcap and bias, and the model's have one; build "
+                    "it with Execution(loss_chunks=1)"
+                )
             # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
             x = _times(constrain(x, (*axes, "hidden")), self.multipliers.head)
             return linear_cross_entropy(x, self._head_kernel(), labels, chunks=chunks, **common)

@@ -98,7 +98,7 @@ class TransformerBlock(MegatronModule):
         self,
         hidden_states: Array,
         attention_mask: None = None,
-        rotary_pos_emb: Rotary | None = None,
+        rotary_pos_emb: Rotary | tuple[Rotary, Rotary] | None = None,
         *,
         keys: Sequence[Array | None] | None = None,
     ) -> Array:

@@ -48,16 +48,18 @@ class Execution:
 @checked
 @dataclass(frozen=True)
 class Multipliers:
-    """Constants that a model multiplies by, its attribute ``multipliers``: ``model.multipliers = Multipliers(...)``.
+    """Constants of a model, its attribute ``multipliers``: ``model.multipliers = Multipliers(...)``.
 
     Args:
         embedding: of the embeddings of tokens, in the parameters' dtype. Gemma has ``h**0.5``.
         head: of the head's input. T5 with a tied head has ``h**-0.5``.
+        softcap: of the head's output: logits are ``cap tanh(logits / cap)``, computed in fp32. Gemma 2 has 30. None: no
+            cap.
 
     Raises:
         ValueError: for a number that is not positive.
 
-    Source: ``mup_embedding_mult`` and ``mup_output_mult`` of Megatron-Core; Gemma; Raffel et al. 2020.
+    Source: ``mup_embedding_mult`` and ``mup_output_mult`` of Megatron-Core; Gemma Team 2024; Raffel et al. 2020.
 
     >>> Multipliers(embedding=8.0).head
     1.0
@@ -65,10 +67,11 @@ class Multipliers:
 
     embedding: float = 1.0
     head: float = 1.0
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0.0:
+            if value is not None and not value > 0.0:
                 raise ValueError(f"{name} must be > 0, got {value!r}")
 
 
@@ -81,6 +84,8 @@ class RotaryPositions:
         base: wavelengths grow from 2π to 2π times this number. Llama 3.1 has ``500000.0``.
         percent: the part of each head that is rotated, in (0, 1].
         scaling: of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
+        window_base: base in the layers that attend in a window, where nothing is scaled. Gemma 3 has ``10000.0`` beside
+            a ``base`` of ``1000000.0``. None: those layers are as the others.
 
     >>> RotaryPositions(base=500000.0).percent
     1.0
@@ -89,6 +94,7 @@ class RotaryPositions:
     base: float = 10000.0
     percent: float = 1.0
     scaling: RotaryScaling | None = None
+    window_base: float | None = None
 
 
 @checked

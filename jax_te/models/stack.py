@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import RecomputeConfig
-from jax_te.layers import TransformerLayer
+from jax_te.layers import Rotary, TransformerLayer
 from jax_te.quantize import QuantizerState
 from jax_te.quantize.internal import as_float32_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
@@ -131,7 +131,8 @@ def run_layers(
             outside of the loop.
         mask_types: arguments that are strings: ``self_attn_mask_type``, ``enc_dec_attn_mask_type``,
             ``core_attention_bias_type``.
-        **arrays: the other arguments of `TransformerLayer`, the same for all layers.
+        **arrays: the other arguments of `TransformerLayer`, the same for all layers; ``rotary_pos_emb`` may be a pair,
+            see `rotary_of`.
 
     Raises:
         ValueError: for a ``policy`` that is unknown or has no effect under ``recompute``; for another ``scan``.
@@ -172,11 +173,21 @@ def _run_group(
     first: int | None = None,
 ) -> Array:
     """Run consecutive layers; ``first`` is the number of the first one, None inside a loop, where it varies."""
+    rotary = arrays.get("rotary_pos_emb")
     for i, (layer, key) in enumerate(zip(layers, keys, strict=True)):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
+            if "rotary_pos_emb" in arrays:
+                arrays = arrays | {"rotary_pos_emb": rotary_of(layer, rotary)}
             out: Any = layer(x, dropout_key=key, **mask_types, **arrays)
             x = out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
     return x
+
+
+def rotary_of(layer: TransformerLayer, rotary: Rotary | tuple[Rotary, Rotary] | None) -> Rotary | None:
+    """Return the rotary embedding of a layer; of a pair the first one is for layers without a window."""
+    if not isinstance(rotary, tuple):
+        return rotary
+    return rotary[layer.self_attention.core_attention.window_size is not None]
 
 
 def _run_scanned(

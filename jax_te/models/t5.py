@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import check_positive, checked
 from jax_te.layers import RelativePositionBias, dropout
-from jax_te.models.from_config import transformer_layer
+from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
 from jax_te.models.stack import layer_keys, run_layers
@@ -23,12 +23,6 @@ from jax_te.typing import Array
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
 """Kinds of position embedding of `T5Model`, in Megatron-Core's words."""
 
-_NOT_FOLLOWED = {
-    "qk_clip": "; GPTModel does",
-    "log_max_attention_logit": "; GPTModel does",
-    "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and the encoder has none (T5's relative "
-    "positions are of natural order, too)",
-}
 _EXECUTION, _OPTIONS = Execution(), LossOptions()
 
 
@@ -83,7 +77,7 @@ class T5Model(LanguageModel):
         rngs: nnx.Rngs,
     ):
         # First: what follows reads the attributes that it sets.
-        self._configure(config, vocab_size, max_sequence_length, execution, _NOT_FOLLOWED)
+        self._configure(config, vocab_size, max_sequence_length, execution, ENCODER_NOT_FOLLOWED)
         encoders = config.num_layers if encoder_num_layers is None else encoder_num_layers
         check_positive(encoder_num_layers=encoders)
         if position_embedding_type == "relative":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import tracemalloc
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
-from jax_te.huggingface import load_huggingface, save_huggingface
+from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
+from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.layout import Entry
 from jax_te.huggingface.safetensors import TensorFile, write_file
 from jax_te.layers import LinearScaling, LoRA
@@ -245,6 +247,9 @@ def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
 # --- what is refused
 
 
+GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+
+
 @pytest.mark.parametrize(
     ("values", "match"),
     [
@@ -256,6 +261,13 @@ def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "no field low_freq_factor"),
         ({"hidden_act": "xielu"}, "hidden_act is 'xielu'; known activations"),
         ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias=True"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (GEMMA3 | {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1.0"),
+        (GEMMA3 | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "layer_types"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "rope_type is 'linear'"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta=10000.0"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
@@ -467,3 +479,26 @@ def test_any_values_are_read_or_refused(data: Any, folder: Path, tmp_path: Path)
     )
     (tmp_path / "model.safetensors").write_bytes(header(**entries) + data.draw(st.binary(max_size=16)))
     assert refused(tmp_path)
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_fields_of_any_architecture_give_a_form_or_are_refused(data: Any) -> None:
+    architecture = ARCHITECTURES[data.draw(st.sampled_from(sorted(ARCHITECTURES)))]
+    keys = st.sampled_from(sorted({*architecture.fields, *OTHER_FIELDS}))
+    values = data.draw(st.dictionaries(keys, JSON | st.dictionaries(keys, JSON, max_size=2), max_size=4))
+    given = Fields(values, "config.json", [f"tensor {i}" for i in range(50)])
+    with contextlib.suppress(ValueError):
+        form = architecture.form(given)
+        given.finish(OTHER_FIELDS)
+        assert architecture.table(form)
+        assert form.sizes()["h"] > 0
+
+
+OTHER_FIELDS = [
+    *("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "is_gated_act", "dense_act_fn"),
+    *("rope_scaling", "rope_parameters", "rope_theta", "rope_type", "rope_local_base_freq", "full_attention"),
+    *("layer_types", "sliding_attention", "sliding_window", "sliding_window_size", "sliding_window_pattern"),
+    *("use_sliding_window", "max_window_layers", "query_pre_attn_scalar", "attn_logit_softcapping", "embd_pdrop"),
+    *("final_logit_softcapping", "relative_attention_num_buckets", "scale_decoder_outputs"),
+]

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason=_REASON)
 transformers = pytest.importorskip("transformers", reason=_REASON)
 
 from jax_te.huggingface import load_huggingface, save_huggingface  # noqa: E402
-from jax_te.models import T5Model, generate  # noqa: E402
+from jax_te.models import BertModel, T5Model, generate  # noqa: E402
 from tests.support.numerics import assert_close, quick_jit  # noqa: E402
 
 LLAMA = {
@@ -48,13 +48,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
+    "qwen 2": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "gemma 2": (
+        "Gemma2",
+        LLAMA
+        | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5, "attn_logit_softcapping": 1.5}
+        | {"final_logit_softcapping": 2.0, "num_hidden_layers": 3},
+    ),
+    "gemma 3": (
+        "Gemma3",
+        LLAMA
+        | {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ),
     "gemma": ("Gemma", LLAMA | {"num_key_value_heads": 1, "head_dim": 16}),
     "llama, yarn": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
 }
 
 
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+BERT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}  # fmt: skip
 CASES |= {
+    "bert": ("Bert", BERT),
+    "bert, other options": ("Bert", BERT | {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3}),
     "t5": ("T5", T5 | {"num_decoder_layers": 1, "relative_attention_num_buckets": 8}),
     "t5 v1.1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
@@ -64,12 +89,12 @@ def make(name: str, folder: Path, **sizes: Any) -> Any:
     """A model of transformers with random weights, written to a folder in several files."""
     kind, options = CASES[name]
     # No tokens of its own that end a text: the one that transformers takes by default is not in the vocabulary.
-    config = getattr(transformers, f"{kind}Config")(
+    config = getattr(transformers, f"{kind}{'Text' if kind == 'Gemma3' else ''}Config")(
         **{"vocab_size": 67, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | options | sizes
     )
     model = next(
         getattr(transformers, kind + suffix)
-        for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+        for suffix in ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
         if hasattr(transformers, kind + suffix)
     )
     model = model(config).eval()
@@ -117,6 +142,8 @@ def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) 
     # errs by as many units, which is the relative error of its exponential.
     assert_close(actual, expected, 2.0**-16 if encoder_decoder else 2.0**-18)
     assert np.abs(expected).max() > 0.3
+    if isinstance(ours, BertModel):  # which generates nothing
+        return
     options = {"max_new_tokens": 8, "do_sample": False} | ({"decoder_start_token_id": 0} if encoder_decoder else {})
     with torch.no_grad():
         wanted = theirs.generate(torch.tensor(tokens), **options).numpy()
@@ -194,3 +221,41 @@ def test_older_fields_of_rotary_positions(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     tokens = tokens_of(theirs)
     assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits_of(theirs, tokens), 2.0**-18)
+
+
+def test_padding_token_types_and_pooler_of_bert(tmp_path: Path) -> None:
+    """And the names of BERT's first files: norms' ``gamma`` and ``beta``, tensors of a head that is not asked for."""
+    theirs = make("bert", tmp_path)
+    tokens, types = tokens_of(theirs), np.random.default_rng(1).integers(0, 2, (2, 12))
+    lengths = np.array([12, 7])
+    mask = torch.tensor(np.arange(12) < lengths[:, None])
+    with torch.no_grad():
+        out = theirs(torch.tensor(tokens), attention_mask=mask, token_type_ids=torch.tensor(types)).logits.numpy()
+    arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(types, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    run = quick_jit(lambda model, tokens, types, lengths: model(tokens, tokentypes=types, lengths=lengths))
+    actual = np.asarray(run(load_huggingface(tmp_path), *arrays))
+    for row, length in enumerate(lengths):
+        assert_close(actual[row, :length], out[row, :length], 2.0**-18)
+
+    encoder = transformers.BertModel(theirs.config).eval()
+    encoder.save_pretrained(tmp_path / "encoder")
+    ours = load_huggingface(tmp_path / "encoder")
+    with torch.no_grad():
+        pooled = encoder(torch.tensor(tokens), token_type_ids=torch.tensor(types)).pooler_output.numpy()
+    assert_close(ours.pool(ours.encode(arrays[0], tokentypes=arrays[1])), pooled, 2.0**-18)
+    save_huggingface(ours, tmp_path / "back")
+    back, info = transformers.BertModel.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(torch.equal(value, encoder.state_dict()[key]) for key, value in back.state_dict().items())
+
+    from safetensors.torch import save_file
+
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {"cls.seq_relationship.weight": torch.ones(2, 32), "bert.pooler.dense.weight": torch.ones(32, 32)}
+    for name, value in theirs.state_dict().items():
+        older = next((name.replace(now, then) for now, then in names.items() if name.endswith(now)), name)
+        tensors[older] = value.clone()
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(run(load_huggingface(tmp_path), *arrays), actual)

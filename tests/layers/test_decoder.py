@@ -94,7 +94,9 @@ def run_decoder(layer: TransformerLayer, x: Any, encoded: Any, g: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "form", [Form(residual_post_norm=True, rms=True), Form(output_norm=True)], ids=["post", "output"]
+    "form",
+    [Form(residual_post_norm=True, rms=True), Form(output_norm=True), Form(block_output_norm=True)],
+    ids=["post", "output", "block output"],
 )
 def test_decoder_with_other_norms(form: Form) -> None:
     layer = randomize(
@@ -102,6 +104,8 @@ def test_decoder_with_other_norms(form: Form) -> None:
             normalization="RMSNorm" if form.rms else "LayerNorm",
             apply_residual_connection_post_layernorm=form.residual_post_norm,
             output_layernorm=form.output_norm,
+            block_output_layernorm=form.block_output_norm,
+            qkv_bias=form.block_output_norm,
         )
     )
     x, encoded = draw("x", (2, S, H)), draw("encoded", (2, SKV, H))
@@ -110,7 +114,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     assert_close(quick_jit(lambda layer, *a: layer(a[0], encoder_output=a[1]))(layer, x, encoded), expected, TOLERANCE)
 
 
-@pytest.mark.wide("qk norm, then rope", "separate kernels", "learnable softmax")
+@pytest.mark.wide("qk norm, then rope", "separate kernels", "block output", "learnable softmax")
 @pytest.mark.parametrize(
     ("options", "form"),
     [
@@ -119,9 +123,18 @@ def test_decoder_with_other_norms(form: Form) -> None:
         ({"qk_norm_type": "LayerNorm", "zero_centered_gamma": True}, Form(rotary_base=50.0, zero_centered=True)),
         ({"fuse_qkv_params": False, "num_gqa_groups": 2}, Form(g=2)),
         ({"window_size": (2, 0)}, Form(window=2)),
+        ({"bias": False, "qkv_bias": True, "block_output_layernorm": True}, Form(block_output_norm=True)),
         ({"softmax_type": "learnable"}, Form()),
     ],
-    ids=["rms qk norm", "qk norm, then rope", "rope, then qk norm", "separate kernels", "window", "learnable softmax"],
+    ids=[
+        "rms qk norm",
+        "qk norm, then rope",
+        "rope, then qk norm",
+        "separate kernels",
+        "window",
+        "block output",
+        "learnable softmax",
+    ],
 )
 def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
     layer = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
@@ -129,6 +142,15 @@ def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
     rotary = None if form.rotary_base is None else rotary_embedding(jnp.arange(S), D, form.rotary_base)
     actual = run(layer, (x,), g, rotary_pos_emb=rotary)
     check(actual, value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
+
+
+def test_biases_of_queries_keys_and_values_alone() -> None:
+    """As in Qwen 2; cross-attention has none of them."""
+    layer = decoder(bias=False, qkv_bias=True, fuse_qkv_params=False)
+    biases = {path[:-1] for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param)) if path[-1] == "bias"}
+    assert {path for path in biases if "layernorm" not in path} == {
+        ("self_attention", name) for name in ("query", "key", "value")
+    }
 
 
 def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import Llama3Scaling, rotary_embedding
-from jax_te.models import Execution, GPTModel, RotaryPositions
+from jax_te.models import Execution, GPTModel, Multipliers, RotaryPositions
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
@@ -111,6 +111,55 @@ def test_qwens_form_with_a_window_in_every_other_layer() -> None:
         x = reference.layer(np, p["layers"][i], x, dataclasses.replace(form, window=window))
     logits = reference.norm(np, x, p["final_norm"]["scale"], None, form) @ p["output_kernel"]
     assert_close(call(model, batch()[0]), logits, TOLERANCE)
+
+
+GEMMA = dataclasses.replace(
+    QWEN, block_output_layernorm=True, logit_softcap=2.0, add_qkv_bias=True, num_layers=3, softmax_scale=None
+)
+
+
+def gemma(**options: Any) -> GPTModel:
+    """Gemma's options all at once, which tests/huggingface compares with transformers' models."""
+    rotary = RotaryPositions(base=1000.0, window_base=10.0)
+    own = {"position_embedding_type": rotary, "rngs": nnx.Rngs(0), **options}
+    model = randomize(GPTModel(GEMMA, vocab_size=V, max_sequence_length=S, **own))
+    model.multipliers = Multipliers(embedding=3.0, softcap=5.0)
+    return model
+
+
+def test_gemmas_form_is_the_same_on_a_mesh_and_scanned() -> None:
+    """Scanned, the pair of rotary embeddings is a constant of the loop, from which each layer takes its own."""
+    loss, gradient = loss_and_gradient(gemma(), *batch())
+    with use_mesh("explicit"):
+        actual, actual_gradient = loss_and_gradient(shard(gemma(execution=Execution(scan_layers=True))), *batch())
+    assert_close(actual, loss, TOLERANCE)
+    jax.tree.map(lambda a, e: assert_close(a, e, TOLERANCE), *map(parameters, (actual_gradient, gradient)))
+
+
+def test_layers_with_a_window_have_rotary_positions_of_their_own() -> None:
+    model = gemma()
+    tokens = batch()[0]
+    logits = call(model, tokens)
+    model.rotary = RotaryPositions(base=10.0, window_base=1000.0)
+    assert relative_l2(call(model, tokens), logits) > 1e-3
+    model.rotary = RotaryPositions(base=10.0, window_base=10.0)
+    shared = gemma(position_embedding_type=RotaryPositions(base=10.0))
+    np.testing.assert_array_equal(call(model, tokens), call(shared, tokens))
+
+
+def test_a_softcap_bounds_logits_and_needs_them_whole() -> None:
+    model, (tokens, labels, _) = gemma(), batch()
+    logits = call(model, tokens)
+    model.multipliers = Multipliers(embedding=3.0)
+    plain = np.float64(call(model, tokens))
+    assert np.abs(plain).max() > 5.0
+    assert_close(logits, 5.0 * np.tanh(plain / 5.0), TOLERANCE)
+    with pytest.raises(ValueError, match=r"build it with Execution\(loss_chunks=1\)"):
+        gemma(execution=Execution(loss_chunks=2)).loss(tokens, labels)
+    with pytest.raises(ValueError, match=r"softcap must be > 0"):
+        Multipliers(softcap=0.0)
+    with pytest.raises(ValueError, match=r"logit_softcap must be > 0"):
+        dataclasses.replace(GEMMA, logit_softcap=-1.0)
 
 
 @pytest.mark.slow

@@ -138,6 +138,24 @@ def test_modules_have_megatrons_names_and_classes(form: str):
     assert_close(hidden, model._hidden(TOKENS, None, None), 64 * EPS)
 
 
+def test_options_of_gemma_and_qwen_are_followed_as_in_gpt():
+    fields: Any = {"add_qkv_bias": True, "block_output_layernorm": True, "logit_softcap": 2.0, "window_size": (3, 0)}
+    config = dataclasses.replace(LLAMA, **fields)
+    _, options = FORMS["llama"]
+    plain: Any = {"share_embeddings_and_output_weights": False, "rngs": nnx.Rngs(0), **options}
+    models = [build(config=config), GPTModel(config, vocab_size=V, max_sequence_length=S, **plain)]
+    results = []
+    for model in models:
+        # The same initial values, of which biases are 0 and scales 1.
+        nnx.update(model, jax.tree.map(lambda x: x + 0.1, nnx.state(model, nnx.Param)))
+        results.append(quick_jit(lambda model: model(TOKENS))(model))
+    assert_close(*results, 64 * EPS)
+    layer = models[0].decoder.layers[0]
+    assert layer.self_attention.linear_qkv.bias is not None
+    assert layer.self_attention.linear_proj.bias is layer.mlp.linear_fc1.bias is None
+    assert "decoder.layers.0.self_attention_norm.weight" in models[0].state_dict()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     gpt, model = plain(form), build(form)

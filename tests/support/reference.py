@@ -42,6 +42,7 @@ class Form:
     window: int | None = None
     scale: float | None = None
     qk_norm_before_rope: bool = False
+    block_output_norm: bool = False
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
@@ -178,21 +179,23 @@ def layer(
     """``TransformerLayer`` on ``x [b, s, h]``; a decoder attends to ``encoded [b, skv, h]`` as well."""
     attention, mlp = p["self_attention"], p["layernorm_mlp"]
 
-    def add(x: Any, normed: Any, y: Any) -> Any:
+    def add(x: Any, normed: Any, y: Any, block: str) -> Any:
+        if form.block_output_norm:
+            y = norm(xp, y, p[f"{block}_norm"]["scale"], p[f"{block}_norm"].get("bias"), form)
         return (normed if form.residual_post_norm else x) + y
 
     normed = x
     if not form.output_norm:
         own = attention.get("layernorm") or {**attention["qkv"], "bias": attention["qkv"].get("ln_bias")}
         normed = norm(xp, x, own["scale"], own.get("bias"), form)
-    x = add(x, normed, attention_block(xp, attention, normed, form, positions, bias=bias))
+    x = add(x, normed, attention_block(xp, attention, normed, form, positions, bias=bias), "self_attention")
     if encoded is not None:
         cross = p["inter_attention"]
         normed = norm(xp, x, cross["query"]["scale"], cross["query"].get("ln_bias"), form)
         plain = dataclasses.replace(form, rotary_base=None, window=None)
-        x = add(x, normed, attention_block(xp, cross, normed, plain, source=encoded, causal=False))
+        x = add(x, normed, attention_block(xp, cross, normed, plain, source=encoded, causal=False), "inter_attention")
     normed = norm(xp, x, mlp["scale"], mlp.get("ln_bias"), form)
-    x = add(x, normed, mlp_block(xp, mlp, normed, form))
+    x = add(x, normed, mlp_block(xp, mlp, normed, form), "mlp")
     return norm(xp, x, p["layernorm"]["scale"], p["layernorm"].get("bias"), form) if form.output_norm else x
 
 

@@ -1,0 +1,203 @@
+"""BERT: an encoder of tokens, whose layers have their norms behind the residual sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.config.internal import activation_parts, checked
+from jax_te.layers import Embedding, Linear, dropout, keep_in_high_precision
+from jax_te.layers.internal import parameter
+from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
+from jax_te.models.language_model import LanguageModel
+from jax_te.models.options import Execution
+from jax_te.models.stack import layer_keys, run_layers
+from jax_te.models.tokens import check_like_tokens, check_tokens
+from jax_te.ops import LossOptions, activation
+from jax_te.recipe import autocast
+from jax_te.sharding import auto_region, constrain
+from jax_te.typing import Array
+
+_EXECUTION, _OPTIONS = Execution(), LossOptions()
+
+
+@checked
+class BertModel(LanguageModel):
+    """Embeddings of tokens, learned positions and token types with a norm behind them, and layers in post-norm form.
+
+    Every token sees all others. BERT's own form is ``TransformerConfig(activation="gelu_exact",
+    layernorm_epsilon=1e-12, hidden_dropout=0.1, attention_dropout=0.1, …)``.
+
+    The layers' linear operations follow the ambient recipe; embeddings, attention core, pooler and head stay in the
+    compute dtype.
+
+    Args:
+        config: sizes and choices of the layers; the head has its ``activation``, without a gate, and its norm.
+        vocab_size: ``v``.
+        max_sequence_length: longest input, and rows of the learned positions.
+        num_tokentypes: rows of the table of token types. 0: there are none.
+        add_lm_head: a head for masked tokens: dense layer, activation, norm, the embedding table transposed, and a
+            bias. Without it a call returns the encoder's output.
+        add_pooler: a dense layer and ``tanh`` of each sequence's first token, see `pool`.
+        execution: see `Execution`; with the head ``loss_chunks`` must be 1.
+        rngs: the ``params`` stream draws all weights.
+
+    Raises:
+        ValueError: for sizes that are not positive, fields of ``config`` that the model does not follow, a gated
+            activation beside the head; when called, for tokens that are not ``[b, s]`` or too long, and token types
+            that do not fit them.
+        TypeError: when called, for tokens that are not integers.
+        QuantizerStateError: when called under a recipe with state, if the model was built without it.
+
+    Source: ``megatron.core.models.bert.BertModel``, whose layers have their norms in front; Devlin et al. 2018.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, activation="gelu_exact")
+    >>> model = BertModel(config, vocab_size=100, max_sequence_length=16, rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 8), jnp.int32), lengths=jnp.array([8, 5])).shape
+    (2, 8, 100)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        max_sequence_length: int,
+        num_tokentypes: int = 2,
+        add_lm_head: bool = True,
+        add_pooler: bool = False,
+        execution: Execution = _EXECUTION,
+        rngs: nnx.Rngs,
+    ):
+        self._configure(config, vocab_size, max_sequence_length, execution, ENCODER_NOT_FOLLOWED)
+        if num_tokentypes < 0:
+            raise ValueError(f"num_tokentypes must be >= 0, got {num_tokentypes}")
+        h, dtype = config.hidden_size, config.params_dtype
+        if add_lm_head and len(activation_parts(config.activation)) > 1:
+            raise ValueError(f"the head's activation has no gate, got {config.activation!r}; give add_lm_head=False")
+        # The order of the lines below is the order in which weights are drawn: another one changes initial values.
+        self._make_embeddings(learned_positions=True, rngs=rngs)
+        types: Any = {"init_method": config.init_method, "params_dtype": dtype, "axes": (None, "fsdp"), "rngs": rngs}
+        self.tokentype_embedding = Embedding(num_tokentypes, h, **types) if num_tokentypes else None
+        self.embedding_norm = self._make_norm(rngs)
+        self.layers = nnx.List(
+            [
+                transformer_layer(config, i, self_attn_mask_type="no_mask", post_norm=True, rngs=rngs)
+                for i in range(config.num_layers)
+            ]
+        )
+        self.pooler = self._dense(rngs) if add_pooler else None
+        self.head_dense = self._dense(rngs) if add_lm_head else None
+        self.head_norm = self._make_norm(rngs) if add_lm_head else None
+        self.output_kernel = None
+        zeros = jax.nn.initializers.zeros
+        self.output_bias = parameter(zeros, rngs, (vocab_size,), dtype, ("vocab",)) if add_lm_head else None
+
+    def _dense(self, rngs: nnx.Rngs) -> Linear:
+        h, options = self.config.hidden_size, self.config
+        with autocast(None):  # no recipe reaches it, so it needs no quantizer state
+            layer = Linear(h, h, init_method=options.init_method, params_dtype=options.params_dtype, rngs=rngs)
+        keep_in_high_precision(layer)
+        return layer
+
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        tokentypes: Array | None = None,
+        lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the logits of the token at every position, or without the head the encoder's output.
+
+        Args:
+            tokens: integers ``[b, s]`` in ``[0, v)``.
+            tokentypes: integers ``[b, s]``, such as 0 in a first and 1 in a second sentence. None: all 0.
+            lengths: int32 ``[b]``, valid tokens at the start of each sequence; no token attends to the others. None:
+                all.
+            dropout_key: turns dropout on; None is evaluation.
+
+        Returns:
+            ``[b, s, v]`` in the compute dtype, sharded over batch and vocabulary; or ``[b, s, h]``.
+        """
+        x = self.encode(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
+        return x if self.head_dense is None else self._head(self._transform(x))
+
+    def encode(
+        self,
+        tokens: Array,
+        *,
+        tokentypes: Array | None = None,
+        lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the encoder's output ``[b, s, h]``; the arguments are those of a call."""
+        check_tokens(tokens, self.max_sequence_length)
+        check_like_tokens(tokens, tokentypes=tokentypes)
+        others: list[Array] = []
+        if self.tokentype_embedding is not None:
+            others.append(self.tokentype_embedding(jnp.zeros_like(tokens) if tokentypes is None else tokentypes))
+        elif tokentypes is not None:
+            raise ValueError("the model has no table of token types; build it with num_tokentypes, or give none")
+        *keys, embedding_key = layer_keys(dropout_key, len(self.layers) + 1)
+        mask: dict[str, Any] = {}
+        if lengths is not None:
+            mask = {"mask_types": {"self_attn_mask_type": "padding"}, "sequence_lengths": lengths}
+        with jax.named_scope("BertEncoder"):
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            x = self.embedding_norm(self._embed(tokens, positions, None, *others))
+            return run_layers(
+                self.layers,
+                dropout(x, self.config.hidden_dropout, embedding_key, axes=self._axes),
+                keys,
+                recompute=self.config,
+                policy=self.execution.recompute_policy,
+                scan=self.execution.scan_layers,
+                **mask,
+            )
+
+    def pool(self, encoded: Array) -> Array:
+        """Return ``tanh`` of a dense layer of each sequence's first token, ``[b, h]``.
+
+        Args:
+            encoded: ``[b, s, h]``, of `encode`.
+
+        Raises:
+            ValueError: for a model without ``add_pooler``.
+        """
+        if self.pooler is None:
+            raise ValueError("the model has no pooler; build it with add_pooler=True")
+        first = auto_region(lambda x: x[:, 0], ("batch", "hidden"))(encoded)
+        return jnp.tanh(self.pooler(first))  # type: ignore[arg-type]
+
+    def loss(
+        self,
+        tokens: Array,
+        labels: Array,
+        loss_mask: Array | None = None,
+        *,
+        tokentypes: Array | None = None,
+        lengths: Array | None = None,
+        dropout_key: Array | None = None,
+        options: LossOptions = _OPTIONS,
+        reduction: str = "mean",
+    ) -> Array:
+        """Return the mean negative log-likelihood of ``labels [b, s]``, weighted by ``loss_mask [b, s]``, fp32.
+
+        A label of -100 does not count: give it to all tokens that are not masked. ``options`` and ``reduction`` are
+        those of `jax_te.ops.softmax_cross_entropy`.
+        """
+        check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
+        x = self.encode(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
+        return self._loss(self._transform(x), labels, loss_mask, options, reduction)
+
+    def _transform(self, x: Array) -> Array:
+        """Return what the head multiplies by the embedding table."""
+        if self.head_dense is None or self.head_norm is None:
+            raise ValueError("the model has no head for tokens; build it with add_lm_head=True")
+        y = constrain(self.head_dense(x), self._axes)  # type: ignore[arg-type]  # an array: it returns no bias
+        return self.head_norm(activation(y[..., None, :], self.config.activation, out_axes=self._axes))
