@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -28,7 +29,7 @@ from jax_te.cli.memory import check_fits, least_memory
 from jax_te.cli.options import CP_COMM_TYPES, MESH, METHODS, POLICIES, SIZE, flag, some_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
-from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.cli.run_config import RunConfig
 from jax_te.config import RECOMPUTE_MODULES, ParallelConfig
 from jax_te.models import Execution
 from jax_te.ops import BACKENDS
@@ -43,7 +44,7 @@ MODEL_DEFAULTS = {
     "stack": [STACKS[0]],
     "recompute": ["none"],
     "layers": None,
-    "vocabulary": VOCAB_SIZE,
+    "vocabulary": RunConfig.vocab_size,
     "loss_chunks": 1,
     "peer": None,
 }
@@ -102,7 +103,12 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     ways += f"{', '.join(POLICIES)}; {_COUNTED} (default: none)"
     add("--recompute", nargs="+", type=recompute, metavar="WAY", help=ways)
     add("--layers", type=SIZE.parse, metavar="N", help="layers (default: the preset's)")
-    add("--vocabulary", type=SIZE.parse, metavar="V", help=f"rows of the embedding (default: {VOCAB_SIZE}, bytes)")
+    add(
+        "--vocabulary",
+        type=SIZE.parse,
+        metavar="V",
+        help=f"rows of the embedding (default: {RunConfig.vocab_size}, bytes)",
+    )
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
     add("--peer", choices=("te",), help="beside a GPT of te.jax's own layers, the first row (default: none)")
 
@@ -242,11 +248,10 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     variants = []
     for stack in args.stack:
         for way in args.recompute:
-            config = train_step_config(args.model, recipe, way, args.layers)
-            needed = least_memory(config, training=False, vocabulary=args.vocabulary)
-            check_fits(needed, 1, "--layers or --vocabulary, or take a smaller --model")
+            config = replace(train_step_config(args.model, recipe, way, args.layers), vocab_size=args.vocabulary)
+            check_fits(least_memory(config, training=False), 1, "--layers or --vocabulary, or take a smaller --model")
             execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
-            build = build_model(config, vocab_size=args.vocabulary, execution=execution)
+            build = build_model(config, execution=execution)
             name = f"{recipe}, {stack}, recompute {way}"
             variants.append(Variant(name=name, recipe=config.make_recipe(), build=build))
     model, batch, sequence = config.transformer_config(), config.batch_size, config.seq_len

@@ -19,8 +19,10 @@ from jax.sharding import Mesh
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.cli.precision_rules import apply_rules
-from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.cli.pretrained import add_adapters, build_pretrained, load_pretrained
+from jax_te.cli.run_config import RunConfig
 from jax_te.data import TextData, TrainBatches, heldout_batches
+from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
@@ -41,37 +43,56 @@ from jax_te.typing import Array, PyTree
 
 
 def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
-    """Return a function that builds the run's model, whose layers have the recipes of the run's rules."""
-    rules, build_plain = config.quantization_rules(), build_model(config)
-
-    def build(rngs: nnx.Rngs) -> GPTModel:
-        model = build_plain(rngs)
-        if rules is not None:
-            apply_rules(model, rules)
-        return model
-
-    return build
+    """Return a function that builds the run's model, whose layers have the recipes of the run's rules, and adapters."""
+    build_plain = build_model(config)
+    return lambda rngs: _finished(config, build_plain(rngs), rngs)
 
 
-def build_model(
-    config: RunConfig, *, vocab_size: int = VOCAB_SIZE, execution: Execution | None = None
-) -> Callable[[nnx.Rngs], GPTModel]:
-    """Return a function that builds the run's model, without the rules of its precision file.
+def first_model(config: RunConfig) -> GPTModel | Callable[[nnx.Rngs], GPTModel]:
+    """Return what a run begins with: `model_builder`'s model, with the weights of ``--init-from`` if it is given.
+
+    Raises:
+        ValueError: for a folder that cannot be read.
+    """
+    if config.init_from is None or config.architecture is None:
+        return model_builder(config)
+    fields = config.library_fields()
+    model = load_pretrained(config.init_from, config.architecture, fields, _execution(config))
+    return _finished(config, model, nnx.Rngs(config.seed))
+
+
+def _finished(config: RunConfig, model: GPTModel, rngs: nnx.Rngs) -> GPTModel:
+    rules = config.quantization_rules()
+    if rules is not None:
+        apply_rules(model, rules)
+    if config.lora_rank is not None:  # behind the rules, which go by the layers' names
+        add_adapters(model, config.lora_rank, config.lora_alpha, rngs)
+    return model
+
+
+def _execution(config: RunConfig) -> Execution:
+    return Execution(config.recompute_policy, config.scan_layers)
+
+
+def build_model(config: RunConfig, *, execution: Execution | None = None) -> Callable[[nnx.Rngs], GPTModel]:
+    """Return a function that builds the run's model, without the rules of its precision file and without adapters.
 
     Args:
         config: of the run.
-        vocab_size: rows of the embedding.
         execution: of the layers and the loss. None: the run's.
     """
+    execution = execution or _execution(config)
 
     def build(rngs: nnx.Rngs) -> GPTModel:
+        if config.architecture is not None:
+            return build_pretrained(config.architecture, config.library_fields(), execution)
         return GPTModel(
             config.transformer_config(),
-            vocab_size=vocab_size,
+            vocab_size=config.vocab_size,
             max_sequence_length=config.seq_len,
             position_embedding_type=config.position_embedding,
             share_embeddings_and_output_weights=config.tie_embeddings,
-            execution=execution or Execution(config.recompute_policy, config.scan_layers),
+            execution=execution,
             rngs=rngs,
         )
 
@@ -93,8 +114,11 @@ def _schedule(config: RunConfig) -> optax.Schedule:
 
 
 def optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """Return AdamW with the run's schedule."""
-    return adamw_with_schedule(_schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    """Return AdamW with the run's schedule; of adapters alone, if there are any."""
+    tx = adamw_with_schedule(_schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    if config.lora_rank is None:
+        return tx
+    return optax.multi_transform({"lora": tx, "frozen": optax.set_to_zero()}, lora_labels)
 
 
 def loss_scaler(config: RunConfig) -> LossScale | None:
@@ -131,7 +155,7 @@ class Trainer:
 
     Args:
         config: the run.
-        data: its text.
+        data: its tokens.
         checkpointer: where states go.
     """
 
@@ -141,7 +165,8 @@ class Trainer:
         self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches)
         self._eval_step = make_eval_step(loss_fn)
         self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
-        self.batches = TrainBatches(data.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
+        self._sizes = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+        self.batches = TrainBatches(data.train, batch_size=config.batch_size, seed=config.seed, **self._sizes)
 
     def learning_rate(self, update: int) -> float:
         """Return the rate of an update, counted from 0."""
@@ -157,7 +182,8 @@ class Trainer:
         """Return a new state, and its step, 0."""
         key = jax.random.key(self.config.seed)
         scaler, fp8_param = loss_scaler(self.config), self.config.fp8_param
-        return create_train_state(*self._parts, key=key, scaler=scaler, fp8_param=fp8_param), 0
+        model, tx = first_model(self.config), self._parts[1]
+        return create_train_state(model, tx, key=key, scaler=scaler, fp8_param=fp8_param), 0
 
     def restore(self) -> tuple[TrainState, int]:
         """Return the newest checkpoint's state and step, and let the batches go on from there."""
@@ -175,8 +201,8 @@ class Trainer:
         batches = heldout_batches(
             self.data.heldout,
             batch_size=self.config.batch_size // parts,
-            seq_len=self.config.seq_len,
             num_batches=self.config.eval_batches * parts,
+            **self._sizes,
         )
         losses = [self._eval_step(state, batch) for batch in batches]
         return sum(map(float, losses)) / len(losses)

@@ -21,8 +21,9 @@ from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_text import run_text, run_tokenizer
 from jax_te.cli.table import table
-from jax_te.data import heldout_batches, load_text
+from jax_te.data import heldout_batches
 from jax_te.layers import quantizable_modules
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics.internal import plain_values
@@ -173,8 +174,9 @@ def _batches(options: argparse.Namespace, config: RunConfig, count: int) -> list
     # As one step of so many examples, in as many parts as there are batches.
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
     check_memory(dataclasses.replace(config, **parts))
-    data = load_text(config.data if options.data is None else options.data, seq_len=config.seq_len)
-    batches = heldout_batches(data.heldout, batch_size=size, seq_len=config.seq_len, num_batches=count)
+    data = run_text(config, run_tokenizer(config, Path(options.output)), options.data)
+    sizes = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+    batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)
     return [jax.device_put(batch) for batch in batches]
 
 

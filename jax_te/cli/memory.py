@@ -7,7 +7,7 @@ import os
 import jax
 import numpy as np
 
-from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.cli.run_config import RunConfig
 from jax_te.config import ACTIVATIONS, ParallelConfig
 
 
@@ -47,30 +47,30 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
         )
 
 
-def least_memory(config: RunConfig, *, training: bool = True, vocabulary: int = VOCAB_SIZE) -> int:
+def least_memory(config: RunConfig, *, training: bool = True) -> int:
     """Return bytes that each device holds at the very least: what is left out here only adds to it.
 
     Args:
         config: of the run.
         training: False: the parameters alone.
-        vocabulary: rows of the embedding.
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize
     keys = hidden // config.num_heads * config.num_query_groups
     layer = hidden * (2 * hidden + 2 * keys + (len(ACTIVATIONS[config.activation]) + 1) * config.ffn_hidden_size)
     positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
-    parameters = config.num_layers * layer + hidden * (vocabulary + positions)
+    parameters = config.num_layers * layer + hidden * (config.vocab_size + positions)
     if config.fp8_param:
         item = 1
     if not training:
         return parameters * item
     # Gradients, two fp32 moments, and fp32 masters of what is held in fewer bits.
-    state = parameters * (2 * item + 8 + (4 if item < 4 else 0)) // (sizes.fsdp * sizes.tensor)
+    moments = 2 * item + 8 if config.lora_rank is None else item  # those of adapters are small
+    state = parameters * (moments + (4 if item < 4 else 0)) // (sizes.fsdp * sizes.tensor)
     rows = config.batch_size // config.microbatches
     kept = 1 if config.recompute_granularity == "full" else config.num_layers
     # Of a token: its input to each layer that backward reads, and its logits in fp32.
-    token = kept * hidden * np.dtype(config.compute_dtype).itemsize + 4 * vocabulary
+    token = kept * hidden * np.dtype(config.compute_dtype).itemsize + 4 * config.vocab_size
     # Fused kernels of GPUs keep no attention scores.
     scores = 2 * rows * config.num_heads * config.seq_len**2 if jax.default_backend() == "cpu" else 0
     # Tokens and labels, int32; positions of held-out windows, int64.

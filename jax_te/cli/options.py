@@ -198,9 +198,11 @@ def _field(recipes: tuple[str, ...], kind: Any, help: str, **row: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a GPT on bytes of text, or resume.
+    """Train a GPT on text, or resume.
 
-    Train a byte-level GPT. With no option: the tiny preset on the Python standard library's source files.
+    Train a GPT, by default on bytes. With no option: the tiny preset on the Python standard library's source
+    files. --data takes text, .jsonl and .parquet (documents under "text"), a folder of these, and tokens: .npy
+    and Megatron's .bin with .idx. --init-from fine-tunes a model of Hugging Face: its sizes are that model's.
     Started again with the same --output it resumes, and options that are not given are those of that run.
     SIGTERM or Ctrl-C ends it with a checkpoint.
     """
@@ -211,16 +213,19 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The text that a run learns."""
+    """The text that a run learns, and its tokens."""
 
-    # The text may have moved; its checksum, which the data's state has, holds the run to the same one.
+    # Both may have moved. The data's state has a checksum, the run a hash, which hold the run to the same ones.
     data: str | None = _free(PATH, "text file or folder", None, shown="the Python standard library's sources")
-    seq_len: int = option(Text("N", number(int, 2)), "bytes of an example")
+    tokenizer: str | None = _free(PATH, "tokenizer.json, or a folder with it", None, shown="--init-from's, or bytes")
+    seq_len: int = option(
+        Text("N", number(int, 2)), "tokens of an example", shown="the preset's; --init-from at most 512"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Sizes and form of the model."""
+    """Sizes and form of the model, and its first weights."""
 
     num_layers: int = option(Text("N", number(int, 1, below=10_000)), "transformer layers")
     hidden_size: int = option(SIZE, "model dimension")
@@ -236,6 +241,9 @@ class ModelOptions:
     dropout: float = option(
         _RATE, "of attention and hidden states", 0.0, library=("attention_dropout", "hidden_dropout")
     )
+    init_from: str | None = option(FOLDER, "of Hugging Face, whose model is fine-tuned", None)
+    lora_rank: int | None = option(SIZE, "with --init-from: train adapters of this rank alone", None)
+    lora_alpha: float | None = option(POSITIVE, "numerator of the adapters' scale", None, shown="--lora-rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +253,7 @@ class TrainingOptions:
     steps: int = _free(SIZE, "optimizer steps")
     batch_size: int = option(SIZE, "examples of a step, over all devices")
     microbatches: int = _free(SIZE, "parts of a batch: gradient accumulation", 1)
-    learning_rate: float = option(POSITIVE, "after warm-up")
+    learning_rate: float = option(POSITIVE, "after warm-up", shown="the preset's; --init-from 2e-5, with LoRA 2e-4")
     min_learning_rate: float = option(NON_NEGATIVE, "where cosine decay ends", shown="a tenth of it")
     warmup_steps: int = option(COUNT, "linear warm-up", shown="the preset's, at most --steps / 10")
     # Not --steps of a resume: a longer run would have another learning rate at the steps that it has taken.
@@ -318,6 +326,7 @@ class OutputOptions:
     # Presets set three of these; the defaults are for configurations of older versions, which lack fields.
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "newest checkpoints kept", 3)
+    keep_every: int | None = _free(SIZE, "keep those of the multiples of this step, too", None)
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
     # An evaluation of more would seem to hang.
     eval_batches: int = _free(Text("N", number(int, 1, below=10**6)), "batches of a held-out loss", 16)
@@ -336,9 +345,9 @@ class SampleOptions:
 
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
     prompt: str = option(Text("TEXT", str), "text to continue", "def ", shown="'def '")
-    length: int = option(SIZE, "bytes to generate", 256)
-    temperature: float = option(NON_NEGATIVE, "0: the likeliest byte", 0.8)
-    top_k: int = option(COUNT, "draw from the N likeliest bytes; 0: all", 0)
+    length: int = option(SIZE, "tokens to generate", 256)
+    temperature: float = option(NON_NEGATIVE, "0: the likeliest token", 0.8)
+    top_k: int = option(COUNT, "draw from the N likeliest tokens; 0: all", 0)
     seed: int = option(_SEED, "of the drawing", 0)
     factory_modules: str | None = option(_MODULE_NAMES, "of the factories that the run's rules may name", None)
 
@@ -390,6 +399,23 @@ class DoctorOptions:
 
     Show versions, devices and backends, and for every recipe whether it runs here, and if not what to do.
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a run notes of files that are given: no options."""
+
+    vocab_size: int = option(SIZE, "rows of the embedding", 256)
+    tokenizer_sha256: str | None = option(Text("HASH", matching("[0-9a-f]{64}", "a SHA-256")), "of the file", None)
+    architecture: str | None = option(Text("JSON", str), "config.json of --init-from", None)
+
+
+# Dataclasses take the fields of their bases from the last one on: config.json begins with the data.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(
+    Recorded, OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptions, ModelOptions, DataOptions
+):
+    """All that ``config.json`` has of a run, except the preset."""
 
 
 GROUPS: dict[str, type] = {

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from jax_te import __version__
+from jax_te.cli.eval_options import EvalOptions
 from jax_te.cli.options import GROUPS, DoctorOptions, InspectOptions, SampleOptions, Text, TrainOptions, flag
 from jax_te.cli.presets import preset_table
 from jax_te.cli.run_recipe import recipe_defaults
@@ -16,6 +17,7 @@ from jax_te.cli.run_recipe import recipe_defaults
 _COMMANDS: dict[str, type] = {
     "train": TrainOptions,
     "sample": SampleOptions,
+    "eval": EvalOptions,
     "inspect": InspectOptions,
     "doctor": DoctorOptions,
 }

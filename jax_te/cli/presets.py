@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax_te.cli.table import table
+
 _GPT = {"normalization": "LayerNorm", "activation": "gelu", "position_embedding": "learned_absolute"}
 _GPT |= {"bias": True, "tie_embeddings": True}
 _LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "position_embedding": "rope"}
@@ -52,13 +54,10 @@ PRESETS: dict[str, Preset] = {
 
 def preset_table() -> str:
     """Return the presets as text for ``--help``: sizes, form, and training defaults of each."""
-    lines = ["presets (each value can be overridden by its option):", ""]
-    lines.append("  name            layers hidden heads groups   ffn   seq batch  steps learning-rate")
-    # Widths of the columns in the line above.
-    widths = dict(zip((*_SIZES, "steps"), (6, 6, 5, 6, 5, 5, 5, 6), strict=True))
-    for name, preset in PRESETS.items():
-        sizes = " ".join(f"{preset.values[size]:>{width}}" for size, width in widths.items())
-        lines.append(f"  {name:<15} {sizes} {preset.values['learning_rate']:g}")
+    names = (*_SIZES, "steps", "learning_rate")
+    header = ("name", "layers", "hidden", "heads", "groups", "ffn", "seq", "batch", "steps", "learning rate")
+    rows = [[name, *(f"{preset.values[each]:g}" for each in names)] for name, preset in PRESETS.items()]
+    lines = ["presets (each value can be overridden by its option):", "", table(header, rows, right=len(names))]
     lines.append("")
     for name, preset in PRESETS.items():
         v = preset.values

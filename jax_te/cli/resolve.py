@@ -12,8 +12,10 @@ import jax
 
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
+from jax_te.cli.pretrained import pretrained_values
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
+from jax_te.cli.run_text import tokenizer_values
 
 _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 
@@ -42,8 +44,10 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
         ValueError: if the folder holds another run, or the values do not go together.
     """
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
-    if "data" in given:
-        given["data"] = os.path.abspath(given["data"])  # a resume may be started in another folder
+    for name in {"data", "tokenizer", "init_from"} & given.keys():
+        given[name] = os.path.abspath(given[name])  # a resume may be started in another folder
+    if "tokenizer" in given:
+        given["tokenizer_sha256"] = tokenizer_values(given["tokenizer"], None)["tokenizer_sha256"]
     if "precision_config" in given:
         # The text, not the name: the run goes on with its rules whatever becomes of the file.
         given["precision_config"] = read_rules(given["precision_config"])
@@ -63,7 +67,10 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
 def new_config(given: dict[str, Any]) -> RunConfig:
     """Return the configuration of a new run from the options that are given; others are its preset's or defaults."""
     name = given.get("preset", "tiny")
-    values = {"preset": name} | PRESETS[name].values | given
+    first = pretrained_values(given) if "init_from" in given else {}
+    values = {"preset": name} | PRESETS[name].values | first | given
+    if "tokenizer" in values:
+        values |= tokenizer_values(values["tokenizer"], first.get("vocab_size"))
     # Sizes that follow from another: the preset's would not fit a size that is given.
     if "num_heads" in given:
         values["num_query_groups"] = given.get("num_query_groups", given["num_heads"])

@@ -139,7 +139,7 @@ def _recipes_in_use(config: RunConfig) -> list[Recipe | None]:
 
 
 def _attention(config: RunConfig) -> AttentionSpec:
-    d = config.hidden_size // config.num_heads
+    d = config.transformer_config().kv_channels or 1
     return AttentionSpec(
         dtype=jnp.dtype(config.compute_dtype),
         batch=config.batch_size // config.microbatches,

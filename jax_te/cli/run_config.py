@@ -7,19 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te.cli.options import (
-    OF_MESH,
-    OPTIONS,
-    DataOptions,
-    ExecutionOptions,
-    ModelOptions,
-    OutputOptions,
-    PrecisionOptions,
-    TrainingOptions,
-    flag,
-    flags_named,
-)
+from jax_te.cli.options import OF_MESH, OPTIONS, RunOptions, flag, flags_named
 from jax_te.cli.precision_rules import quantization_rules
+from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
@@ -27,19 +17,16 @@ from jax_te.models import runs_scanned
 from jax_te.models.internal import check_recompute_policy
 from jax_te.recipe import Recipe
 
-VOCAB_SIZE = 256
-"""Tokens are bytes."""
-
 _OF_THE_MODEL = {field.name for field in dataclasses.fields(TransformerConfig)} - {"fp8_param"}  # of the train state
 
 
-# Dataclasses take the fields of their bases from the last one on: config.json begins with the data.
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptions, ModelOptions, DataOptions):
+class RunConfig(RunOptions):
     """Everything that decides what a run trains: an option of ``jax-te train`` in each field, see `OPTIONS`.
 
-    Values are those of the command line, with ``data`` an absolute path and ``precision_config`` a file's text. A field
-    of the recipe that is None becomes the recipe's default, if it has that field.
+    Values are those of the command line, with ``data``, ``tokenizer`` and ``init_from`` absolute paths and
+    ``precision_config`` a file's text. A field of the recipe that is None becomes the recipe's default, if it has that
+    field.
 
     Args:
         preset: name of the preset that defaults came from.
@@ -53,10 +40,11 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value, row = getattr(self, field.name), field.metadata.get("option")
             # None stands for the library's or the recipe's default, where it is one.
-            if field.name in OPTIONS and (value is not None or field.default is not None):
-                object.__setattr__(self, field.name, OPTIONS[field.name].check(field.name, value))
+            if row is not None and (value is not None or field.default is not None):
+                object.__setattr__(self, field.name, row.check(field.name, value))
+        check_pretrained(self)
         self._check_quantized_layers()
         self._check_mesh_options(self.parallel_config() or ParallelConfig())
         with flags_named():
@@ -74,7 +62,7 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes that one step predicts."""
+        """Tokens that one step predicts."""
         return self.batch_size * self.seq_len
 
     @property
@@ -84,6 +72,11 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
 
     def transformer_config(self) -> TransformerConfig:
         """Return the model's configuration."""
+        fields = self.library_fields()
+        return TransformerConfig(**fields) if self.architecture is None else as_run(self.architecture, fields).config
+
+    def library_fields(self) -> dict[str, Any]:
+        """Return the fields of a `TransformerConfig` that the options say."""
         names = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
         fields: dict[str, Any] = {name: getattr(self, field) for name, field in names.items() if name in _OF_THE_MODEL}
         fields["first_last_layers_bf16"] = bool(self.bf16_layers_start or self.bf16_layers_end)
@@ -96,7 +89,7 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
             fields["recompute_num_layers"] = 1 if self.recompute_num_layers is None else self.recompute_num_layers
         if self.recompute_modules is not None:
             fields["recompute_modules"] = self.recompute_modules.split(",")
-        return TransformerConfig(**fields)
+        return fields
 
     def make_recipe(self) -> Recipe | None:
         """Return the precision recipe, or None."""
@@ -173,7 +166,7 @@ class RunConfig(OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptio
 
         The library refuses most of these, too, but only while the model is built or run, where no option has a name.
         """
-        head, parts, ranks = self.hidden_size // self.num_heads, self.microbatches, mesh.data * mesh.fsdp
+        head, parts, ranks = self.transformer_config().kv_channels or 1, self.microbatches, mesh.data * mesh.fsdp
         if self.position_embedding == "rope":
             size = f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads} ="
             yield size, head, 2, "2, as --position-embedding rope needs it"

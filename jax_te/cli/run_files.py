@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_te.cli.options import MAY_CHANGE, OPTIONS, flag
+from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded, flag, options_of
 from jax_te.cli.run_config import RunConfig
 from jax_te.config.internal import brief, read_text
 
@@ -19,7 +19,8 @@ CHECKPOINT_FOLDER = "checkpoints"
 VERSION = 1
 """Of ``config.json``."""
 
-_KEPT = {"preset", *(name for name, row in OPTIONS.items() if row.kept)}
+_RECORDED = options_of(Recorded)
+_KEPT = {"preset", *_RECORDED, *(name for name, row in OPTIONS.items() if row.kept)}
 
 
 def write_config(config: RunConfig, directory: Path) -> None:
@@ -81,7 +82,7 @@ def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path)
     changed = changed_fields(saved, given)
     if changed:
         listed = "; ".join(
-            f"{flag(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
+            f"{name if name in _RECORDED else flag(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
             for name, (was, now) in changed.items()
         )
         raise ValueError(

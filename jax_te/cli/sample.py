@@ -14,10 +14,15 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.memory import check_memory
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_text import run_tokenizer
+from jax_te.data import ByteTokenizer, Tokenizer
 from jax_te.layers import quantizable_modules
 from jax_te.models import GPTModel, generate
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
+
+LONGEST = 2048
+"""Tokens that are kept in a key/value cache: models of other libraries have positions for far more than fit."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,12 +38,17 @@ def run(options: argparse.Namespace) -> int:
     # One device and whatever kernels there are, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     check_memory(config, training=False)
+    tokenizer = run_tokenizer(config, output)
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt.size:
+        raise ValueError("--prompt is empty, or the run's tokenizer has no token for it; give at least one character")
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         state, _, step = checkpointer.restore(abstract_model_state(config), allow={"unexpected"})
         print(f"{output}, step {step}", file=sys.stderr, flush=True)
         text = continue_text(
             state.model,
-            options.prompt,
+            tokenizer,
+            prompt,
             options.length,
             seed=options.seed,
             temperature=options.temperature,
@@ -50,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 def continue_text(
     model: GPTModel,
-    prompt: str,
+    tokenizer: Tokenizer | ByteTokenizer,
+    prompt: np.ndarray,
     length: int,
     *,
     seed: int = 0,
@@ -58,31 +69,27 @@ def continue_text(
     top_k: int = 0,
     copies: int = 1,
 ) -> str:
-    """Return ``length`` bytes that follow ``prompt``, as text.
+    """Return ``length`` tokens that follow ``prompt``, as text.
 
-    Bytes that are no UTF-8, or would steer a terminal, are U+FFFD.
+    Bytes that are no UTF-8, and characters that would steer a terminal, are U+FFFD.
 
     Runs without quantization, on the backends that support decoding whatever the model was trained with. When the
-    model's context is full, generation goes on from its second half.
+    model's context, or `LONGEST` tokens of it, is full, generation goes on from its second half.
 
     Args:
-        model: over bytes; its layers lose recipes of their own, which might quantize one token at a time.
-        prompt: at least one character.
+        model: its layers lose recipes of their own, which might quantize one token at a time.
+        tokenizer: of the model.
+        prompt: at least one token.
         length: >= 1.
         seed: of the drawing.
         temperature, top_k: as for `generate`; ``top_k`` 0 draws from all.
         copies: rows of the batch, all alike, for a mesh that splits the batch.
-
-    Raises:
-        ValueError: for an empty prompt.
     """
-    text = list(prompt.encode("utf-8", "surrogateescape"))
-    if not text:
-        raise ValueError("--prompt is empty; give at least one character")
+    text = prompt.tolist()
     for _, module in quantizable_modules(model):
         # Decoding has few rows of tokens, which gain nothing by a recipe.
         module.module_recipe, module.kernel_recipes = None, ()
-    window, begin, key = model.max_sequence_length, len(text), jax.random.key(seed)
+    window, begin, key = min(model.max_sequence_length, LONGEST), len(text), jax.random.key(seed)
     part = 0
     while len(text) < begin + length:
         if part or len(text) >= window:  # always the same two sizes, so that only one more function is compiled
@@ -100,5 +107,7 @@ def continue_text(
             )
         text += np.asarray(tokens)[0, len(context) :].tolist()
         part += 1
-    characters = bytes(text[begin : begin + length]).decode("utf-8", "replace")
+    before, whole = tokenizer.decode(text[:begin]), tokenizer.decode(text[: begin + length])
+    # Many tokenizers leave out the space in front of a text's first word, so that the rest is not decoded by itself.
+    characters = whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(text[begin:][:length])
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in characters)

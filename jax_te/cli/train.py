@@ -1,14 +1,16 @@
-"""``jax-te train``: train a byte-level GPT, or resume."""
+"""``jax-te train``: train a GPT on text, or resume."""
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
@@ -18,12 +20,14 @@ from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_precision, check_te_on_mesh, explain_backends
-from jax_te.cli.run_config import VOCAB_SIZE, RunConfig
+from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
+from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
 from jax_te.config import ParallelConfig
-from jax_te.data import TextData, byte_bigram_entropy, load_text
+from jax_te.config.internal import require_extra
+from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
     MetricsLog,
@@ -45,7 +49,6 @@ from jax_te.metrics.internal import (
     TENSORBOARD_FOLDER,
     chart_values,
     clock,
-    require_extra,
     require_writers,
 )
 from jax_te.models import UNROLL_LIMIT, runs_scanned
@@ -53,7 +56,7 @@ from jax_te.training import TrainState
 from jax_te.typing import PyTree
 
 PROMPT = "def "
-SAMPLE_BYTES = 300
+SAMPLE_LENGTH = 300
 PROFILE_FOLDER = "profile"
 
 
@@ -73,13 +76,14 @@ def run(options: argparse.Namespace) -> int:
     trace = _trace(config, output)
     check_memory(config)
     progress.note("reading the text")
-    data = load_text(config.data, seq_len=config.seq_len)
+    tokenizer = run_tokenizer(config, output)
+    data = run_text(config, tokenizer)
     with contexts(config) as mesh:
         progress.note("checking recipes and backends")
         report = check_precision(config)
         check_te_on_mesh(config)
         backends = explain_backends(config)
-        with _locked(output), TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep) as checkpointer:
+        with _locked(output), _checkpointer(config, output) as checkpointer:
             trainer = Trainer(config, data, checkpointer)
             progress.note(
                 "restoring the newest checkpoint" if resumes else "making the model and the optimizer's state"
@@ -89,9 +93,14 @@ def run(options: argparse.Namespace) -> int:
             if trace is not None and trace.first <= first:
                 raise ValueError(f"--profile {config.profile}: the run has done {first} steps; give later ones")
             # Only now: a start that fails leaves no configuration that the next start would take up.
+            keep_tokenizer(tokenizer, output)
             write_config(config, output)
             progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
-            return _train(trainer, state, first, output, progress, trace)
+            return _train(trainer, tokenizer, state, first, output, progress, trace)
+
+
+def _checkpointer(config: RunConfig, output: Path) -> TrainCheckpointer:
+    return TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep, keep_every=config.keep_every)
 
 
 def _trace(config: RunConfig, output: Path) -> StepTrace | None:
@@ -106,7 +115,7 @@ def _trace(config: RunConfig, output: Path) -> StepTrace | None:
 def _work(config: RunConfig) -> StepWork:
     flops = train_flops(
         config.transformer_config(),
-        vocab_size=VOCAB_SIZE,
+        vocab_size=config.vocab_size,
         batch_size=config.batch_size,
         sequence_length=config.seq_len,
     )
@@ -115,14 +124,21 @@ def _work(config: RunConfig) -> StepWork:
 
 
 def _train(
-    trainer: Trainer, state: TrainState, first: int, output: Path, progress: Progress, trace: StepTrace | None
+    trainer: Trainer,
+    tokenizer: Tokenizer | ByteTokenizer,
+    state: TrainState,
+    first: int,
+    output: Path,
+    progress: Progress,
+    trace: StepTrace | None,
 ) -> int:
-    config = trainer.config
+    config, data = trainer.config, trainer.data
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
     else:
         progress.note("compiling the first step")
-    bigram = byte_bigram_entropy(trainer.data.train, trainer.data.heldout)
+    of_bytes = isinstance(tokenizer, ByteTokenizer) and data.train.dtype == np.uint8
+    bigram = byte_bigram_entropy(data.train, data.heldout) if of_bytes else None
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
     with MetricsLog(output, resume_step=first, writers=config.metrics_writers.split(",")) as log:  # type: ignore[arg-type]
@@ -149,12 +165,16 @@ def _train(
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
-    progress.facts(_outcome(result, heldout, bigram, output, inspected))
+    prompt = tokenizer.encode(PROMPT)
+    if not of_bytes:  # PROMPT may be no word of the tokenizer's
+        prompt = data.heldout[: min(16, config.seq_len // 2)]
+    losses = _losses(data, heldout, bigram, unit(tokenizer))
+    progress.facts(_outcome(result, losses, output, inspected, tokenizer.decode(prompt)))
     sizes = config.parallel_config()
     # On a mesh the batch is split: as many copies of the prompt as it has shards.
     copies = 1 if sizes is None else sizes.data * sizes.fsdp
-    text = continue_text(result.state.model, PROMPT, SAMPLE_BYTES, seed=config.seed, copies=copies)
-    progress.text("sample", PROMPT + text)
+    text = continue_text(result.state.model, tokenizer, prompt, SAMPLE_LENGTH, seed=config.seed, copies=copies)
+    progress.text("sample", tokenizer.decode(prompt) + text)
     return 0
 
 
@@ -192,14 +212,17 @@ def _facts(
     where = f"none: one device, {device}"
     if mesh is not None:
         where = f"{config.mesh} over {mesh.size} x {device}, {config.mesh_axis_type} axes"
+    name = config.preset if config.init_from is None else Path(config.init_from).name
+    of_tokens, word = (_bytes, "byte") if config.tokenizer_sha256 is None else (_tokens, "token")
     return {
-        "model": f"{config.preset}: {_count(config.num_layers, 'layer')}, hidden {config.hidden_size}, "
+        "model": f"{name}: {_count(config.num_layers, 'layer')}, hidden {config.hidden_size}, "
         f"{_count(config.num_heads, 'head')}{groups}, feed-forward {config.ffn_hidden_size}, "
         f"{config.position_embedding}, {config.normalization}, {config.activation}; {size:,} parameters in {dtypes}",
         "layers": _layers(config),
-        "data": f"{data.source}: {_count(data.files, 'file')}, {_bytes(len(data.train))} to train on, "
-        f"{_bytes(len(data.heldout))} held out",
-        "batch": f"{config.batch_size} x {config.seq_len} bytes{parts}, {_count(config.steps, 'step')}",
+        "data": f"{data.source}: {_count(data.files, 'file')}, {of_tokens(len(data.train))} to train on, "
+        f"{of_tokens(len(data.heldout))} held out",
+        **_tokenizer_facts(config, data),
+        "batch": f"{config.batch_size} x {config.seq_len} {word}s{parts}, {_count(config.steps, 'step')}",
         "recipe": _recipe(config),
         **({} if report is None else {"rules": str(report)}),
         "backend": "\n".join(backends),
@@ -207,6 +230,17 @@ def _facts(
         "MFU": _mfu(_work(config), device),
         "output": f"{output}, " + (f"resumed after step {first}" if first else "a new run"),
     }
+
+
+def _tokenizer_facts(config: RunConfig, data: TextData) -> dict[str, str]:
+    """Return what makes tokens, and what adapts the model, where a run has them."""
+    rows = {}
+    if config.tokenizer is not None:
+        size = "" if data.bytes_per_token is None else f", {data.bytes_per_token:.2f} bytes each"
+        rows["tokens"] = f"{config.tokenizer}: {data.vocab_size:,} of them{size}"
+    if config.lora_rank is not None:
+        rows["LoRA"] = f"rank {config.lora_rank}, alpha {config.lora_alpha or config.lora_rank:g}; all else is frozen"
+    return rows
 
 
 def _mfu(work: StepWork, device: str) -> str:
@@ -240,18 +274,28 @@ def _count(number: int, noun: str) -> str:
 
 
 def _bytes(number: int) -> str:
-    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+    for name, size in (("MB", 1e6), ("kB", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
+            return f"{number / size:.3g} {name}"
     return _count(number, "byte")
 
 
-def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path, inspected: bool) -> dict[str, str]:
+def _tokens(number: int) -> str:
+    return _count(number, "token")
+
+
+def _losses(data: TextData, heldout: float, bigram: float | None, word: str) -> dict[str, str]:
+    rows = {"held-out loss": f"{heldout:.4f} nats per {word}"}
+    if bigram is not None:
+        rows["byte bigrams"] = f"{bigram:.4f} nats per byte, their entropy in the same text"
+    elif data.bytes_per_token:
+        rows["held-out loss"] += f", {heldout / math.log(2.0) / data.bytes_per_token:.4f} bits per byte"
+    return rows
+
+
+def _outcome(result: LoopResult, losses: dict[str, str], output: Path, inspected: bool, prompt: str) -> dict[str, str]:
     """Return what a user should see at the end."""
-    rows = {
-        "held-out loss": f"{heldout:.4f} nats per byte",
-        "byte bigrams": f"{bigram:.4f} nats per byte, their entropy in the same text",
-    }
+    rows = dict(losses)
     if result.tokens_per_second is not None:
         rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s; {clock(result.seconds)} in all"
     skipped = int(result.state.skipped_steps)
@@ -263,5 +307,5 @@ def _outcome(result: LoopResult, heldout: float, bigram: float, output: Path, in
     names = [METRICS_FILE, PLOT_FILE, *([PRECISION_FILE, PRECISION_PLOT] if inspected else [])]
     names = [name for name in (*names, TENSORBOARD_FOLDER, PROFILE_FOLDER) if (output / name).exists()]
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
-    rows["next"] = f"jax-te sample --output {output} --prompt {PROMPT!r}"
+    rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
     return rows

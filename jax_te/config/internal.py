@@ -16,6 +16,7 @@ from jax_te.config.checks import (
     log_hints,
     log_once,
 )
+from jax_te.config.extras import require_extra
 from jax_te.config.files import brief, read_text
 from jax_te.config.initializers import normal_init, scaled_normal_init
 from jax_te.config.mesh import check_mesh_axis
@@ -45,5 +46,6 @@ __all__ = [
     "log_once",
     "normal_init",
     "read_text",
+    "require_extra",
     "scaled_normal_init",
 ]

@@ -1,60 +1,77 @@
-"""Text as bytes: reading it, holding a part out, batches, and the byte-bigram entropy, a reference for losses."""
+"""Text to learn: reading it, holding a part out, and the byte-bigram entropy, a reference for losses of bytes."""
 
 from __future__ import annotations
 
 import math
 import os
-import sysconfig
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jax_te.config.internal import check_positive
+from jax_te.data.sources import read_tokens
+from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 
 BLOCK = 2**20
-"""The text is divided into blocks of this many bytes, and the end of each block is held out."""
-
-_NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+"""The tokens are divided into blocks of so many, and the end of each block is held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Bytes to train on and bytes held out.
+    """Tokens to train on and tokens held out; without a tokenizer they are bytes.
 
     Args:
-        train, heldout: uint8 ``[n]``.
+        train, heldout: integers ``[n]``: in memory in the narrowest unsigned dtype of the vocabulary, or parts of a
+            memory map.
         source: the origin of the text, for messages.
         files: number of files read.
+        vocab_size: every token is to be below it.
+        bytes_per_token: of the whole text in UTF-8; None for files of tokens, whose text is not known.
     """
 
     train: np.ndarray
     heldout: np.ndarray
     source: str
     files: int
+    vocab_size: int = 256
+    bytes_per_token: float | None = 1.0
 
 
 def load_text(
-    source: str | os.PathLike[str] | None = None, *, seq_len: int, heldout_fraction: float = 0.05
+    source: str | os.PathLike[str] | None = None,
+    *,
+    seq_len: int,
+    heldout_fraction: float = 0.05,
+    tokenizer: Tokenizer | ByteTokenizer | None = None,
+    text_key: str = "text",
 ) -> TextData:
-    """Return text, split into bytes to train on and bytes held out; the split is the same every time.
+    """Return text as tokens, split into those to train on and those held out; the split is the same every time.
 
-    Files are concatenated in the order of their relative paths. The last ``heldout_fraction`` of each MiB of the result
-    (and of the shorter piece at its end) is held out; training and held-out text are the concatenations of these
-    pieces.
+    Files are concatenated in the order of their relative paths. The last ``heldout_fraction`` of each 2^20 tokens of
+    the result (and of the shorter piece at its end) is held out; training and held-out text are the concatenations of
+    these pieces. Of a file of tokens, which stays on the disk, the end is held out.
+
+    A file's ending says what it is:
+
+    - ``.jsonl``: an object a line, whose ``text_key`` is a document.
+    - ``.parquet``: a column ``text_key`` of documents, through pyarrow (the extra ``parquet``).
+    - ``.npy``: a 1-D array of integers, which are tokens. ``.idx`` or ``.bin``: tokens of Megatron's
+      ``preprocess_data.py``, if both files are there. Their documents end as the file says.
+    - any other: text, a document for each file.
 
     Args:
         source: None for the running Python's standard library: its ``.py`` files without tests and installed packages,
-            about 11 MB. A file is read unchanged. Of a folder, all files in it and below that decode as UTF-8 are read,
-            except those whose name or folder begins with a dot.
+            about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, ``.jsonl`` and
+            ``.parquet`` are read, except those whose name or folder begins with a dot.
         seq_len: tokens of an example; training and held-out text must each be long enough for one.
         heldout_fraction: in (0, 1).
+        tokenizer: of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with nothing between
+            documents.
+        text_key: of JSON lines and Parquet.
 
     Raises:
-        ValueError: if the path does not exist, holds no text or too little text.
+        ValueError: if the path does not exist, holds no text or too little text; for a damaged file, whose line or
+            column is named; with a tokenizer, for a file that is no UTF-8.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)
@@ -63,113 +80,24 @@ def load_text(
     check_positive(seq_len=seq_len)
     if not 0.0 < heldout_fraction < 1.0:
         raise ValueError(f"heldout_fraction must be in (0, 1), got {heldout_fraction!r}")
-    name, pieces = _read(source)
-    text = np.frombuffer(b"".join(pieces), np.uint8)
-    train, heldout = _split(text, heldout_fraction)
+    found = read_tokens(source, tokenizer=tokenizer, text_key=text_key)
+    train, heldout = _split(found.tokens, heldout_fraction)
+    count = len(found.tokens)
     if min(len(train), len(heldout)) < seq_len + 1:
         needed = math.ceil((seq_len + 1) / min(heldout_fraction, 1.0 - heldout_fraction))
+        unit = "bytes of text" if found.text_bytes == count else "tokens"
         raise ValueError(
-            f"{name} has {len(text)} bytes of text; with {heldout_fraction:.0%} held out, seq_len {seq_len} needs at "
+            f"{found.source} has {count} {unit}; with {heldout_fraction:.0%} held out, seq_len {seq_len} needs at "
             f"least {needed}. Give more text, or lower seq_len"
         )
-    return TextData(train=train, heldout=heldout, source=name, files=len(pieces))
-
-
-class TrainBatches:
-    """Endless batches of windows at random positions of a text, through grain.
-
-    Each epoch visits every position once, in a random order of its own, which ``seed`` determines.
-
-    Args:
-        text: uint8 ``[n]``, ``n > seq_len``.
-        batch_size: ``b``.
-        seq_len: ``s``.
-        seed: >= 0.
-
-    Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
-
-    Raises:
-        ImportError: without grain.
-        ValueError: if the text is shorter than a window.
-
-    >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
-    >>> batch = next(batches)
-    >>> batch["tokens"].shape, bool((batch["tokens"] + 1 == batch["labels"]).all())
-    ((2, 4), True)
-    """
-
-    def __init__(self, text: np.ndarray, *, batch_size: int, seq_len: int, seed: int):
-        check_positive(batch_size=batch_size, seq_len=seq_len)
-        positions = _positions(text, seq_len)
-        grain = _grain()
-
-        def window(position: int) -> dict[str, np.ndarray]:
-            return _example(text, position, seq_len)
-
-        windows = grain.MapDataset.range(positions).seed(seed).shuffle().repeat().map(window)
-        # A batch takes well under a millisecond: threads that read ahead would only take time from XLA's.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._batches = iter(windows.batch(batch_size).to_iter_dataset(options))
-        # Stored with the state: grain would resume over another text or batch size without a word.
-        self._made_of = {
-            "text_crc32": zlib.crc32(text.tobytes()),
-            "batch_size": batch_size,
-            "seq_len": seq_len,
-            "seed": seed,
-        }
-
-    def __iter__(self) -> TrainBatches:
-        return self
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._batches)
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the position in the data, as a dict that JSON can hold."""
-        return {"grain": self._batches.get_state(), **self._made_of}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Resume from a state: the next batches are, bit for bit, those that followed `get_state`.
-
-        Args:
-            state: a result of `get_state`.
-
-        Raises:
-            ValueError: if the state is of another text, batch size, sequence length or seed.
-        """
-        changed = [
-            f"{name} was {state.get(name)}, now {now}" for name, now in self._made_of.items() if state.get(name) != now
-        ]
-        if changed:
-            raise ValueError(
-                f"the data is not that of the run to continue: {'; '.join(changed)}. Give the same text and settings, "
-                "or start a new run"
-            )
-        self._batches.set_state(state["grain"])
-
-
-def heldout_batches(
-    text: np.ndarray, *, batch_size: int, seq_len: int, num_batches: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
-
-    Args:
-        text: uint8 ``[n]``, ``n > seq_len``.
-        batch_size, seq_len: as for `TrainBatches`; the batches have the same form.
-        num_batches: number of batches.
-
-    Raises:
-        ValueError: if the text is shorter than a window.
-
-    >>> batches = list(heldout_batches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, num_batches=2))
-    >>> [batch["tokens"][:, 0].tolist() for batch in batches]
-    [[0, 31], [63, 95]]
-    """
-    check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
-    positions = np.linspace(0, _positions(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
-    for group in positions.reshape(num_batches, batch_size):
-        examples = [_example(text, position, seq_len) for position in group.tolist()]
-        yield {name: np.stack([example[name] for example in examples]) for name in ("tokens", "labels")}
+    return TextData(
+        train=train,
+        heldout=heldout,
+        source=found.source,
+        files=found.files,
+        vocab_size=found.vocab_size,
+        bytes_per_token=None if found.text_bytes is None else found.text_bytes / count,
+    )
 
 
 def byte_bigram_entropy(train: np.ndarray, heldout: np.ndarray) -> float:
@@ -206,21 +134,10 @@ def _pair_counts(text: np.ndarray) -> np.ndarray:
     return np.bincount(pairs, minlength=256**2).reshape(256, 256)
 
 
-def _example(text: np.ndarray, position: int, seq_len: int) -> dict[str, np.ndarray]:
-    window = text[position : position + seq_len + 1].astype(np.int32)  # one byte more, for the last label
-    return {"tokens": window[:-1], "labels": window[1:]}
-
-
-def _positions(text: np.ndarray, seq_len: int) -> int:
-    if len(text) < seq_len + 1:
-        raise ValueError(
-            f"a text of {len(text)} bytes has no window of seq_len {seq_len}: it needs at least {seq_len + 1}. "
-            "Give more text, or lower seq_len"
-        )
-    return len(text) - seq_len
-
-
 def _split(text: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(text, np.memmap):
+        cut = len(text) - int(len(text) * fraction)  # pieces put together would be a copy in memory
+        return text[:cut], text[cut:]
     # Held out from every block, not from the end alone: files are sorted, so the end is of a few folders only.
     blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
     cuts = [len(block) - int(len(block) * fraction) for block in blocks]
@@ -228,54 +145,3 @@ def _split(text: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     train = [block[:cut] for block, cut in zip(blocks, cuts, strict=True)]
     heldout = [block[cut:] for block, cut in zip(blocks, cuts, strict=True)]
     return np.concatenate([empty, *train]), np.concatenate([empty, *heldout])
-
-
-def _read(source: str | os.PathLike[str] | None) -> tuple[str, list[bytes]]:
-    """Return a name for the source, and the contents of its files."""
-    if source is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        name = "the Python standard library"
-        # _sysconfigdata holds paths of the machine: the text would differ between installations of one version.
-        paths = [path for path in _files(root, _NOT_TEXT) if path.suffix == ".py" and "_sysconfigdata" not in path.name]
-    else:
-        root, name = Path(source), str(source)
-        if root.is_file():
-            return name, [root.read_bytes()]
-        if not root.is_dir():
-            raise ValueError(f"no such file or folder of text: {name}")
-        paths = _files(root, ())
-    pieces = [text for text in map(_utf8, paths) if text]
-    if not pieces:
-        raise ValueError(
-            f"no text in {name}: of {len(paths)} files none is UTF-8 with something in it; give a text file or a "
-            "folder of text files"
-        )
-    return name, pieces
-
-
-def _files(root: Path, skipped: tuple[str, ...]) -> list[Path]:
-    """Return all files below ``root`` except hidden ones and those in ``skipped`` folders, by relative path."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        # Changed in place: os.walk then leaves these folders out.
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    # The order in which a file system lists files differs between machines, and batches must not.
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
-
-
-def _utf8(path: Path) -> bytes | None:
-    text = path.read_bytes()
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    return text
-
-
-def _grain() -> Any:
-    try:
-        import grain
-    except ImportError as error:
-        raise ImportError('training on text needs grain; install it with: pip install "jax-te[train]"') from error
-    return grain

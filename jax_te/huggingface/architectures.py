@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from jax_te.huggingface.bert import BERT, MASKED_BERT
 from jax_te.huggingface.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, QWEN2, QWEN3
 from jax_te.huggingface.fields import Fields
-from jax_te.huggingface.form import Architecture
+from jax_te.huggingface.form import Architecture, Form
 from jax_te.huggingface.t5 import T5
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -37,3 +40,24 @@ def named_architecture(given: Fields) -> Architecture:
             "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
         )
     return known
+
+
+def read_form(
+    values: Mapping[str, Any], what: str, tensors: Collection[Any], ignore: Collection[str] = ()
+) -> tuple[Architecture, Form]:
+    """Return what the fields of a ``config.json`` say.
+
+    Args:
+        values: the fields.
+        what: the file's name, for messages.
+        tensors: of the model; there are not more layers.
+        ignore: names of unknown fields that a caller knows to change no number.
+
+    Raises:
+        ValueError: for another architecture, and for a field that is not followed.
+    """
+    given = Fields(values, what, tensors)
+    architecture = named_architecture(given)
+    form = architecture.form(given)
+    given.finish(ignore)
+    return architecture, form

@@ -49,7 +49,7 @@ class Fields:
     >>> fields.finish()
     """
 
-    def __init__(self, values: Mapping[str, Any], what: str, tensors: Collection[str] = ()):
+    def __init__(self, values: Mapping[str, Any], what: str, tensors: Collection[Any] = ()):
         self._values, self._what, self.tensors = dict(values), what, tensors
 
     def take(self, name: str, kind: type, default: Any) -> Any:

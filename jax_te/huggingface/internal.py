@@ -1,8 +1,9 @@
 """Names of `jax_te.huggingface` for the other packages of jax_te. Not for users: they may change without notice."""
 
+from jax_te.huggingface.architectures import read_form
 from jax_te.huggingface.fields import REQUIRED, Fields
-from jax_te.huggingface.folder import CONFIG
-from jax_te.huggingface.form import TIED, Architecture, Options, model_options
+from jax_te.huggingface.folder import CONFIG, json_file
+from jax_te.huggingface.form import TIED, Architecture, Form, Options, model_options
 from jax_te.huggingface.layout import Table, layers
 from jax_te.huggingface.load import load_tensors
 from jax_te.huggingface.save import on_host, placed_arrays, said_form
@@ -13,12 +14,15 @@ __all__ = [
     "TIED",
     "Architecture",
     "Fields",
+    "Form",
     "Options",
     "Table",
+    "json_file",
     "layers",
     "load_tensors",
     "model_options",
     "on_host",
     "placed_arrays",
+    "read_form",
     "said_form",
 ]

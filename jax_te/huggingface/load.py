@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
-from jax_te.huggingface.architectures import named_architecture
-from jax_te.huggingface.fields import Fields
+from jax_te.huggingface.architectures import read_form
 from jax_te.huggingface.folder import CONFIG, json_file, open_tensors
 from jax_te.huggingface.form import Architecture, Form
 from jax_te.huggingface.layout import Entry, Sizes
@@ -70,10 +69,7 @@ def load_huggingface(
     folder = Path(folder)
     values = json_file(folder / CONFIG)
     stored, files = open_tensors(folder)
-    given = Fields(values, str(folder / CONFIG), stored)
-    architecture = named_architecture(given)
-    form = architecture.form(given)
-    given.finish(ignore_fields)
+    architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
     return load_tensors(architecture, form, stored, files, folder, dtype=dtype, config=config, execution=execution)
 
 

@@ -3,7 +3,7 @@
 from jax_te.metrics.log import PLOT_FILE
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, chart_values, plain_values
 from jax_te.metrics.progress import clock
-from jax_te.metrics.writers import METRICS_FILE, TENSORBOARD_FOLDER, require_extra, require_writers
+from jax_te.metrics.writers import METRICS_FILE, TENSORBOARD_FOLDER, require_writers
 
 __all__ = [
     "METRICS_FILE",
@@ -14,6 +14,5 @@ __all__ = [
     "chart_values",
     "clock",
     "plain_values",
-    "require_extra",
     "require_writers",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jax_te.config.internal import require_extra
 from jax_te.metrics.writers import (
     METRICS_FILE,
     JsonLinesWriter,
@@ -16,7 +17,6 @@ from jax_te.metrics.writers import (
     is_number,
     open_writer,
     read_records,
-    require_extra,
 )
 from jax_te.typing import Array, WriterName
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.metrics.writers import cut_after, is_number, read_records, require_extra
+from jax_te.config.internal import require_extra
+from jax_te.metrics.writers import cut_after, is_number, read_records
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
 

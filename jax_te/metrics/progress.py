@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from jax_te.config.internal import require_extra
 from jax_te.metrics.throughput import StepWork
-from jax_te.metrics.writers import require_extra
 
 
 @runtime_checkable

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, get_args, runtime_checkable
 
+from jax_te.config.internal import require_extra
 from jax_te.typing import WriterName
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 _WANDB_ID_FILE = "wandb_id"
-
-
-def require_extra(name: str, extra: str = "train") -> ModuleType:
-    """Return a module of a package in one of the extras, imported now.
-
-    Args:
-        name: dotted name of the module.
-        extra: that has the package.
-
-    Raises:
-        ModuleNotFoundError: if the package is missing; the message names the command that installs it.
-
-    >>> require_extra("json").__name__
-    'json'
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A module that this package itself lacks is another fault, which installing the extra would not mend.
-        if error.name != name.split(".")[0]:
-            raise
-        raise ModuleNotFoundError(
-            f'training needs the package {name}; install it with: pip install "jax-te[{extra}]"'
-        ) from None
 
 
 @runtime_checkable

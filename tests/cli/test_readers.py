@@ -11,6 +11,9 @@ import time
 from dataclasses import fields
 
 import jax
+import numpy as np
+import pyarrow
+import pyarrow.parquet as pyarrow_parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +28,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, _crc32, read_config
-from jax_te.data import load_text
+from jax_te.data import Tokenizer, load_text
 from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
 from jax_te.megatron.yaml_file import read_yaml
@@ -33,6 +36,7 @@ from jax_te.metrics.log import METRICS_FILE, read_metrics
 from jax_te.metrics.writers import cut_after
 from tests.support.numerics import without_type_checker
 from tests.support.runs import MICRO, assert_refused, command
+from tests.support.tokenizers import write_megatron, write_tokenizer
 
 RULES = """
 configs:
@@ -64,7 +68,7 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "inspect", "inspect --recipes", "inspect --sharding"])
+@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "inspect --recipes", "inspect --sharding"])
 def test_no_file_of_a_run_makes_code_run(command, planted, trained, tmp_path, monkeypatch, capsys):
     """The rules in a run's folder name a factory. Only a command line that names its module has it imported."""
     values = json.loads((trained / CONFIG_FILE).read_text()) | {"precision_config": RULES}
@@ -104,7 +108,7 @@ def message_of(call, *errors):
     return ""
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "inspect", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "doctor", "bench"])
 def test_bad_values_of_every_option_are_one_line(command, capsys):
     parser = build_parser(command)
     subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -126,10 +130,13 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
     "argv",
     [
         ["train", "--data"],
+        ["train", "--tokenizer"],
+        ["train", "--init-from"],
         ["train", "--mesh"],
         ["train", "--precision-config"],
         ["train", "--output"],
         ["sample", "--output"],
+        ["eval", "--output"],
         ["inspect", "--output"],
         ["inspect", "--sharding", "--preset=tiny", "--mesh"],
         ["bench", "--mesh"],
@@ -278,6 +285,30 @@ def test_any_data_is_read_or_refused(content, size, tmp_path):
     (tmp_path / "text").write_bytes(content)
     message = message_of(lambda: load_text(tmp_path / "text", seq_len=size), ValueError)
     assert not message or "bytes of text" in message
+
+
+@settings(FUZZ, max_examples=25)
+@given(data=st.data())
+def test_any_file_of_documents_tokens_or_a_tokenizer_is_read_or_refused(data, tmp_path):
+    """Files of each kind, with a piece of bytes put in anywhere."""
+    np.save(tmp_path / "x.npy", np.arange(40, dtype=np.uint16))
+    write_megatron(tmp_path / "x", [[*range(30)], [*range(9)]])
+    (tmp_path / "x.jsonl").write_text('{"text": "a the of"}\n{"text": "in"}\n')
+    pyarrow_parquet.write_table(pyarrow.table({"text": ["a the of", "in"]}), tmp_path / "x.parquet")
+    write_tokenizer(tmp_path / "tokenizer.json")
+    path = tmp_path / data.draw(st.sampled_from(["x.npy", "x.idx", "x.bin", "x.jsonl", "x.parquet", "tokenizer.json"]))
+    content = path.read_bytes()
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
+    path.write_bytes(content[:start] + data.draw(st.binary(max_size=20)) + content[end:])
+    use = load_tokenizer if path.suffix == ".json" else load_text
+    message = message_of(lambda: use(path, seq_len=2), ValueError)
+    assert len(message) < 1000
+    assert not message or "x." in message or "tokenizer.json" in message
+
+
+def load_tokenizer(path, seq_len):
+    tokenizer = Tokenizer(path)
+    tokenizer.decode(tokenizer.encode("a the of in")[:seq_len])
 
 
 @settings(FUZZ, max_examples=8)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -166,14 +166,7 @@ def test_too_short_for_a_window():
 
 
 def test_missing_grain_is_explained(monkeypatch):
-    plain_import = builtins.__import__
-
-    def without_grain(name, *args, **kwargs):
-        if name == "grain":
-            raise ImportError(name)
-        return plain_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_grain)
+    monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r'pip install "jax-te\[train\]"'):
         TrainBatches(random_text(100), batch_size=1, seq_len=8, seed=0)
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics, require_extra
+from jax_te.config.internal import require_extra
+from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics
 
 
 def write(directory, steps, resume_step=0):

@@ -1,0 +1,128 @@
+"""``jax-te eval``: loss and perplexity of a checkpoint on a text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
+from jax_te.cli.memory import check_memory
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_text import run_text, run_tokenizer, unit
+from jax_te.data import ByteTokenizer, Tokenizer
+from jax_te.data.internal import Tokens, read_tokens, whole_batches
+from jax_te.huggingface import load_huggingface
+from jax_te.models import GPTModel
+from jax_te.typing import Array
+
+_LENGTH = 1024
+"""Tokens of an example for a folder of Hugging Face, whose model may have positions for far more than fit."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Return the exit status, 0, once the losses are on stdout, and on stderr what they are of.
+
+    Raises:
+        ValueError: for options that do not go together, and a folder without a checkpoint.
+    """
+    found = _of_run(options) if options.init_from is None else _of_folder(options)
+    if options.json:
+        print(json.dumps({name: value if _is_finite(value) else None for name, value in found.items()}, indent=2))
+        return 0
+    word = found.pop("unit")
+    print(f"loss           {found['loss']:.4f} nats per {word}")
+    print(f"perplexity     {found['perplexity']:.4f}")
+    print(f"tokens         {found['tokens']:,}")
+    if found["bits_per_byte"] is not None:
+        print(f"bits per byte  {found['bits_per_byte']:.4f}")
+    return 0
+
+
+def _of_run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.tokenizer is not None:
+        raise ValueError(
+            "--tokenizer is for --init-from: a run has the tokenizer that it was trained with; leave it out"
+        )
+    output = Path(options.output)
+    config = read_config(output)
+    if config is None or not holds_run(output):
+        raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
+    # One device and whatever kernels there are, wherever it was trained.
+    config = config.on_one_device(options.factory_modules)
+    size, length = options.batch_size or config.batch_size // config.microbatches, options.seq_len or config.seq_len
+    check_memory(dataclasses.replace(config, batch_size=size, microbatches=1), training=False)
+    tokenizer = run_tokenizer(config, output)
+    data = _heldout(config, tokenizer) if options.data is None else read_tokens(options.data, tokenizer=tokenizer)
+    with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
+        wanted = abstract_model_state(config)
+        state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
+        print(f"{output}, step {step}, on {data.source}", file=sys.stderr, flush=True)
+        return evaluate(state.model, data, batch_size=size, seq_len=length) | {"step": step, "unit": unit(tokenizer)}
+
+
+def _of_folder(options: argparse.Namespace) -> dict[str, Any]:
+    for name in ("step", "factory_modules"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is of a run, and --init-from names none; leave it out")
+    if options.data is None:
+        raise ValueError("--init-from names no run, whose text it could be; give --data")
+    tokenizer = Tokenizer(options.tokenizer or options.init_from)
+    data = read_tokens(options.data, tokenizer=tokenizer)
+    model = load_huggingface(options.init_from)
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"--init-from {options.init_from} is no decoder, whose loss is that of the next token")
+    print(f"{options.init_from} on {data.source}", file=sys.stderr, flush=True)
+    length = options.seq_len or min(model.max_sequence_length, _LENGTH)
+    return evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length) | {"unit": "token"}
+
+
+def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:
+    data = run_text(config, tokenizer)
+    text_bytes = None if data.bytes_per_token is None else round(data.bytes_per_token * len(data.heldout))
+    names = {"source": f"the held-out part of {data.source}", "files": data.files, "vocab_size": data.vocab_size}
+    return Tokens(tokens=data.heldout, text_bytes=text_bytes, **names)
+
+
+def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) -> dict[str, Any]:
+    """Return the mean loss in nats, the perplexity, the number of tokens that were predicted, and bits per byte.
+
+    Args:
+        model: evaluated under the ambient recipe.
+        data: at least two tokens.
+        batch_size, seq_len: of what is computed at once; a token is predicted from those before it in its window.
+
+    Raises:
+        ValueError: for a text that is too short, for tokens that the model does not know, and for windows that are
+            longer than its positions.
+    """
+    model.eval()
+    known = min(data.vocab_size, model.vocab_size)
+    total, count = 0.0, 0
+    for batch in whole_batches(data.tokens, batch_size=batch_size, seq_len=seq_len, vocab_size=known):
+        # In Python's floats: fp32 would lose the later batches of a long text.
+        total += float(_sum_of_losses(model, batch["tokens"], batch["labels"]))
+        count += int((batch["labels"] >= 0).sum())
+    loss = total / count
+    # The first token is not predicted; it is taken to be as likely as the others.
+    bits = None if not data.text_bytes else loss / math.log(2.0) * len(data.tokens) / data.text_bytes
+    perplexity = math.exp(loss) if loss < 700.0 else math.inf
+    return {"loss": loss, "perplexity": perplexity, "tokens": count, "bits_per_byte": bits}
+
+
+@jax.jit
+def _sum_of_losses(model: GPTModel, tokens: Array, labels: Array) -> Array:
+    return model.loss(tokens, labels, reduction="sum")
+
+
+def _is_finite(value: Any) -> bool:
+    # JSON has no nan and no infinity.
+    return not isinstance(value, float) or math.isfinite(value)

@@ -1,0 +1,141 @@
+"""Runs that begin with a model of Hugging Face: its configuration, its weights, and adapters."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from jax_te.cli.options import ModelOptions, flag, options_of
+from jax_te.config import ACTIVATIONS
+from jax_te.config.internal import activation_parts
+from jax_te.huggingface import load_huggingface
+from jax_te.huggingface.internal import CONFIG, Architecture, Form, json_file, read_form
+from jax_te.layers import LoRA
+from jax_te.models import Execution, GPTModel, RotaryPositions
+
+_OWN = ("dropout", "init_from", "lora_rank", "lora_alpha")
+FORM = {name: row for name, row in options_of(ModelOptions).items() if name not in _OWN}
+"""Options that the folder's configuration decides."""
+
+_SAID = {name for field, row in FORM.items() for name in row.library or (field,)} | {"params_dtype"}
+_MAX_LAYERS = range(10_000)
+_LENGTH = 512
+"""Tokens of an example unless they are given."""
+
+
+def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run's configuration that follow from ``--init-from``.
+
+    Args:
+        given: options that are given, ``init_from`` among them.
+
+    Raises:
+        ValueError: for a folder that cannot be read, and for options that its configuration decides.
+    """
+    folder = Path(given["init_from"])
+    wrong = [flag(name) for name in ("preset", *FORM) if name in given]
+    if wrong:
+        raise ValueError(f"--init-from {folder} says what the model is; leave {', '.join(wrong)} out")
+    text = json.dumps(json_file(folder / CONFIG))
+    form = pretrained_form(text)[1]
+    config, others = form.config, form.others
+    positions = others["position_embedding_type"]
+    parts = activation_parts(config.activation)
+    named = [name for name, known in ACTIVATIONS.items() if known == parts]
+    if not named:
+        raise ValueError(f"--init-from {folder}: jax-te train has no name for its activation {config.activation!r}")
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    return {
+        "architecture": text,
+        "tokenizer": str(folder),
+        "vocab_size": others["vocab_size"],
+        "num_layers": config.num_layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_query_groups": config.num_query_groups or heads,
+        "ffn_hidden_size": config.ffn_hidden_size or 4 * hidden,
+        "normalization": config.normalization,
+        "activation": named[0],
+        "position_embedding": "rope" if isinstance(positions, RotaryPositions) else positions,
+        "bias": config.add_bias_linear,
+        "tie_embeddings": others["share_embeddings_and_output_weights"],
+        "seq_len": min(_LENGTH, others["max_sequence_length"]),
+        # Weights that are trained already: a tenth and less of what new ones take. Adapters are new.
+        "learning_rate": 2e-4 if "lora_rank" in given else 2e-5,
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def pretrained_form(architecture: str) -> tuple[Architecture, Form]:
+    """Return what the text of a ``config.json`` says.
+
+    Raises:
+        ValueError: for one that cannot be followed, or of another model than a decoder.
+    """
+    values = json.loads(architecture)
+    if not isinstance(values, dict):
+        raise ValueError(f"--init-from: {CONFIG} is no JSON object")
+    found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS)
+    if found.model is not GPTModel:
+        raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {found.model_type}")
+    return found, form
+
+
+def check_pretrained(config: Any) -> None:
+    """Raise ValueError for options of fine-tuning that do not go together.
+
+    Args:
+        config: a `jax_te.cli.run_config.RunConfig`.
+    """
+    if (config.init_from is None) != (config.architecture is None):
+        raise ValueError("--init-from and the configuration of its folder are there together, or not at all")
+    if config.lora_rank is not None and config.init_from is None:
+        raise ValueError("--lora-rank adapts weights that are trained already; give --init-from, or leave it out")
+    if config.lora_alpha is not None and config.lora_rank is None:
+        raise ValueError("--lora-alpha is for adapters; give --lora-rank, or leave it out")
+    if config.architecture is not None:
+        longest = pretrained_form(config.architecture)[1].others["max_sequence_length"]
+        if config.seq_len > longest:
+            raise ValueError(f"--seq-len {config.seq_len} is above the {longest} positions of --init-from's model")
+
+
+def as_run(architecture: str, fields: dict[str, Any]) -> Form:
+    """Return the form of a pretrained model that runs as a run's options say.
+
+    Args:
+        architecture: the text of its ``config.json``.
+        fields: of a `TransformerConfig`, from the options.
+    """
+    changes = {name: value for name, value in fields.items() if name not in _SAID}
+    return pretrained_form(architecture)[1].run_as(changes, fields["params_dtype"])
+
+
+def build_pretrained(architecture: str, fields: dict[str, Any], execution: Execution) -> GPTModel:
+    """Return the model, with weights that are to be replaced; arguments are those of `as_run`."""
+    return pretrained_form(architecture)[0].build(as_run(architecture, fields), execution)
+
+
+def load_pretrained(folder: str, architecture: str, fields: dict[str, Any], execution: Execution) -> GPTModel:
+    """Return the model with the folder's weights; other arguments are those of `as_run`.
+
+    Raises:
+        ValueError: also if the folder's configuration is another one by now.
+    """
+    if json_file(Path(folder) / CONFIG) != json.loads(architecture):
+        raise ValueError(f"--init-from {folder}: its {CONFIG} is not that of the run; give another --output")
+    changes = {name: value for name, value in fields.items() if name not in _SAID}
+    return load_huggingface(folder, dtype=fields["params_dtype"], config=changes, execution=execution)
+
+
+def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs) -> None:
+    """Put a `LoRA` around every linear layer of a model's transformer layers."""
+    layers: Any = model.layers
+    for layer in layers:
+        attention = layer.self_attention
+        attention.qkv = LoRA(attention.qkv, rank, alpha=alpha, rngs=rngs)
+        attention.proj = LoRA(attention.proj, rank, alpha=alpha, rngs=rngs)
+        layer.layernorm_mlp = LoRA(layer.layernorm_mlp, rank, alpha=alpha, rngs=rngs)

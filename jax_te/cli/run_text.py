@@ -1,0 +1,72 @@
+"""The tokenizer of a run, a copy of which its folder keeps, and the text in its tokens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jax_te.cli.run_config import RunConfig
+from jax_te.data import ByteTokenizer, TextData, Tokenizer, load_text
+from jax_te.data.internal import FILE_NAME
+
+VOCABULARY_MULTIPLE = 128
+"""A new model's embedding has a multiple of so many rows: Megatron's ``--make-vocab-size-divisible-by``."""
+
+
+def tokenizer_values(path: str, vocab_size: int | None) -> dict[str, Any]:
+    """Return the fields of a run's configuration that follow from ``--tokenizer``.
+
+    Args:
+        path: of the file, or of its folder.
+        vocab_size: of the model that has been chosen; None: of a new one.
+
+    Raises:
+        ValueError: for a file that is no tokenizer, and one with more tokens than the model's embedding has rows.
+    """
+    tokenizer = Tokenizer(path)
+    rows = vocab_size or -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, and --init-from's model knows {rows}; give the "
+            "--tokenizer that it was trained with"
+        )
+    return {"tokenizer": path, "tokenizer_sha256": tokenizer.sha256, "vocab_size": rows}
+
+
+def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
+    """Return the tokenizer of a run: of the copy in its folder, or of the file that it names if there is no copy yet.
+
+    Raises:
+        ValueError: for another tokenizer than that with which the run began.
+    """
+    if config.tokenizer_sha256 is None:
+        return ByteTokenizer()
+    copy = output / FILE_NAME
+    tokenizer = Tokenizer(copy if copy.exists() else config.tokenizer or copy)
+    if tokenizer.sha256 != config.tokenizer_sha256:
+        raise ValueError(
+            f"{tokenizer.path} is not the tokenizer of the run in {output}, whose SHA-256 is "
+            f"{config.tokenizer_sha256}, but {tokenizer.sha256}; put that one back, or start a new run"
+        )
+    return tokenizer
+
+
+def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
+    """Copy the tokenizer's file into the run's folder, whole or not at all."""
+    copy = output / FILE_NAME
+    if isinstance(tokenizer, Tokenizer) and not copy.exists():
+        partial = copy.with_suffix(".partial")
+        shutil.copyfile(tokenizer.path, partial)
+        os.replace(partial, copy)
+
+
+def run_text(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, data: str | None = None) -> TextData:
+    """Return the text of a run, or another one, in the run's tokens."""
+    return load_text(config.data if data is None else data, seq_len=config.seq_len, tokenizer=tokenizer)
+
+
+def unit(tokenizer: Tokenizer | ByteTokenizer) -> str:
+    """Return what a token is called."""
+    return "byte" if isinstance(tokenizer, ByteTokenizer) else "token"

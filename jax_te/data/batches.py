@@ -1,0 +1,187 @@
+"""Batches of tokens, from an array in memory or on the disk."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jax_te.config.internal import check_positive, require_extra
+
+_MAX_POSITIONS = 2**32 - 1
+"""grain shuffles with 32 bits."""
+
+_PIECE, _PIECES = 2**20, 64
+"""Bytes of a piece of a memory map, and how many its checksum is of."""
+
+
+class TrainBatches:
+    """Endless batches of windows at random positions of a text, through grain.
+
+    Each epoch visits every position once, in a random order of its own, which ``seed`` determines; beyond 2^32
+    positions, as many evenly spaced ones.
+
+    Args:
+        text: tokens, integers ``[n]``, ``n > seq_len``; only the windows that are asked for are read of a memory map.
+        batch_size: ``b``.
+        seq_len: ``s``.
+        seed: >= 0.
+        vocab_size: tokens must be from 0 to below it. None: of any size that int32 holds.
+
+    Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
+
+    Raises:
+        ImportError: without grain.
+        ValueError: if the text is shorter than a window; from ``next``, for a token outside of the vocabulary.
+
+    >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
+    >>> batch = next(batches)
+    >>> batch["tokens"].shape, bool((batch["tokens"] + 1 == batch["labels"]).all())
+    ((2, 4), True)
+    """
+
+    def __init__(self, text: np.ndarray, *, batch_size: int, seq_len: int, seed: int, vocab_size: int | None = None):
+        check_positive(batch_size=batch_size, seq_len=seq_len)
+        stride = -(-_positions(text, seq_len) // _MAX_POSITIONS)
+        positions = _positions(text, seq_len) // stride
+        grain: Any = require_extra("grain")
+
+        def window(position: int) -> dict[str, np.ndarray]:
+            return _example(text, position * stride, seq_len, vocab_size)
+
+        # Without a number grain repeats until 2^63 - 1 windows, whose batches of one it cannot count.
+        epochs = 2**62 // positions
+        windows = grain.MapDataset.range(positions).seed(seed).shuffle().repeat(epochs).map(window)
+        # A batch takes well under a millisecond: threads that read ahead would only take time from XLA's.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        self._batches = iter(windows.batch(batch_size).to_iter_dataset(options))
+        # Stored with the state: grain would resume over another text or batch size without a word.
+        self._made_of = {
+            "text_crc32": _crc32(text),
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "seed": seed,
+        }
+
+    def __iter__(self) -> TrainBatches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position in the data, as a dict that JSON can hold."""
+        return {"grain": self._batches.get_state(), **self._made_of}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume from a state: the next batches are, bit for bit, those that followed `get_state`.
+
+        Args:
+            state: a result of `get_state`.
+
+        Raises:
+            ValueError: if the state is of another text, batch size, sequence length or seed.
+        """
+        changed = [
+            f"{name} was {state.get(name)}, now {now}" for name, now in self._made_of.items() if state.get(name) != now
+        ]
+        if changed:
+            raise ValueError(
+                f"the data is not that of the run to continue: {'; '.join(changed)}. Give the same text and settings, "
+                "or start a new run"
+            )
+        self._batches.set_state(state["grain"])
+
+
+def heldout_batches(
+    text: np.ndarray, *, batch_size: int, seq_len: int, num_batches: int, vocab_size: int | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
+
+    Args:
+        text: tokens, integers ``[n]``, ``n > seq_len``.
+        batch_size, seq_len, vocab_size: as for `TrainBatches`; the batches have the same form.
+        num_batches: number of batches.
+
+    Raises:
+        ValueError: if the text is shorter than a window; for a token outside of the vocabulary.
+
+    >>> batches = list(heldout_batches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, num_batches=2))
+    >>> [batch["tokens"][:, 0].tolist() for batch in batches]
+    [[0, 31], [63, 95]]
+    """
+    check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
+    positions = np.linspace(0, _positions(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
+    for group in positions.reshape(num_batches, batch_size):
+        examples = [_example(text, position, seq_len, vocab_size) for position in group.tolist()]
+        yield {name: np.stack([example[name] for example in examples]) for name in ("tokens", "labels")}
+
+
+def whole_batches(
+    text: np.ndarray, *, batch_size: int, seq_len: int, vocab_size: int | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield batches in which every token but the first is a label once; a label of -100 does not count.
+
+    Windows follow each other without overlap. The last one is filled up, and so is the last batch.
+
+    Args:
+        text: tokens, integers ``[n]``.
+        batch_size, seq_len, vocab_size: as for `TrainBatches`; the batches have the same form.
+
+    Raises:
+        ValueError: for fewer than two tokens, and for one outside of the vocabulary.
+
+    >>> [batch["labels"].tolist() for batch in whole_batches(np.arange(6), batch_size=1, seq_len=3)]
+    [[[1, 2, 3]], [[4, 5, -100]]]
+    """
+    check_positive(batch_size=batch_size, seq_len=seq_len)
+    _positions(text, 1)
+    for start in range(0, len(text) - 1, batch_size * seq_len):
+        tokens = np.zeros((batch_size * seq_len,), np.int32)
+        labels = np.full((batch_size * seq_len,), -100, np.int32)
+        found = _example(text, start, min(len(tokens), len(text) - 1 - start), vocab_size)
+        tokens[: len(found["tokens"])], labels[: len(found["labels"])] = found["tokens"], found["labels"]
+        yield {"tokens": tokens.reshape(batch_size, seq_len), "labels": labels.reshape(batch_size, seq_len)}
+
+
+def _example(text: np.ndarray, position: int, seq_len: int, vocab_size: int | None) -> dict[str, np.ndarray]:
+    window = text[position : position + seq_len + 1]  # one token more, for the last label
+    below = 2**31 if vocab_size is None else vocab_size
+    # Before the cast, which would wrap. Here, not at the start, which would read the whole of a large file.
+    if window.dtype.itemsize > 1 or below < 256:
+        low, high = int(window.min()), int(window.max())
+        if low < 0 or high >= below:
+            raise ValueError(
+                f"the data have the token {low if low < 0 else high} between positions {position} and "
+                f"{position + seq_len}, and tokens must be from 0 to {below - 1}; give the tokenizer that the data "
+                "were made with"
+            )
+    window = np.asarray(window, np.int32)
+    return {"tokens": window[:-1], "labels": window[1:]}
+
+
+def _positions(text: np.ndarray, seq_len: int) -> int:
+    if len(text) < seq_len + 1:
+        unit = "bytes" if text.dtype == np.uint8 else "tokens"
+        raise ValueError(
+            f"a text of {len(text)} {unit} has no window of seq_len {seq_len}: it needs at least {seq_len + 1}. "
+            "Give more text, or lower seq_len"
+        )
+    return len(text) - seq_len
+
+
+def _crc32(text: np.ndarray) -> int:
+    """Return a checksum that tells a text from another one.
+
+    Of an array in memory it is that of all bytes. A memory map may be larger than memory and take minutes to read: of
+    one beyond 64 MiB it is that of 64 pieces of a MiB, evenly spaced from the first to the last, and of the length.
+    """
+    if not isinstance(text, np.memmap) or text.nbytes <= _PIECES * _PIECE:
+        return zlib.crc32(np.ascontiguousarray(text))
+    size = _PIECE // text.itemsize
+    crc32 = zlib.crc32(str(len(text)).encode())
+    for start in np.linspace(0, len(text) - size, _PIECES).astype(np.int64).tolist():
+        crc32 = zlib.crc32(np.ascontiguousarray(text[start : start + size]), crc32)
+    return crc32

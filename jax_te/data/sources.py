@@ -1,0 +1,162 @@
+"""Where tokens come from: files and folders of text, JSON lines and Parquet, and files of tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_te.config.internal import brief, require_extra
+from jax_te.data.token_files import token_file
+from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
+
+_NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+_MAX_LINE = 2**28
+"""Bytes of a line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """All tokens of a source.
+
+    Args:
+        tokens: integers ``[n]``; over a memory map if the source is a file of tokens.
+        source: its name, for messages.
+        files: number of files read.
+        text_bytes: bytes of the text in UTF-8; None for a file of tokens.
+        vocab_size: tokens must be below.
+    """
+
+    tokens: np.ndarray
+    source: str
+    files: int
+    text_bytes: int | None
+    vocab_size: int
+
+
+def read_tokens(
+    source: str | os.PathLike[str] | None, *, tokenizer: Tokenizer | ByteTokenizer | None = None, text_key: str = "text"
+) -> Tokens:
+    """Return the tokens of a source; arguments and errors are those of `jax_te.data.load_text`."""
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    name, paths, single = _paths(source)
+    stored = token_file(paths[0]) if single else None
+    if stored is not None:
+        return Tokens(tokens=stored, source=name, files=1, text_bytes=None, vocab_size=tokenizer.vocab_size)
+    text_bytes = files = 0
+
+    def documents() -> Iterator[bytes]:
+        nonlocal text_bytes, files
+        for path in paths:
+            read = _READERS.get(path.suffix, _text)
+            before = text_bytes
+            for document in read(path, text_key):
+                # Of a folder, what is no text is left out; a file that is named is read as it is.
+                if read is _text and not (_is_utf8(document) or (single and isinstance(tokenizer, ByteTokenizer))):
+                    if single:
+                        raise ValueError(f"{path} is no text in UTF-8; a tokenizer takes no other")
+                    continue
+                text_bytes += len(document)
+                yield document
+            files += text_bytes > before
+
+    parts = list(tokenizer.encode_documents(documents()))
+    tokens = np.concatenate([np.zeros(0, tokenizer.dtype), *parts])
+    if not files and not single:
+        raise ValueError(
+            f"no text in {name}: of {len(paths)} files none is UTF-8 with something in it; give a text file or a "
+            "folder of text files"
+        )
+    return Tokens(
+        tokens=tokens, source=name, files=max(files, 1), text_bytes=text_bytes, vocab_size=tokenizer.vocab_size
+    )
+
+
+def _paths(source: str | os.PathLike[str] | None) -> tuple[str, list[Path], bool]:
+    """Return a name for the source, its files, and whether it is one file that was named."""
+    if source is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        # _sysconfigdata holds paths of the machine: the text would differ between installations of one version.
+        found = [path for path in _files(root, _NOT_TEXT) if path.suffix == ".py" and "_sysconfigdata" not in path.name]
+        return "the Python standard library", found, False
+    root = Path(source)
+    if root.is_file():
+        return str(source), [root], True
+    if not root.is_dir():
+        raise ValueError(f"no such file or folder of text: {source}")
+    return str(source), _files(root, ()), False
+
+
+def _files(root: Path, skipped: tuple[str, ...]) -> list[Path]:
+    """Return all files below ``root`` except hidden ones and those in ``skipped`` folders, by relative path."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        # Changed in place: os.walk then leaves these folders out.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    # The order in which a file system lists files differs between machines, and batches must not.
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _text(path: Path, text_key: str) -> Iterator[bytes]:
+    del text_key
+    content = path.read_bytes()
+    if content:
+        yield content
+
+
+def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE + 1):
+            number += 1
+            if not line.strip():
+                continue
+            if len(line) > _MAX_LINE:
+                raise ValueError(f"{path}, line {number}: it has more than {_MAX_LINE} bytes")
+            try:
+                value = json.loads(line)
+                text = value[text_key] if isinstance(value, dict) else None
+                if not isinstance(text, str):
+                    raise ValueError(f"it must be an object with a string {text_key!r}, and is {brief(value)}")
+                yield text.encode("utf-8")
+            # UnicodeError: half of a surrogate pair. RecursionError: brackets in brackets.
+            except (ValueError, KeyError, RecursionError) as error:
+                reason = f"it has no {text_key!r}" if isinstance(error, KeyError) else str(error)[:200]
+                raise ValueError(f"{path}, line {number}: {reason}") from None
+
+
+def _parquet(path: Path, text_key: str) -> Iterator[bytes]:
+    arrow, parquet = require_extra("pyarrow", "parquet"), require_extra("pyarrow.parquet", "parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = {field.name: field.type for field in file.schema_arrow}
+            kind = columns.get(text_key)
+            if kind is None or not any(
+                is_text(kind) for is_text in (arrow.types.is_string, arrow.types.is_large_string)
+            ):
+                raise ValueError(f"it has no column {text_key!r} of strings, but {brief(sorted(columns))}")
+            # As many rows at once as fit into memory however long a document is.
+            for batch in file.iter_batches(batch_size=256, columns=[text_key]):
+                yield from (text.encode("utf-8") for text in batch.column(0).to_pylist() if text is not None)
+    # Arrow's own errors are ValueErrors, OSErrors and others.
+    except (ValueError, OSError, arrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {str(error)[:300]}") from None
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {".jsonl": _json_lines, ".parquet": _parquet}
+"""By a file's ending; other files are text."""

@@ -1,0 +1,185 @@
+"""Tokenizers: text to tokens and back, by a ``tokenizer.json`` or byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_te.config.internal import require_extra
+
+FILE_NAME = "tokenizer.json"
+MAX_BYTES = 2**28
+"""Of a ``tokenizer.json``; the largest known ones have 35 MB."""
+
+_PIECE = 2**20
+"""Characters that are encoded at once."""
+
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>")
+"""Names of the token behind a document, of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not say which."""
+
+
+class Tokenizer:
+    """A tokenizer of Hugging Face, read from its ``tokenizer.json`` by the package ``tokenizers``; no code runs.
+
+    Tokens that a template would put around a text (``[CLS]``, ``<s>``), truncation and padding, which the file may ask
+    for, are left out: a document is its own tokens.
+
+    Args:
+        path: the file, or a folder that has it, such as one of `jax_te.huggingface.load_huggingface`.
+        end_of_text: the token behind each document of training data. None: the first of ``<|endoftext|>``,
+            ``<|end_of_text|>``, ``<|endofdocument|>``, ``</s>`` and ``<eos>`` that the vocabulary has, else none.
+
+    The attributes ``path``, ``vocab_size`` (the largest token + 1), ``end_of_text`` (a token, or None), ``dtype`` (the
+    narrowest unsigned one that holds every token) and ``sha256`` (of the file) can be read.
+
+    Raises:
+        ModuleNotFoundError: without the package, which is in the extra ``train``.
+        ValueError: for a file that is missing, too large or no tokenizer; for an ``end_of_text`` that it lacks.
+
+    Source: ``PreTrainedTokenizerFast`` of transformers; Megatron-Core's ``HuggingFaceTokenizer``.
+
+    >>> tokenizer = Tokenizer("Llama-3.2-1B")  # doctest: +SKIP
+    >>> tokenizer.decode(tokenizer.encode("a text"))  # doctest: +SKIP
+    'a text'
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | None = None):
+        self.path = tokenizer_file(path)
+        content = self.path.read_bytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        library = require_extra("tokenizers")
+        with _errors_of(f"{self.path} is no tokenizer"):
+            self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        if not 1 <= self.vocab_size < 2**31:  # tokens are int32 on devices
+            raise ValueError(
+                f"{self.path}: the tokens must be 0 or more, below 2^31; the vocabulary is empty or larger"
+            )
+        self.dtype = np.min_scalar_type(self.vocab_size - 1)
+        names = _END_OF_TEXT if end_of_text is None else (end_of_text,)
+        found = [token for token in map(self._tokenizer.token_to_id, names) if token is not None]
+        if end_of_text is not None and not found:
+            raise ValueError(f"{self.path} has no token {end_of_text[:100]!r}; give end_of_text one that it has")
+        self.end_of_text: int | None = found[0] if found else None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, unsigned ``[n]``.
+
+        Raises:
+            ValueError: for a text that the tokenizer cannot encode.
+        """
+        return self._encode([text])[0]
+
+    def encode_documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """Yield the tokens of documents in UTF-8, several together, each followed by ``end_of_text`` if there is one.
+
+        A document of more than a million characters is encoded in pieces that end at a line's end, where there is one.
+
+        Raises:
+            ValueError: for one that the tokenizer cannot encode.
+        """
+        ends = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
+        texts: list[str] = []
+        last: list[bool] = []
+        size = 0
+        for document in documents:
+            for piece, is_last in _pieces(document.decode("utf-8")):
+                texts.append(piece)
+                last.append(is_last)
+                size += len(piece) + 100  # short ones take memory, too
+                if size >= _PIECE:
+                    yield _joined(self._encode(texts), last, ends)
+                    texts, last, size = [], [], 0
+        if texts:
+            yield _joined(self._encode(texts), last, ends)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens, without special ones and those beyond the vocabulary."""
+        with _errors_of(f"{self.path} cannot decode"):
+            return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        with _errors_of(f"{self.path} cannot encode this text"):
+            # _fast: without the places of tokens in the text, which take most of the memory.
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+
+class ByteTokenizer:
+    """Tokens that are bytes; what a `Tokenizer` can be asked for."""
+
+    vocab_size, end_of_text, dtype = 256, None, np.dtype(np.uint8)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the bytes of a text."""
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+    def encode_documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """Yield the bytes of documents, with nothing between them."""
+        parts, size = [], 0
+        for document in documents:
+            parts.append(document)
+            size += len(document)
+            if size >= _PIECE:
+                yield np.frombuffer(b"".join(parts), np.uint8)
+                parts, size = [], 0
+        yield np.frombuffer(b"".join(parts), np.uint8)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of bytes; those that are no UTF-8 are U+FFFD."""
+        return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")
+
+
+def tokenizer_file(path: str | os.PathLike[str]) -> Path:
+    """Return the file that ``path`` is, or that is in the folder ``path``.
+
+    Raises:
+        ValueError: if there is none, or one that is too large.
+    """
+    file = Path(path)
+    file = file / FILE_NAME if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"there is no tokenizer {file}; give a {FILE_NAME}, or a folder that has one")
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes; a {FILE_NAME} of at most {MAX_BYTES} is read")
+    return file
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield a text in pieces, and whether each is its last."""
+    begin = 0
+    while len(text) - begin > _PIECE:
+        end = text.rfind("\n", begin, begin + _PIECE) + 1 or begin + _PIECE
+        yield text[begin:end], False
+        begin = end
+    yield text[begin:], True
+
+
+def _joined(encoded: list[np.ndarray], last: list[bool], ends: np.ndarray) -> np.ndarray:
+    return np.concatenate(
+        [
+            part
+            for tokens, is_last in zip(encoded, last, strict=True)
+            for part in ((tokens, ends) if is_last else (tokens,))
+        ]
+    )
+
+
+@contextlib.contextmanager
+def _errors_of(what: str) -> Iterator[None]:
+    """Turn the errors of the Rust library into ValueErrors."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # its panics are no Exception
+        raise ValueError(f"{what}: {str(error)[:200] or type(error).__name__}") from None

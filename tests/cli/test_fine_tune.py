@@ -1,0 +1,210 @@
+"""``jax-te train --init-from``: a folder of Hugging Face, fine-tuned fully or by adapters."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_model_state, contexts
+from jax_te.cli.main import main
+from jax_te.cli.parser import build_parser
+from jax_te.cli.pretrained import FORM
+from jax_te.cli.resolve import resolve
+from jax_te.cli.run_files import read_config
+from jax_te.config import TransformerConfig
+from jax_te.huggingface import load_huggingface, save_huggingface
+from jax_te.layers import LoRA
+from jax_te.models import GPTModel, RotaryPositions
+from tests.support.runs import assert_refused, records
+from tests.support.tokenizers import WORDS, write_tokenizer
+
+STEPS = [
+    "--steps",
+    "6",
+    "--metrics-writers",
+    "jsonl",
+    "--batch-size",
+    "4",
+    "--seq-len",
+    "16",
+    "--warmup-steps",
+    "1",
+    "--eval-batches",
+    "2",
+]
+STEPS += ["--save-every", "3", "--learning-rate", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of Qwen 3's form, whose head size is not hidden size / heads, with its tokenizer and a text."""
+    folder = tmp_path_factory.mktemp("qwen")
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=16,
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        qk_layernorm=True,
+    )
+    model = GPTModel(
+        config,
+        vocab_size=80,
+        max_sequence_length=64,
+        position_embedding_type=RotaryPositions(base=5e5),
+        share_embeddings_and_output_weights=False,
+        rngs=nnx.Rngs(3),
+    )
+    save_huggingface(model, folder)
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 3000)))
+    return folder
+
+
+def fine_tune(output, folder, *argv):
+    given = ["--init-from", str(folder), "--data", str(folder / "text.txt")]
+    return main(["train", "--output", str(output), *given, *STEPS, *argv])
+
+
+def restored(output):
+    config = read_config(output)
+    assert config is not None
+    with contexts(config), TrainCheckpointer(output / "checkpoints") as checkpointer:
+        state, *_ = checkpointer.restore(abstract_model_state(config), allow={"unexpected"})
+    return state.model
+
+
+def parameters(model, kind=nnx.Param):
+    return {
+        "/".join(map(str, path)): np.asarray(value[...]) for path, value in nnx.to_flat_state(nnx.state(model, kind))
+    }
+
+
+def test_full_fine_tuning_begins_with_the_folders_weights(folder, tmp_path, capsys):
+    assert fine_tune(tmp_path / "run", folder, "--learning-rate", "1e-30", "--weight-decay", "0") == 0
+    assert "model    " + folder.name in capsys.readouterr().out
+    model, theirs = restored(tmp_path / "run"), load_huggingface(folder)
+    assert model.config.kv_channels == 16
+    assert model.rotary == RotaryPositions(base=5e5)
+    expected = parameters(theirs)
+    for name, value in parameters(model).items():  # steps this small change nothing
+        np.testing.assert_array_equal(value, expected[name])
+    # What the run is evaluated to is what the folder is.
+    found = []
+    for given in (["--output", str(tmp_path / "run")], ["--init-from", str(folder), "--seq-len", "16"]):
+        assert main(["eval", *given, "--data", str(folder / "text.txt"), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.slow  # tests/cli/test_tokens.py has a resumed run
+def test_a_fine_tuned_run_resumes_without_its_folder(folder, tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert fine_tune(whole, folder) == 0
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert fine_tune(parts, copy, "--data", str(folder / "text.txt"), "--steps", "3", "--decay-steps", "6") == 0
+    for path in copy.iterdir():
+        path.unlink()
+    assert main(["train", "--output", str(parts), "--steps", "6"]) == 0
+    losses = [[r["loss"] for r in records(path) if "loss" in r] for path in (whole, parts)]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+    expected = parameters(restored(whole))
+    for name, value in parameters(restored(parts)).items():
+        np.testing.assert_array_equal(value, expected[name])
+    capsys.readouterr()
+    assert main(["sample", "--output", str(parts), "--prompt", "the cat", "--length", "9"]) == 0
+    assert set(capsys.readouterr().out.split()) <= {"cat", *WORDS}
+
+
+@pytest.mark.parametrize("recipe", ["none", pytest.param("delayed", marks=pytest.mark.slow)])
+def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
+    argv = ["--lora-rank", "4", "--lora-alpha", "8", "--recipe", recipe, "--weight-decay", "0.5"]
+    assert fine_tune(tmp_path / "run", folder, *argv) == 0
+    assert "rank 4, alpha 8; all else is frozen" in capsys.readouterr().out
+    losses = [r["loss"] for r in records(tmp_path / "run") if "loss" in r]
+    assert losses[-1] < losses[0]
+    model, expected = restored(tmp_path / "run"), parameters(load_huggingface(folder))
+    found = parameters(model)
+    adapters = parameters(model, nnx.LoRAParam)
+    assert len(adapters) == 2 * 4  # of qkv, proj, and both kernels of the MLP
+    for name, value in found.items():
+        if name not in adapters:
+            np.testing.assert_array_equal(value, expected[name.replace("base/", "")])
+        elif name.endswith("lora_b"):
+            assert np.abs(value).max() > 0.0
+    assert isinstance(model.layers[0].self_attention.qkv, LoRA)
+    assert model.layers[0].layernorm_mlp.scale == 2.0
+    assert main(["eval", "--output", str(tmp_path / "run"), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    assert math.isfinite(loss)
+    assert loss < losses[0]
+
+
+def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
+    from jax_te.cli.build import abstract_state
+
+    options = ["train", "--init-from", str(folder), *STEPS, "--lora-rank", "2"]
+    config, _ = resolve(build_parser("train").parse_args(options), tmp_path)
+    with contexts(config):
+        state = abstract_state(config)
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(state.model, nnx.LoRAParam)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) < 2 * adapters + 10
+    assert config.learning_rate == 0.01
+
+
+def test_defaults_of_fine_tuning(folder, tmp_path):
+    def made(*argv):
+        return resolve(build_parser("train").parse_args(["train", "--init-from", str(folder), *argv]), tmp_path)[0]
+
+    full, adapted = made(), made("--lora-rank", "8")
+    assert (full.learning_rate, adapted.learning_rate) == (2e-5, 2e-4)
+    assert (full.vocab_size, full.tokenizer, full.hidden_size, full.num_query_groups) == (80, str(folder), 32, 2)
+    assert (full.seq_len, full.transformer_config().kv_channels) == (64, 16)
+    assert full.transformer_config().attention_dropout == 0.0
+    assert made("--dropout", "0.2", "--compute-dtype", "bfloat16").transformer_config().hidden_dropout == 0.2
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--hidden-size", "64"], "says what the model is; leave --hidden-size out"),
+        (["--preset", "tiny", "--num-layers", "2"], "leave --preset, --num-layers out"),
+        (["--seq-len", "65"], "--seq-len 65 is above the 64 positions"),
+        (["--lora-alpha", "2"], "--lora-alpha is for adapters"),
+        (["--init-from", "nowhere"], "config.json is not there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_do_not_go_together(argv, text, folder, tmp_path, capsys):
+    assert_refused(fine_tune(tmp_path / "run", folder, *argv), capsys.readouterr().err, text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_need_weights_to_adapt(tmp_path, capsys):
+    status = main(["train", "--output", str(tmp_path / "run"), "--lora-rank", "4"])
+    assert_refused(status, capsys.readouterr().err, "--lora-rank adapts weights that are trained already")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_knows(folder, tmp_path, capsys):
+    write_tokenizer(tmp_path / "tokenizer.json", [f"w{i}" for i in range(200)])
+    status = fine_tune(tmp_path / "run", folder, "--tokenizer", str(tmp_path))
+    assert_refused(status, capsys.readouterr().err, "has 202 tokens, and --init-from's model knows 80")
+
+
+def test_only_forms_are_left_to_the_folder():
+    assert FORM.keys() == {
+        *("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "normalization"),
+        *("activation", "position_embedding", "bias", "tie_embeddings"),
+    }

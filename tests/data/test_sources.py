@@ -1,0 +1,256 @@
+"""Documents from JSON lines, Parquet and files of tokens."""
+
+import itertools
+import json
+import struct
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from jax_te.data import Tokenizer, TrainBatches, heldout_batches, load_text
+from jax_te.data import batches as batches_module
+from jax_te.data.internal import read_tokens, whole_batches
+from tests.support.tokenizers import WORDS, write_megatron, write_tokenizer
+
+A, THE = WORDS.index("a") + 2, WORDS.index("the") + 2
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return Tokenizer(write_tokenizer(tmp_path / "words.json"))
+
+
+def test_json_lines(tmp_path, tokenizer):
+    lines = ['{"text": "a the", "id": 1}', "", '{"text": "", "note": null}', '{"text": "\\u00fc a"}  ']
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    found = read_tokens(tmp_path / "d.jsonl", tokenizer=tokenizer)
+    assert found.tokens.tolist() == [A, THE, 1, 1, 0, A, 1]
+    assert (found.text_bytes, found.files, found.vocab_size) == (9, 1, tokenizer.vocab_size)
+    as_bytes = read_tokens(tmp_path / "d.jsonl")
+    assert as_bytes.tokens.tobytes() == "a the\u00fc a".encode()
+    (tmp_path / "e.jsonl").write_text('{"body": "a"}')
+    assert read_tokens(tmp_path / "e.jsonl", tokenizer=tokenizer, text_key="body").tokens.tolist() == [A, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("{", "line 2: "),
+        ("[]", r"line 2: it must be an object with a string 'text', and is \[\]"),
+        ('{"text": 1}', "line 2: it must be an object with a string 'text'"),
+        ('{"body": "x"}', "line 2: it has no 'text'"),
+        ('{"text": "\\ud800"}', "line 2: .*surrogates"),
+        ("[" * 100_000, "line 2: "),
+        ("9" * 10_000, "line 2: "),
+        ('{"text": "\xff', "line 2: "),
+    ],
+    ids=range(8),
+)
+def test_a_bad_line_is_named(line, match, tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "a"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=rf"d\.jsonl, {match}") as error:
+        load_text(tmp_path / "d.jsonl", seq_len=2)
+    assert len(str(error.value)) < 600
+
+
+def test_a_line_beyond_the_limit_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_te.data.sources._MAX_LINE", 20)
+    (tmp_path / "d.jsonl").write_text('{"text": "' + "x" * 100 + '"}')
+    with pytest.raises(ValueError, match="line 1: it has more than 20 bytes"):
+        load_text(tmp_path / "d.jsonl", seq_len=2)
+
+
+def test_parquet(tmp_path, tokenizer):
+    rows = pyarrow.table({"text": ["a the", None, "", "a"], "id": [1, 2, 3, 4]})
+    parquet.write_table(rows, tmp_path / "d.parquet")
+    found = read_tokens(tmp_path / "d.parquet", tokenizer=tokenizer)
+    assert found.tokens.tolist() == [A, THE, 1, 1, A, 1]
+    assert found.text_bytes == 6
+    with pytest.raises(ValueError, match=r"d\.parquet cannot be read as Parquet: it has no column 'body'.*'text'"):
+        read_tokens(tmp_path / "d.parquet", text_key="body")
+    with pytest.raises(ValueError, match="it has no column 'id' of strings"):
+        read_tokens(tmp_path / "d.parquet", text_key="id")
+    content = (tmp_path / "d.parquet").read_bytes()
+    for damaged in (b"", b"PAR1", content[: len(content) // 2], content[:-9] + b"\xff" * 5 + content[-4:]):
+        (tmp_path / "bad.parquet").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"bad\.parquet cannot be read as Parquet"):
+            read_tokens(tmp_path / "bad.parquet")
+
+
+def test_a_folder_of_several_kinds_in_order(tmp_path, tokenizer):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "b.txt").write_text("the")
+    (folder / "a.jsonl").write_text('{"text": "a"}\n{"text": "a a"}\n')
+    (folder / "c.bin").write_bytes(b"\xff\xff")
+    found = read_tokens(folder, tokenizer=tokenizer)
+    assert found.tokens.tolist() == [A, 1, A, A, 1, THE, 1]
+    assert found.files == 2
+
+
+def test_a_tokenizer_takes_no_binary_file(tmp_path, tokenizer):
+    (tmp_path / "text").write_bytes(b"\xff" * 100)
+    assert len(read_tokens(tmp_path / "text").tokens) == 100
+    with pytest.raises(ValueError, match="text is no text in UTF-8"):
+        read_tokens(tmp_path / "text", tokenizer=tokenizer)
+
+
+def test_held_out_tokens_and_bytes_per_token(tmp_path, tokenizer):
+    (tmp_path / "text").write_text("a the " * 500)
+    data = load_text(tmp_path / "text", seq_len=8, tokenizer=tokenizer)
+    assert (len(data.train), len(data.heldout)) == (951, 50)
+    assert data.train.dtype == np.uint8
+    assert data.vocab_size == tokenizer.vocab_size
+    assert data.bytes_per_token == pytest.approx(3000 / 1001)
+    with pytest.raises(ValueError, match="text has 1001 tokens; with 5% held out, seq_len 64 needs"):
+        load_text(tmp_path / "text", seq_len=64, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("dtype", ["<u1", "<u2", "<i4", "<i8", ">u2"])
+def test_npy_stays_on_the_disk(dtype, tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 200, 1000).astype(dtype)
+    np.save(tmp_path / "t.npy", tokens)
+    data = load_text(tmp_path / "t.npy", seq_len=8)
+    assert isinstance(data.train, np.memmap)
+    assert isinstance(data.heldout, np.memmap)
+    assert not data.train.flags.writeable
+    np.testing.assert_array_equal(np.concatenate([data.train, data.heldout]), tokens)
+    assert data.bytes_per_token is None
+    one = TrainBatches(data.train, batch_size=2, seq_len=8, seed=3, vocab_size=200)
+    other = TrainBatches(tokens[:950], batch_size=2, seq_len=8, seed=3)
+    for _ in range(3):
+        np.testing.assert_array_equal(next(one)["tokens"], next(other)["tokens"])
+
+
+class Planted:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_pickle_in_a_npy_file_does_not_run(tmp_path):
+    mark = tmp_path / "run"
+    np.save(tmp_path / "t.npy", np.array([Planted(mark)], object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"t\.npy is no \.npy file of tokens"):
+        load_text(tmp_path / "t.npy", seq_len=2)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros((2, 2), np.int32), np.zeros(9), np.array(1), np.array(["a"]), np.zeros(3, [("a", "i4")])],
+    ids=str,
+)
+def test_other_arrays_are_refused(array, tmp_path):
+    np.save(tmp_path / "t.npy", array)
+    with pytest.raises(ValueError, match=r"t\.npy"):
+        load_text(tmp_path / "t.npy", seq_len=2)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(np.uint8, 1), (np.uint16, 8), (np.int32, 4), (np.int64, 5)])
+@pytest.mark.parametrize("named", [0, 1])
+def test_megatrons_files(dtype, code, named, tmp_path):
+    documents = [[5, 6, 7], [8], [9, 10]]
+    paths = write_megatron(tmp_path / "d_text_document", documents, dtype, code)
+    found = read_tokens(paths[named])
+    assert found.tokens.tolist() == [*range(5, 11)]
+    assert found.tokens.dtype == dtype
+    assert isinstance(found.tokens, np.memmap)
+
+
+def test_megatrons_index_must_fit_its_data(tmp_path):
+    data, index = write_megatron(tmp_path / "d", [[1, 2, 3], [4]])
+    content = index.read_bytes()
+
+    def refused(match, content=content):
+        index.write_bytes(content)
+        with pytest.raises(ValueError, match=match) as error:
+            read_tokens(data)
+        assert len(str(error.value)) < 600
+
+    refused("no index of Megatron's data", b"x" * 100)
+    refused("no index of Megatron's data", content[:20])
+    refused("has version 2", content[:9] + struct.pack("<Q", 2) + content[17:])
+    refused("dtype code 7", content[:17] + b"\x07" + content[18:])
+    refused(r"bytes, and its \d+ sequences", content[:18] + struct.pack("<Q", 2**63) + content[26:])
+    refused(r"bytes, and its 0 sequences", content[:18] + struct.pack("<QQ", 0, 1) + content[26:])
+    refused("only data without gaps", content[:34] + struct.pack("<i", 2) + content[38:])
+    refused("only data without gaps", content[:42] + struct.pack("<q", 2) + content[50:])
+    index.write_bytes(content)
+    data.write_bytes(data.read_bytes()[:-2])
+    refused("describes 8 bytes of tokens, from 0 to 8, and d.bin has 6")
+    data.unlink()
+    with pytest.raises(ValueError, match=r"d\.bin is not there; Megatron's data are two files"):
+        read_tokens(index)
+
+
+def test_tokens_outside_of_the_vocabulary_are_named():
+    for tokens, bad in (([1, 2, 300, 4], 300), ([1, -2, 3, 4], -2), ([1, 2, 2**32 + 1, 4], 2**32 + 1)):
+        text = np.array(tokens, np.int64)
+        with pytest.raises(ValueError, match=rf"the token {bad} between .* from 0 to 255; give the tokenizer"):
+            next(TrainBatches(text, batch_size=1, seq_len=3, seed=0, vocab_size=256))
+        with pytest.raises(ValueError, match=f"the token {bad}"):
+            next(heldout_batches(text, batch_size=1, seq_len=3, num_batches=1, vocab_size=256))
+    with pytest.raises(ValueError, match="the token 4294967297"):  # without a vocabulary: int32 must hold it
+        next(whole_batches(text, batch_size=1, seq_len=3))
+
+
+def test_the_checksum_of_a_large_map_reads_pieces_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches_module, "_PIECE", 64)
+    tokens = np.arange(20_000, dtype=np.uint16)
+    np.save(tmp_path / "t.npy", tokens)
+    state = TrainBatches(load_text(tmp_path / "t.npy", seq_len=4).train, batch_size=1, seq_len=4, seed=0).get_state()
+    step = (19_000 - 32) / 63  # pieces of 32 tokens of the 19,000 to train on
+
+    def differs(changed):
+        np.save(tmp_path / "t.npy", changed)
+        train = load_text(tmp_path / "t.npy", seq_len=4).train
+        return TrainBatches(train, batch_size=1, seq_len=4, seed=0).get_state()["text_crc32"] != state["text_crc32"]
+
+    for place, seen in ((0, True), (18_999, True), (int(step) + 1, True), (100, False)):
+        changed = tokens.copy()
+        changed[place] += 1
+        assert differs(changed) == seen
+    assert differs(np.append(tokens, tokens[:200]))  # of another length
+    assert not differs(tokens)
+
+
+def test_positions_beyond_32_bits_are_spaced(monkeypatch):
+    monkeypatch.setattr(batches_module, "_MAX_POSITIONS", 10)
+    batches = TrainBatches(np.arange(36, dtype=np.uint8), batch_size=8, seq_len=4, seed=1)
+    starts = sorted(next(batches)["tokens"][:, 0].tolist())
+    assert starts == [*range(0, 32, 4)]
+
+
+@pytest.mark.parametrize("count", [2, 5, 12, 13, 14, 40])
+def test_whole_batches_have_every_token_but_the_first_as_a_label_once(count):
+    text = np.arange(count, dtype=np.uint16)
+    batches = list(whole_batches(text, batch_size=3, seq_len=4, vocab_size=count))
+    assert all(batch["tokens"].shape == batch["labels"].shape == (3, 4) for batch in batches)
+    pairs = [
+        (int(token), int(label))
+        for batch in batches
+        for token, label in zip(batch["tokens"].ravel(), batch["labels"].ravel(), strict=True)
+        if label != -100
+    ]
+    assert pairs == list(itertools.pairwise(range(count)))
+    with pytest.raises(ValueError, match="a text of 1 tokens has no window"):
+        next(whole_batches(text[:1], batch_size=1, seq_len=4))
+
+
+def test_a_state_of_tokens_on_the_disk_resumes(tmp_path):
+    np.save(tmp_path / "t.npy", np.random.default_rng(0).integers(0, 60_000, 5000).astype(np.uint16))
+    one = TrainBatches(load_text(tmp_path / "t.npy", seq_len=8).train, batch_size=4, seq_len=8, seed=0)
+    for _ in range(5):
+        next(one)
+    state = json.loads(json.dumps(one.get_state()))
+    other = TrainBatches(load_text(tmp_path / "t.npy", seq_len=8).train, batch_size=4, seq_len=8, seed=0)
+    other.set_state(state)
+    for _ in range(3):
+        expected, batch = next(one), next(other)
+        np.testing.assert_array_equal(batch["tokens"], expected["tokens"])
+        np.testing.assert_array_equal(batch["labels"], expected["labels"])
