@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
 from jax_te.huggingface.architectures import read_form
+from jax_te.huggingface.block_scaled import BlockScaled, Choice, hold_block_scaled, read_block_scaled, reader
 from jax_te.huggingface.folder import CONFIG, json_file, open_tensors
 from jax_te.huggingface.form import Architecture, Form
 from jax_te.huggingface.layout import Entry, Sizes
@@ -32,6 +32,7 @@ def load_huggingface(
     folder: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    block_scaled: Choice | None = None,
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
     ignore_fields: Collection[str] = (),
@@ -49,6 +50,9 @@ def load_huggingface(
     Args:
         folder: with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
         dtype: of the parameters. None: that of the tensors, which must be one.
+        block_scaled: what becomes of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
+            ``"dequantize"``: their products in fp32, rounded once to ``dtype``. ``"keep"``: kernels stay as they are,
+            under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None: such a folder is refused.
         config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
             ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
         execution: see `jax_te.models.Execution`.
@@ -59,7 +63,8 @@ def load_huggingface(
 
     Raises:
         ValueError: for a file that is missing, damaged or outside of the folder; an architecture or a field that is not
-            followed; tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh.
+            followed; tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh;
+            FP8 tensors without a choice, or which the recipe cannot keep.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
 
     Source: ``from_pretrained`` of transformers.
@@ -69,8 +74,9 @@ def load_huggingface(
     folder = Path(folder)
     values = json_file(folder / CONFIG)
     stored, files = open_tensors(folder)
+    tensors = read_block_scaled(values, stored, block_scaled)
     architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
-    return load_tensors(architecture, form, stored, files, folder, dtype=dtype, config=config, execution=execution)
+    return load_tensors(architecture, form, tensors, files, folder, dtype=dtype, config=config, execution=execution)
 
 
 def load_tensors(
@@ -101,7 +107,9 @@ def load_tensors(
     sizes = form.sizes()
     tensors = _checked(architecture, stored, entries, sizes, folder)
     form = form.run_as(config or {}, _one_dtype(dtype, tensors, folder))
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: architecture.build(form, execution)), nnx.Param, ...)
+    model = nnx.eval_shape(lambda: architecture.build(form, execution))
+    hold_block_scaled(model, entries, tensors)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if jax.tree.leaves(rest):
         # Quantizer states have initial values; the compiler drops the parameters that are drawn beside them.
         rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(nnx.Param)))()
@@ -110,7 +118,7 @@ def load_tensors(
     places = [None] * len(leaves) if mesh.empty else shardings_of(params, mesh)
     arrays = []
     for (path, leaf, _), place in zip(leaves, places, strict=True):
-        arrays.append(_placed(functools.partial(entries[path].read, tensors, sizes), leaf, place))
+        arrays.append(_placed(reader(path, entries, tensors, sizes), leaf, place))
         for file in files:
             file.release()
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(params), arrays), rest)
@@ -155,7 +163,7 @@ def _checked(
 def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, Any], folder: Path) -> Any:
     if dtype is not None:
         return dtype
-    found = {tensor.dtype for tensor in tensors.values()}
+    found = {tensor.dtype for tensor in tensors.values() if not isinstance(tensor, BlockScaled)}
     if len(found) > 1:
         names = ", ".join(sorted(map(str, found)))
         raise ValueError(f"the tensors of {folder} are of dtypes {names}; say with dtype= which the parameters have")
