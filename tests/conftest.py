@@ -16,9 +16,8 @@ jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST
 # XLA's former way to make code of fusions, one module for all of them, takes a third of the time. Newer ones lack it,
 # and end the process when a flag is unknown.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jax.__version_info__ < (0, 11):
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    )
+    _flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}"
 # And many tests compile the same: they, the other test process and the processes that tests start share what XLA made.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="jax_te-tests-", ignore_cleanup_errors=True)

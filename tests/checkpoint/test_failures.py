@@ -69,10 +69,6 @@ def flip(path):
 DAMAGE = {"delete": os.unlink, "truncate": truncate, "zero": zero, "flip": flip}
 
 
-ignore_given_up_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""TensorStore reads that are given up leave coroutines behind, which Python reports when it collects them."""
-
-
 @pytest.fixture(autouse=True)
 def collect_garbage():
     yield
@@ -80,7 +76,6 @@ def collect_garbage():
 
 
 @pytest.mark.wide("flip")
-@ignore_given_up_reads
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_to_any_file_is_harmless_or_noticed(folder, damage):
     """Each file of the newest checkpoint in turn: the state is that of step 20, or with a warning that of step 10."""
@@ -108,7 +103,6 @@ def damage_newest(folder):
     flip(values)
 
 
-@ignore_given_up_reads
 def test_the_log_is_quiet_while_orbax_runs_and_is_left_as_it_was(folder):
     """Orbax's threads log, too: the filter stays until all is written, whether or not somebody waits for the save."""
     logger = logging.getLogger("absl")
@@ -131,7 +125,6 @@ def test_the_log_is_quiet_while_orbax_runs_and_is_left_as_it_was(folder):
     assert logger.filters == before
 
 
-@ignore_given_up_reads
 def test_the_warning_names_both_and_the_run_goes_on(folder):
     damage_newest(folder)
     with TrainCheckpointer(folder) as checkpointer:
@@ -148,7 +141,6 @@ def test_the_warning_names_both_and_the_run_goes_on(folder):
         assert checkpointer.restore(described())[1] == {"at": 20}
 
 
-@ignore_given_up_reads
 def test_damage_between_two_saves_of_a_run(folder):
     """The writer that holds the folder open notices, too."""
     with TrainCheckpointer(folder) as checkpointer:
@@ -161,7 +153,6 @@ def test_damage_between_two_saves_of_a_run(folder):
         assert checkpointer.restore(described())[1] == {"at": 31}
 
 
-@ignore_given_up_reads
 def test_damaged_metadata_does_not_stop_a_run_that_does_not_read(folder):
     """Orbax refuses to open a folder with one malformed file in it."""
     file = folder / "20" / "_CHECKPOINT_METADATA"
@@ -183,7 +174,6 @@ def test_a_digit_of_the_data_state(folder):
         assert checkpointer.restore(described())[1] == {"at": 10}
 
 
-@ignore_given_up_reads
 def test_nothing_that_can_be_read(folder):
     for step in ("10", "20"):
         shutil.rmtree(folder / step / "params")
