@@ -118,6 +118,7 @@ def optimizer(config: RunConfig) -> optax.GradientTransformation:
     tx = adamw_with_schedule(_schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm)
     if config.lora_rank is None:
         return tx
+    # The label "frozen" leaves out decay and moments, too.
     return optax.multi_transform({"lora": tx, "frozen": optax.set_to_zero()}, lora_labels)
 
 

@@ -65,8 +65,9 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config)
         state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
-        print(f"{output}, step {step}, on {data.source}", file=sys.stderr, flush=True)
-        return evaluate(state.model, data, batch_size=size, seq_len=length) | {"step": step, "unit": unit(tokenizer)}
+        found = evaluate(state.model, data, batch_size=size, seq_len=length)
+    print(f"{output}, step {step}, on {data.source}", file=sys.stderr, flush=True)
+    return found | {"step": step, "unit": unit(tokenizer)}
 
 
 def _of_folder(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,13 +81,15 @@ def _of_folder(options: argparse.Namespace) -> dict[str, Any]:
     model = load_huggingface(options.init_from)
     if not isinstance(model, GPTModel):
         raise ValueError(f"--init-from {options.init_from} is no decoder, whose loss is that of the next token")
-    print(f"{options.init_from} on {data.source}", file=sys.stderr, flush=True)
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
-    return evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length) | {"unit": "token"}
+    found = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
+    print(f"{options.init_from} on {data.source}", file=sys.stderr, flush=True)
+    return found | {"unit": "token"}
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:
     data = run_text(config, tokenizer)
+    # By the average over the whole text: the pieces that are held out may begin and end within a character.
     text_bytes = None if data.bytes_per_token is None else round(data.bytes_per_token * len(data.heldout))
     names = {"source": f"the held-out part of {data.source}", "files": data.files, "vocab_size": data.vocab_size}
     return Tokens(tokens=data.heldout, text_bytes=text_bytes, **names)
@@ -104,8 +107,11 @@ def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) ->
         ValueError: for a text that is too short, for tokens that the model does not know, and for windows that are
             longer than its positions.
     """
+    if seq_len > model.max_sequence_length:
+        raise ValueError(f"--seq-len {seq_len} is above the model's {model.max_sequence_length} positions; lower it")
     model.eval()
     known = min(data.vocab_size, model.vocab_size)
+    batch_size = min(batch_size, -(-len(data.tokens) // seq_len))  # the rest would be padding
     total, count = 0.0, 0
     for batch in whole_batches(data.tokens, batch_size=batch_size, seq_len=seq_len, vocab_size=known):
         # In Python's floats: fp32 would lose the later batches of a long text.
@@ -114,6 +120,7 @@ def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) ->
     loss = total / count
     # The first token is not predicted; it is taken to be as likely as the others.
     bits = None if not data.text_bytes else loss / math.log(2.0) * len(data.tokens) / data.text_bytes
+    # math.exp raises where fp64 has no number left.
     perplexity = math.exp(loss) if loss < 700.0 else math.inf
     return {"loss": loss, "perplexity": perplexity, "tokens": count, "bits_per_byte": bits}
 

@@ -69,6 +69,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# A run's configuration asks for it whenever it makes a TransformerConfig.
 @functools.lru_cache(maxsize=4)
 def pretrained_form(architecture: str) -> tuple[Architecture, Form]:
     """Return what the text of a ``config.json`` says.
@@ -125,6 +126,7 @@ def load_pretrained(folder: str, architecture: str, fields: dict[str, Any], exec
     Raises:
         ValueError: also if the folder's configuration is another one by now.
     """
+    # A run that has saved nothing yet starts again, by when the folder may hold another model.
     if json_file(Path(folder) / CONFIG) != json.loads(architecture):
         raise ValueError(f"--init-from {folder}: its {CONFIG} is not that of the run; give another --output")
     changes = {name: value for name, value in fields.items() if name not in _SAID}

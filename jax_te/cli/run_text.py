@@ -43,20 +43,22 @@ def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
     """
     if config.tokenizer_sha256 is None:
         return ByteTokenizer()
-    copy = output / FILE_NAME
-    tokenizer = Tokenizer(copy if copy.exists() else config.tokenizer or copy)
-    if tokenizer.sha256 != config.tokenizer_sha256:
-        raise ValueError(
-            f"{tokenizer.path} is not the tokenizer of the run in {output}, whose SHA-256 is "
-            f"{config.tokenizer_sha256}, but {tokenizer.sha256}; put that one back, or start a new run"
-        )
-    return tokenizer
+    # The copy may be of an earlier run there, which saved nothing and gave way to this one.
+    for place in (output / FILE_NAME, Path(config.tokenizer or output)):
+        tokenizer = Tokenizer(place) if place.exists() else None
+        if tokenizer is not None and tokenizer.sha256 == config.tokenizer_sha256:
+            return tokenizer
+    raise ValueError(
+        f"the tokenizer of the run in {output}, whose SHA-256 is {config.tokenizer_sha256}, is neither there nor in "
+        f"{config.tokenizer}; put it back, or start a new run"
+    )
 
 
 def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
     """Copy the tokenizer's file into the run's folder, whole or not at all."""
     copy = output / FILE_NAME
-    if isinstance(tokenizer, Tokenizer) and not copy.exists():
+    if isinstance(tokenizer, Tokenizer) and tokenizer.path != copy:
+        # A rename is atomic: a run that is killed here has the whole copy or none.
         partial = copy.with_suffix(".partial")
         shutil.copyfile(tokenizer.path, partial)
         os.replace(partial, copy)

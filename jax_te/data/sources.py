@@ -66,6 +66,7 @@ def read_tokens(
                 yield document
             files += text_bytes > before
 
+    # Arrays of about a million tokens: lists of numbers would take eight times as much memory and more.
     parts = list(tokenizer.encode_documents(documents()))
     tokens = np.concatenate([np.zeros(0, tokenizer.dtype), *parts])
     if not files and not single:
@@ -122,6 +123,7 @@ def _text(path: Path, text_key: str) -> Iterator[bytes]:
 def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
     with path.open("rb") as file:
         number = 0
+        # With a limit: a file without ends of lines would be read as a whole.
         while line := file.readline(_MAX_LINE + 1):
             number += 1
             if not line.strip():

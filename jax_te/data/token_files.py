@@ -62,6 +62,7 @@ def _megatron(index: Path, tokens: Path) -> np.ndarray:
     size, least = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * documents
     if size not in (least, least + sequences) or not sequences:
         raise ValueError(f"{index} has {size} bytes, and its {sequences} sequences and {documents} documents {least}")
+    # Sums, not a comparison of every place, which would take twice the index's size in memory.
     lengths = np.memmap(index, "<i4", "r", _HEADER.size, (sequences,))
     places = np.memmap(index, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,))
     there, total = tokens.stat().st_size, int(lengths.sum(dtype=np.int64)) * dtype.itemsize

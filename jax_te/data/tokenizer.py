@@ -56,9 +56,11 @@ class Tokenizer:
         library = require_extra("tokenizers")
         with _errors_of(f"{self.path} is no tokenizer"):
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
+            # Both are for the input of another program's model; a document would be cut off, or filled up.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        # Not their number: a vocabulary may have gaps.
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size < 2**31:  # tokens are int32 on devices
             raise ValueError(

@@ -13,9 +13,10 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts
 from jax_te.cli.main import main
 from jax_te.cli.run_files import CONFIG_FILE, read_config
+from jax_te.cli.run_text import keep_tokenizer, run_tokenizer
 from jax_te.data import Tokenizer
 from jax_te.models import GPTModel
-from tests.support.runs import MICRO, assert_refused, records
+from tests.support.runs import MICRO, assert_refused, configured, records
 from tests.support.tokenizers import WORDS, write_tokenizer
 
 
@@ -35,7 +36,7 @@ def run(words, tmp_path_factory):
     """The folder of a run over words, whose tokenizer is gone from where it was."""
     output = tmp_path_factory.mktemp("runs") / "run"
     moved = shutil.copy(words / "tokenizer.json", words / "moved.json")
-    argv = [*MICRO, "--data", str(words / "text.jsonl"), "--tokenizer", str(moved)]
+    argv = [*MICRO, "--data", str(words / "text.jsonl"), "--tokenizer", str(moved), "--keep", "1", "--keep-every", "8"]
     assert main(["train", "--output", str(output), *argv]) == 0
     (words / "moved.json").unlink()
     return output
@@ -49,6 +50,7 @@ def test_a_run_records_its_tokenizer_and_keeps_a_copy(run, words):
     assert config.tokenizer_sha256 == tokenizer.sha256
     assert config.tokenizer == str(words / "moved.json")
     assert config.vocab_size == 128  # Megatron's multiple
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"8", "12"}
     assert records(run)[-1]["heldout_loss"] < math.log(128)
 
 
@@ -59,7 +61,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(run, words, tmp_path, capsys
     assert_refused(status, capsys.readouterr().err, "another configuration: tokenizer_sha256 is ")
     (output / "tokenizer.json").write_bytes(other.read_bytes())
     status = main(["train", "--output", str(output), "--steps", "14"])
-    assert_refused(status, capsys.readouterr().err, "is not the tokenizer of the run in")
+    assert_refused(status, capsys.readouterr().err, "the tokenizer of the run in", "is neither there nor in")
     (output / "tokenizer.json").unlink()
     # The same tokenizer at another place.
     assert main(["train", "--output", str(output), "--steps", "14", "--tokenizer", str(words)]) == 0
@@ -119,7 +121,8 @@ def test_eval_of_the_held_out_text_in_words(run, capsys):
 
 def test_eval_of_bytes(trained, tmp_path, capsys):
     (tmp_path / "text").write_bytes(b"def f(x):\n    return x\n" * 5)
-    assert main(["eval", "--output", str(trained), "--data", str(tmp_path / "text"), "--json"]) == 0
+    argv = ["--data", str(tmp_path / "text"), "--json", "--batch-size", "2000000000"]
+    assert main(["eval", "--output", str(trained), *argv]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["unit"]) == (114, "byte")
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
@@ -131,6 +134,8 @@ def test_eval_of_bytes(trained, tmp_path, capsys):
         (["--step", "7"], "there is no checkpoint of step 7"),
         (["--tokenizer", "x"], "--tokenizer is for --init-from"),
         (["--init-from", "x"], "--init-from names no run"),
+        (["--seq-len", "64"], "--seq-len 64 is above the model's 32 positions"),
+        (["--seq-len", "2000000000"], "is above the model's 32 positions"),
         (["--init-from", "x", "--step", "3"], "--step is of a run"),
         (["--output", "nowhere"], "holds no trained model"),
         (["--data", "nowhere"], "no such file or folder of text"),
@@ -145,6 +150,17 @@ def test_tokens_beyond_the_vocabulary_end_a_run_with_the_reason(tmp_path, capsys
     np.save(tmp_path / "t.npy", np.full(2000, 300, np.uint16))
     status = main(["train", *MICRO, "--output", str(tmp_path / "run"), "--data", str(tmp_path / "t.npy")])
     assert_refused(status, capsys.readouterr().err, "the data have the token 300", "give the tokenizer")
+
+
+def test_a_run_that_saved_nothing_gives_way_to_one_with_another_tokenizer(words, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((words / "tokenizer.json").read_bytes())
+    other = write_tokenizer(tmp_path / "other.json", WORDS[:-1])
+    config = configured(tmp_path, *MICRO, "--tokenizer", str(other))
+    tokenizer = run_tokenizer(config, tmp_path)
+    assert tokenizer.vocab_size == len(WORDS) + 1
+    keep_tokenizer(tokenizer, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == other.read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_an_option_that_is_no_tokenizer(tmp_path, capsys):
