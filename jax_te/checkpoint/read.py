@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -149,6 +151,30 @@ def _custom_metadata(path: Path) -> dict[str, Any]:
     if None in found.metadata.values():  # a failed read, although Orbax raises nothing
         raise DamagedError("its arrays are not there")
     return dict(found.custom_metadata or {})
+
+
+def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int, ...], str]]]:
+    """Return the step of one checkpoint of a `TrainCheckpointer`, and dtype, shape and sharding as saved of each array.
+
+    Nothing of the arrays is read.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    try:
+        arrays = read_metadata(path.absolute())["arrays"]  # Orbax finds nothing under a relative path
+        shardings: dict[str, str] = {}
+        for file in sorted(path.glob("*/_sharding")):
+            for name, text in json.loads(file.read_text()).items():
+                saved = json.loads(text)
+                spec = [axis for axis in saved.get("partition_spec", ()) if axis]
+                shardings[base64.b64decode(name).decode()] = f"{saved['partition_spec']}" if spec else "replicated"
+        return int(path.name), {
+            name: (dtype, tuple(shape), shardings.get(name.replace("/", "."), "one device"))
+            for name, (dtype, shape) in arrays.items()
+        }
+    except (DamagedError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no checkpoint that can be read ({error})") from None
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:

@@ -1,4 +1,4 @@
-"""``jax-te inspect``: what quantization does to a trained model's tensors, and how its arrays are split."""
+"""``jax-te inspect``: what quantization does to a trained model's tensors, and how arrays are split and saved."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model, abstract_model_state, contexts, loss_fn, warnings_as_lines
+from jax_te.cli.inspect_checkpoint import show_checkpoint
 from jax_te.cli.inspect_sharding import show_sharding
 from jax_te.cli.memory import check_memory
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for options that do not go together, a folder without a run, and nothing to inspect.
     """
+    if options.checkpoint is not None:
+        return show_checkpoint(options)
     _check_options(options)
     if options.sharding:
         return show_sharding(options)

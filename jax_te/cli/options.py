@@ -365,6 +365,10 @@ class InspectOptions:
     axes that split it and its bytes, in all and on each device, and draws which device holds which part.
     It needs neither a checkpoint nor devices: jax-te inspect --sharding --preset gpt-1.3b --mesh fsdp=8
 
+    With a CHECKPOINT it lists name, dtype, shape, sharding as saved and bytes of every array, the step and
+    the recipe, and reads no array: of a run or one of its checkpoints, a folder of Hugging Face, Megatron-LM
+    or torch.distributed, or a file of torch.save (*.pt).
+
     columns of --sensitivity, for each layer quantized alone:
       gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without it: the
                       noise that quantizing this layer adds to an update. The rows are in its order.

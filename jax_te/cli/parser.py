@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import inspect
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
@@ -20,6 +21,11 @@ _COMMANDS: dict[str, type] = {
     "eval": EvalOptions,
     "inspect": InspectOptions,
     "doctor": DoctorOptions,
+}
+
+_OWN_OPTIONS = {
+    "bench": "measure layers or train steps beside te.jax's",
+    "convert": "convert a model into the form of Hugging Face or Megatron-LM",
 }
 
 
@@ -50,7 +56,7 @@ def build_parser(command: str | None = None) -> Parser:
     """Return the parser of ``jax-te`` and its commands.
 
     Args:
-        command: the one that was asked for. Only ``bench`` needs it.
+        command: the one that was asked for. Only ``bench`` and ``convert`` need it.
     """
     parser = Parser(
         prog="jax-te",
@@ -68,12 +74,14 @@ def build_parser(command: str | None = None) -> Parser:
             made.epilog = preset_table()  # behind the options, which it refers to
             for title, group in GROUPS.items():
                 add_options(made.add_argument_group(title), group, given_only=True)
-    bench = _add_command(commands, "bench", "measure layers or train steps beside te.jax's")
-    if command == "bench":
-        # What can be measured stands beside the measuring, which imports jax: a second that other commands do without.
-        from jax_te.cli.bench import add_bench_options
-
-        add_bench_options(bench)
+        if name == "inspect":
+            made.usage = "jax-te inspect [CHECKPOINT] [options]"
+            made.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="only list what this one holds")
+    for name, summary in _OWN_OPTIONS.items():
+        made = _add_command(commands, name, summary)
+        if command == name:
+            # Its options stand beside what it does, which imports jax: a second that other commands do without.
+            getattr(importlib.import_module(f"jax_te.cli.{name}"), f"add_{name}_options")(made)
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from jax_te.sharding import shardings_of
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.typing import Array, DTypeLike
 
+OnProgress = Callable[[int, int], None]
+"""Is called after each parameter with the number of those that are done and of all."""
+
 _EXECUTION = Execution()
 _SHOWN = 20
 """The most tensors in a message."""
@@ -36,6 +39,7 @@ def load_huggingface(
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
     ignore_fields: Collection[str] = (),
+    on_progress: OnProgress | None = None,
 ) -> Any:
     """Return the model of a folder that transformers wrote, with its weights.
 
@@ -57,6 +61,7 @@ def load_huggingface(
             ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
         execution: see `jax_te.models.Execution`.
         ignore_fields: names of fields of ``config.json`` that are unknown here and that you know to change no number.
+        on_progress: is called after each parameter with the number of those that are done and of all.
 
     Returns:
         A model of `jax_te.models`: a `GPTModel` for decoders.
@@ -76,15 +81,28 @@ def load_huggingface(
     stored, files = open_tensors(folder)
     tensors = read_block_scaled(values, stored, block_scaled)
     architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
-    return load_tensors(architecture, form, tensors, files, folder, dtype=dtype, config=config, execution=execution)
+    after = released(files, on_progress)
+    return load_tensors(architecture, form, tensors, folder, after, dtype=dtype, config=config, execution=execution)
+
+
+def released(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
+    """Return what `load_tensors` calls after each parameter: it drops what has been read of the files from memory."""
+
+    def after(done: int, count: int) -> None:
+        for file in files:
+            file.release()
+        if on_progress is not None:
+            on_progress(done, count)
+
+    return after
 
 
 def load_tensors(
     architecture: Architecture,
     form: Form,
     stored: Mapping[str, Any],
-    files: Sequence[Any],
     folder: Path,
+    after: OnProgress,
     *,
     dtype: DTypeLike | None,
     config: Mapping[str, Any] | None,
@@ -96,8 +114,8 @@ def load_tensors(
         architecture: whose table names the tensors.
         form: of the model.
         stored: arrays, or what ``np.asarray`` reads, by name.
-        files: are released after each parameter.
         folder: of the checkpoint, for messages.
+        after: is called after each parameter.
         dtype, config, execution: as in `load_huggingface`.
 
     Raises:
@@ -119,8 +137,7 @@ def load_tensors(
     arrays = []
     for (path, leaf, _), place in zip(leaves, places, strict=True):
         arrays.append(_placed(reader(path, entries, tensors, sizes), leaf, place))
-        for file in files:
-            file.release()
+        after(len(arrays), len(leaves))
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(params), arrays), rest)
 
 

@@ -18,6 +18,7 @@ from jax_te.huggingface.fields import NO_NUMBERS, Fields
 from jax_te.huggingface.folder import CONFIG, json_file, write_tensors
 from jax_te.huggingface.form import Architecture, Form
 from jax_te.huggingface.layout import Entry, Sizes, Table
+from jax_te.huggingface.load import OnProgress
 from jax_te.huggingface.safetensors import Plan
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.typing import DTypeLike
@@ -36,6 +37,7 @@ def save_huggingface(
     dtype: DTypeLike | None = None,
     max_shard_size: int = 5_000_000_000,
     like: str | Path | None = None,
+    on_progress: OnProgress | None = None,
 ) -> None:
     """Write a model so that transformers loads it: ``config.json`` and safetensors.
 
@@ -51,6 +53,7 @@ def save_huggingface(
             an index.
         like: a folder from which the fields of ``config.json`` that say nothing of the model are taken, such as
             ``eos_token_id``, and the files of the tokenizer and of generation; the one that the model was loaded from.
+        on_progress: is called after each parameter with the number of those that are done and of all.
 
     Raises:
         ValueError: for a model that no architecture, or not this one, can say; the message names the options. For
@@ -80,9 +83,11 @@ def save_huggingface(
     values |= {"architectures": [name], "model_type": chosen.model_type, "torch_dtype": widest.name}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for path, entry in entries.items():
+        for done, (path, entry) in enumerate(entries.items(), 1):
             for tensor, array in entry.write(on_host(arrays[path]), sizes):
                 yield tensor, array if dtype is None else array.astype(dtype)
+            if on_progress is not None:
+                on_progress(done, len(entries))
 
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from jax_te.metrics.log import PLOT_FILE
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, chart_values, plain_values
-from jax_te.metrics.progress import clock
+from jax_te.metrics.progress import clock, counting
 from jax_te.metrics.writers import METRICS_FILE, TENSORBOARD_FOLDER, require_writers
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "TENSORBOARD_FOLDER",
     "chart_values",
     "clock",
+    "counting",
     "plain_values",
     "require_writers",
 ]

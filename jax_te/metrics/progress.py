@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jax_te.config.internal import require_extra
@@ -178,6 +179,23 @@ class RichProgress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+@contextlib.contextmanager
+def counting(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of the number of parts that are done and of all, which shows a bar, or ten lines at most."""
+    if not sys.stdout.isatty():
+
+        def line(done: int, count: int) -> None:
+            if done * 10 // count > (done - 1) * 10 // count:
+                print(f"{title} {done}/{count}", flush=True)
+
+        yield line
+        return
+    rich = require_extra("rich.progress")
+    with rich.Progress(transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, count: bar.update(task, completed=done, total=count)
 
 
 def make_progress() -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jax_te.huggingface.internal import (
     TIED,
     Architecture,
     Fields,
+    OnProgress,
     Options,
     Table,
     layers,
@@ -22,13 +24,14 @@ from jax_te.huggingface.internal import (
     model_options,
     on_host,
     placed_arrays,
+    released,
     said_form,
 )
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions
 from jax_te.torch_files.megatron_folder import ARGS, RANK_FILE, TRACKER, read_megatron, split_axis
-from jax_te.torch_files.tensors import Piece, StoredTensor, Tensor
+from jax_te.torch_files.tensors import StoredTensor, Tensor
 from jax_te.torch_files.write import write_torch_file
 from jax_te.typing import DTypeLike
 
@@ -189,6 +192,7 @@ def load_megatron(
     dtype: DTypeLike | None = None,
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
+    on_progress: OnProgress | None = None,
 ) -> Any:
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
 
@@ -196,7 +200,7 @@ def load_megatron(
         path: as in `read_megatron`: formats ``torch`` and ``torch_dist``.
         iteration, vocab_size: as there.
         args: arguments of Megatron-LM by name, beside or in the place of those that the checkpoint holds.
-        dtype, config, execution: as in `jax_te.huggingface.load_huggingface`.
+        dtype, config, execution, on_progress: as in `jax_te.huggingface.load_huggingface`.
 
     Returns:
         A `GPTModel`, sharded over the mesh of ``jax.set_mesh``.
@@ -219,10 +223,18 @@ def load_megatron(
         given["norm_epsilon"] = given["layernorm_epsilon"]
     fields = Fields(given, f"the arguments of {path}", found.tensors)
     common: Any = {"dtype": dtype, "config": config, "execution": execution}
-    return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, found.files, Path(path), **common)
+    after = released(found.files, on_progress)
+    return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
 
 
-def save_megatron(model: Any, path: str | Path, *, tensor_parallel: int = 1, dtype: DTypeLike | None = None) -> None:
+def save_megatron(
+    model: Any,
+    path: str | Path,
+    *,
+    tensor_parallel: int = 1,
+    dtype: DTypeLike | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
     """Write a model as a checkpoint of Megatron-LM in the format ``torch``, without torch.
 
     The folder is one for ``--load`` with ``--ckpt-format torch``: ``release/mp_rank_XX/model_optim_rng.pt``, without an
@@ -234,6 +246,7 @@ def save_megatron(model: Any, path: str | Path, *, tensor_parallel: int = 1, dty
         path: the folder; or a file ``*.pt``, for one rank.
         tensor_parallel: files to split the model over.
         dtype: of the tensors. None: that of the parameters.
+        on_progress: is called after each tensor with the number of those that are done and of all.
 
     Raises:
         ValueError: for a model that has options which Megatron-LM's arguments cannot say; for sizes that do not divide;
@@ -255,8 +268,20 @@ def save_megatron(model: Any, path: str | Path, *, tensor_parallel: int = 1, dty
     arguments = dict(MEGATRON.config_fields(form)) | {"tensor_model_parallel_size": tensor_parallel}
     if form.config.num_query_groups is not None and form.config.num_query_groups % tensor_parallel:
         raise ValueError(f"tensor_parallel {tensor_parallel} does not divide {form.config.num_query_groups} groups")
+    written, count = itertools.count(1), len(tensors) * tensor_parallel
+
+    def counted(tensor: Tensor) -> np.ndarray:
+        found = np.asarray(tensor)
+        if on_progress is not None:
+            on_progress(next(written), count)
+        return found
+
     for rank in range(tensor_parallel):
         part = {name: _rank_part(name, tensor, rank, tensor_parallel, gated) for name, tensor in tensors.items()}
+        part = {
+            name: StoredTensor.of(tensor.shape, tensor.dtype, functools.partial(counted, tensor), name)
+            for name, tensor in part.items()
+        }
         file = path if single else path / "release" / f"mp_rank_{rank:02d}" / RANK_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(file, {"checkpoint_version": 3.0, "iteration": 0, ARGS: arguments, "model": part})
@@ -285,8 +310,7 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Tensor
     for name in (name for pieces in table.values() for name in pieces):
         shape, own, read = found[name]
         stored = np.dtype(own if dtype is None else dtype)
-        piece = Piece((0,) * len(shape), tuple(shape), functools.partial(_cast, read, stored))
-        tensors[name] = StoredTensor(tuple(shape), stored, (piece,), name)
+        tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored), name)
     return tensors
 
 
@@ -309,8 +333,7 @@ def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) ->
     if rest:
         raise ValueError(f"tensor_parallel {ranks} does not divide {name}, {list(tensor.shape)}")
     shape = tuple(size * blocks if at == axis else dim for at, dim in enumerate(tensor.shape))
-    piece = Piece((0,) * len(shape), shape, functools.partial(_part, tensor, axis, blocks, rank, size))
-    return StoredTensor(shape, tensor.dtype, (piece,), name)
+    return StoredTensor.of(shape, tensor.dtype, functools.partial(_part, tensor, axis, blocks, rank, size), name)
 
 
 def _part(tensor: Tensor, axis: int, blocks: int, rank: int, size: int) -> np.ndarray:

@@ -49,6 +49,13 @@ class StoredTensor:
         self.pieces, self.what = tuple(pieces), what
         _check_cover(shape, self.pieces, what)
 
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[], np.ndarray], what: str
+    ) -> StoredTensor:
+        """Return a tensor of one piece."""
+        return cls(shape, dtype, (Piece((0,) * len(shape), shape, read),), what)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is a new array in any case
         whole = np.empty(self.shape, self.dtype)
@@ -73,9 +80,7 @@ class StoredTensor:
 
     def first_rows(self, count: int) -> StoredTensor:
         """Return the part up to an index of the first axis."""
-        shape = (count, *self.shape[1:])
-        whole = Piece((0,) * self.ndim, shape, lambda: np.asarray(self)[:count])
-        return StoredTensor(shape, self.dtype, (whole,), self.what)
+        return self.of((count, *self.shape[1:]), self.dtype, lambda: np.asarray(self)[:count], self.what)
 
 
 Tensor = np.ndarray | StoredTensor

@@ -108,14 +108,15 @@ def message_of(call, *errors):
     return ""
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "doctor", "bench", "convert"])
 def test_bad_values_of_every_option_are_one_line(command, capsys):
     parser = build_parser(command)
     subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    places = ["from", "to"] if command == "convert" else []
     for action in subparsers.choices[command]._actions:
         refused = 0
-        for value in WORDS:
-            argv = [command, f"{action.option_strings[0]}={value}"]
+        for value in WORDS if action.option_strings else ():
+            argv = [command, *places, f"{action.option_strings[0]}={value}"]
             if message_of(lambda argv=argv: parser.parse_args(argv), SystemExit) == "2":
                 refused += 1
                 error = capsys.readouterr().err
@@ -123,7 +124,7 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
                 assert error.count("\n") == 1, argv
         # Names of files and the like are looked at later.
         names = action.choices is None and action.metavar in (None, "FILE", "DIR", "PATH", "AXES", "SIZES", "TEXT")
-        assert refused >= 20 or (names and action.nargs != 0), action
+        assert refused >= 20 or (names and action.nargs != 0) or not action.option_strings, action
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What kind of checkpoint a path is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from jax_te.cli.run_files import CHECKPOINT_FOLDER
+from jax_te.huggingface.internal import INDEX, SINGLE
+from jax_te.torch_files.internal import METADATA, TRACKER
+
+Kind = Literal["jax-te", "huggingface", "megatron", "torch"]
+
+
+def kind_of(path: Path) -> Kind:
+    """Return the kind of a checkpoint: ``"megatron"`` is also a folder of torch.distributed, ``"torch"`` a file.
+
+    Raises:
+        ValueError: for what is none.
+    """
+    if path.is_file() and path.suffix in (".pt", ".pth", ".bin"):
+        return "torch"
+    names = {each.name for each in path.iterdir()} if path.is_dir() else set()
+    if names & {METADATA, TRACKER, "model_optim_rng.pt"} or any(name.startswith("mp_rank_") for name in names):
+        return "megatron"
+    if names & {SINGLE, INDEX}:
+        return "huggingface"
+    if names & {CHECKPOINT_FOLDER, "_CHECKPOINT_METADATA"} or any(name.isdecimal() for name in names):
+        return "jax-te"
+    raise ValueError(
+        f"{path} is no checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
+        f"with {SINGLE} or {INDEX}; a folder of Megatron-LM or torch.distributed; a file *.pt of torch.save"
+    )
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Return the folder of one checkpoint of jax-te: the newest of a run, or the one that the path is.
+
+    Raises:
+        ValueError: if there is none yet.
+    """
+    if (path / "_CHECKPOINT_METADATA").exists():
+        return path
+    folder = path / CHECKPOINT_FOLDER if (path / CHECKPOINT_FOLDER).is_dir() else path
+    steps = [int(each.name) for each in folder.iterdir() if each.name.isdecimal()]
+    if not steps:
+        raise ValueError(f"{path} has saved no checkpoint yet")
+    return folder / str(max(steps))

@@ -1,0 +1,112 @@
+"""``jax-te convert``: a model from one kind of checkpoint into another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
+from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
+from jax_te.cli.options import SIZE
+from jax_te.cli.run_files import CONFIG_FILE, read_config
+from jax_te.config.internal import FLOAT_DTYPES, read_text
+from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
+from jax_te.metrics.internal import counting
+from jax_te.torch_files import load_megatron, save_megatron
+from jax_te.training import exact_model
+
+_EPILOG = """FROM is a run of jax-te train or one of its checkpoints; a folder of Hugging Face; a folder of Megatron-LM
+(formats torch and torch_dist) or a file *.pt of one rank. TO is a folder, or for Megatron a file *.pt, that is not
+there yet. Optimizer states, scales of FP8 and tokenizers are left behind."""
+
+
+def add_convert_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments and the description of ``jax-te convert`` to its parser."""
+    parser.usage, parser.epilog = "jax-te convert FROM TO [options]", _EPILOG
+    add = parser.add_argument
+    add("source", metavar="FROM", help="checkpoint to read")
+    add("target", metavar="TO", help="checkpoint to write")
+    add("--to", choices=("huggingface", "megatron"), help="form of TO (default: huggingface; from there megatron)")
+    add("--dtype", choices=FLOAT_DTYPES, help="dtype of the parameters (default: that of FROM)")
+    add("--step", type=SIZE.parse, metavar="N", help="of a run or of Megatron-LM: the checkpoint (default: the newest)")
+    add("--megatron-args", metavar="FILE", help="JSON file with arguments of Megatron-LM that FROM lacks")
+    add("--vocab-size", type=SIZE.parse, metavar="V", help="from Megatron-LM: rows of the vocabulary without padding")
+    add("--tensor-parallel", type=SIZE.parse, default=1, metavar="N", help="to Megatron-LM: ranks (default: 1)")
+    add("--architecture", choices=tuple(ARCHITECTURES), help="to Hugging Face (default: the first that fits)")
+    add("--factory-modules", metavar="NAMES", help="of the factories that the rules of a run may name (default: none)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Return the exit status, 0, once the model is written.
+
+    Raises:
+        ValueError: for what is no checkpoint, a TO that is there, options of another kind of checkpoint, and a model
+            that the other form cannot say.
+    """
+    source, target = Path(options.source), Path(options.target)
+    kind = kind_of(source)
+    megatron = target.suffix == ".pt" if options.to is None else options.to == "megatron"
+    megatron |= options.to is None and kind == "huggingface"
+    if target.exists():
+        raise ValueError(f"{target} exists; give another name, or delete it")
+    _check(options, kind, megatron)
+    with counting("read") as on_progress:
+        model = _read(options, source, kind, on_progress)
+    with counting("written") as on_progress:
+        if megatron:
+            split = options.tensor_parallel
+            save_megatron(model, target, tensor_parallel=split, dtype=options.dtype, on_progress=on_progress)
+        else:
+            like = source if kind == "huggingface" else None
+            common: dict[str, Any] = {"dtype": options.dtype, "like": like, "on_progress": on_progress}
+            save_huggingface(model, target, architecture=options.architecture, **common)
+    print(f"{target}: {'Megatron-LM' if megatron else 'Hugging Face'}")
+    return 0
+
+
+def _check(options: argparse.Namespace, kind: str, megatron: bool) -> None:
+    foreign = kind in ("megatron", "torch")
+    useless = {
+        "--megatron-args": options.megatron_args is not None and not foreign,
+        "--vocab-size": options.vocab_size is not None and not foreign,
+        "--step": options.step is not None and kind not in ("megatron", "jax-te"),
+        "--factory-modules": options.factory_modules is not None and kind != "jax-te",
+        "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
+        "--architecture": options.architecture is not None and megatron,
+    }
+    given = [name for name, wrong in useless.items() if wrong]
+    if given:
+        to = "Megatron-LM" if megatron else "Hugging Face"
+        raise ValueError(f"{', '.join(given)} has no effect from {kind} to {to}; leave it out")
+
+
+def _read(options: argparse.Namespace, source: Path, kind: str, on_progress: Any) -> Any:
+    if kind == "huggingface":
+        return load_huggingface(source, dtype=options.dtype, on_progress=on_progress)
+    if kind == "jax-te":
+        return _model_of_run(options, source)
+    given = {} if options.megatron_args is None else json.loads(read_text(Path(options.megatron_args)))
+    if not isinstance(given, dict):
+        raise ValueError(f"--megatron-args {options.megatron_args} must hold a JSON object")
+    common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress, "vocab_size": options.vocab_size}
+    return load_megatron(source, iteration=options.step, args=given, **common)
+
+
+def _model_of_run(options: argparse.Namespace, source: Path) -> Any:
+    """Return the model of a run, with the masters of kernels that are stored quantized."""
+    folder = checkpoint_folder(source)
+    step = int(folder.name) if options.step is None else options.step
+    run = next((each for each in folder.parents[:2] if (each / CONFIG_FILE).is_file()), source)
+    config = read_config(run)
+    if config is None:
+        raise ValueError(f"{run} has no {CONFIG_FILE}, which says what the model is")
+    config = config.on_one_device(options.factory_modules)
+    with contexts(config), TrainCheckpointer(folder.parent) as checkpointer, warnings_as_lines():
+        wanted = abstract_model_state(config, masters=True)
+        state, _, _ = checkpointer.restore(wanted, step=step, allow={"unexpected"})
+        return jax.block_until_ready(exact_model(state))

@@ -1,0 +1,106 @@
+"""``jax-te inspect CHECKPOINT``: the arrays of a checkpoint of any kind, and what it says of itself."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_te.checkpoint.internal import describe_checkpoint
+from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
+from jax_te.cli.options import InspectOptions, flag
+from jax_te.cli.run_files import CONFIG_FILE, read_config
+from jax_te.cli.table import table
+from jax_te.huggingface.internal import open_tensors
+from jax_te.torch_files import read_megatron, read_torch_distributed, read_torch_file
+from jax_te.torch_files.internal import METADATA, StoredTensor
+
+_DEPTH = 20
+"""Of nested dicts that are shown."""
+
+
+class _Row(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def show_checkpoint(options: argparse.Namespace) -> int:
+    """Return the exit status, 0, once names, shapes, dtypes, shardings and sizes of a checkpoint are printed.
+
+    Raises:
+        ValueError: for what is no checkpoint, and for options of the reports on a run.
+    """
+    fields = [field for field in dataclasses.fields(InspectOptions) if field.name != "json"]
+    given = [flag(field.name) for field in fields if getattr(options, field.name) != field.default]
+    if given:
+        raise ValueError(f"a CHECKPOINT is only listed, so leave {', '.join(given)} out; --output names a run")
+    path = Path(options.checkpoint)
+    kind = kind_of(path)
+    facts, rows = _SHOWN[kind](path)
+    facts = {"kind": kind, "step": None, "recipe": None} | facts
+    facts |= {"arrays": len(rows), "bytes": sum(row.bytes for row in rows)}
+    if options.json:
+        arrays = [row._asdict() | {"bytes": row.bytes} for row in rows]
+        print(json.dumps(facts | {"arrays": arrays}, indent=2))
+        return 0
+    print("  ".join(f"{name} {'-' if value is None else value}" for name, value in facts.items()), end="\n\n")
+    lines = [(row.name, row.dtype, str(list(row.shape)), row.sharding, f"{row.bytes:,}") for row in rows]
+    print(table(("name", "dtype", "shape", "sharding as saved", "bytes"), lines, right=1))
+    return 0
+
+
+def _ours(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+    folder = checkpoint_folder(path)
+    step, arrays = describe_checkpoint(folder)
+    run = next((each for each in (folder, *folder.parents[:2]) if (each / CONFIG_FILE).is_file()), None)
+    config = None if run is None else read_config(run)
+    recipe = "unknown" if config is None else config.recipe
+    return {"step": step, "recipe": recipe}, [_Row(name, *each) for name, each in arrays.items()]
+
+
+def _huggingface(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+    tensors, _ = open_tensors(path)
+    return {}, [_row(*item) for item in tensors.items()]
+
+
+def _megatron(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+    if (path / METADATA).is_file() and not (path / "common.pt").is_file():
+        return {}, [_row(*item) for item in read_torch_distributed(path).tensors.items()]
+    found = read_megatron(path)
+    recipe = found.args.get("fp8_recipe") if found.args.get("fp8") else None
+    return {"step": found.iteration, "recipe": recipe}, [_row(*item) for item in found.tensors.items()]
+
+
+def _torch(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+    state = read_torch_file(path)
+    step = state.get("iteration") if isinstance(state, dict) else None
+    return {"step": step if type(step) is int else None}, [_row(*item) for item in _arrays(state, "", 0)]
+
+
+_SHOWN = {"jax-te": _ours, "huggingface": _huggingface, "megatron": _megatron, "torch": _torch}
+
+
+def _arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if hasattr(value, "shape"):
+        yield name or "(the file)", value
+    elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from _arrays(each, f"{name}.{key}".strip("."), depth + 1)
+
+
+def _row(name: str, tensor: Any) -> _Row:
+    pieces = len(tensor.pieces) if isinstance(tensor, StoredTensor) else 1
+    return _Row(name, tensor.dtype.name, tuple(tensor.shape), "whole" if pieces == 1 else f"{pieces} pieces")

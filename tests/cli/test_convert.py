@@ -1,0 +1,154 @@
+"""jax-te convert, and jax-te inspect CHECKPOINT."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.cli.main import main
+from jax_te.config import TransformerConfig
+from jax_te.huggingface import load_huggingface, save_huggingface
+from jax_te.models import GPTModel
+from jax_te.torch_files import read_megatron, write_torch_file
+from tests.support.runs import assert_refused
+from tests.torch_files.distributed_folder import write_distributed
+
+CONFIG = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "activation": "swiglu"}
+CONFIG |= {"normalization": "RMSNorm", "add_bias_linear": False}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder of Hugging Face with fields and a file that only `like` copies, and its parameters."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    model = GPTModel(
+        TransformerConfig(**CONFIG),
+        vocab_size=32,
+        max_sequence_length=16,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        rngs=nnx.Rngs(0),
+    )
+    save_huggingface(model, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder, parameters(model)
+
+
+def parameters(model):
+    return {path: np.asarray(each[...]) for path, each in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+def test_there_and_back(llama, tmp_path, capsys):
+    folder, expected = llama
+    assert main(["convert", str(folder), str(tmp_path / "megatron"), "--tensor-parallel", "2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("read ")
+    assert out[-2] == "written 18/18"
+    assert out[-1] == f"{tmp_path / 'megatron'}: Megatron-LM"
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "again")]) == 0
+    assert_same(parameters(load_huggingface(tmp_path / "again")), expected)
+    # A state dict alone says nothing of the model: its flags come from a file.
+    found = read_megatron(tmp_path / "megatron")
+    write_torch_file(tmp_path / "alone.pt", {name: np.asarray(each) for name, each in found.tensors.items()})
+    (tmp_path / "args.json").write_text(json.dumps(found.args))
+    more = ["--megatron-args", str(tmp_path / "args.json"), "--vocab-size", "30", "--dtype", "bfloat16"]
+    assert main(["convert", str(tmp_path / "alone.pt"), str(tmp_path / "small"), *more]) == 0
+    small = load_huggingface(tmp_path / "small")
+    assert (small.vocab_size, small.config.params_dtype) == (30, jnp.bfloat16)
+    assert main(["convert", str(folder), str(tmp_path / "copy"), "--to", "huggingface"]) == 0
+    assert (tmp_path / "copy" / "tokenizer.json").exists()
+
+
+def test_a_run_is_converted(trained, tmp_path):
+    assert main(["convert", str(trained), str(tmp_path / "a.pt"), "--step", "8"]) == 0
+    assert (
+        main(["convert", str(trained / "checkpoints" / "8"), str(tmp_path / "hf"), "--architecture", "LlamaForCausalLM"])
+        == 0
+    )
+    one, two = read_megatron(tmp_path / "a.pt"), load_huggingface(tmp_path / "hf")
+    np.testing.assert_array_equal(one.tensors["embedding.word_embeddings.weight"], two.embedding.embedding[...])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["{llama}", "{llama}"], "exists"),
+        (["{tmp}", "{tmp}/new"], "is no checkpoint"),
+        (["{tmp}/absent", "{tmp}/new"], "is no checkpoint"),
+        (["{llama}", "{tmp}/new", "--step", "3"], "--step has no effect"),
+        (["{llama}", "{tmp}/new", "--architecture", "GPT2LMHeadModel"], "--architecture has no effect"),
+        (["{llama}", "{tmp}/new", "--to", "huggingface", "--tensor-parallel", "2"], "--tensor-parallel has no effect"),
+        (["{llama}", "{tmp}/new", "--tensor-parallel", "4"], "does not divide"),
+        (["{llama}"], "TO"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line(argv, message, llama, tmp_path, capsys):
+    argv = [each.format(llama=llama[0], tmp=tmp_path) for each in argv]
+    try:
+        status = main(["convert", *argv])
+    except SystemExit as error:  # argparse's
+        status = error.code
+    assert_refused(status, capsys.readouterr().err, message)
+    assert not list(tmp_path.iterdir())
+
+
+def shown(capsys, *argv):
+    assert main(["inspect", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_checkpoints_of_all_kinds_are_listed(llama, trained, tmp_path, capsys):
+    folder, expected = llama
+    found = shown(capsys, folder)
+    assert (found["kind"], found["step"], found["arrays"][0].keys()) == (
+        "huggingface", None, {"name", "dtype", "shape", "sharding", "bytes"},
+    )  # fmt: skip
+    assert found["bytes"] == sum(array.nbytes for array in expected.values())
+    for path, step in ((trained, 12), (trained / "checkpoints", 12), (trained / "checkpoints" / "8", 8)):
+        found = shown(capsys, path)
+        assert (found["kind"], found["step"], found["recipe"]) == ("jax-te", step, "none")
+        rows = {row["name"]: row for row in found["arrays"]}
+        assert rows["params/embedding/embedding"]["shape"][1] == 32
+        assert rows["params/embedding/embedding"]["bytes"] == 4 * np.prod(rows["params/embedding/embedding"]["shape"])
+    main(["convert", str(folder), str(tmp_path / "megatron"), "--tensor-parallel", "2"])
+    capsys.readouterr()
+    found = shown(capsys, tmp_path / "megatron")
+    assert found["step"] == 0
+    assert {row["sharding"] for row in found["arrays"]} == {"whole", "2 pieces", "4 pieces"}
+    write_distributed(tmp_path / "dcp", {"a": np.zeros((4, 6), np.float32)})
+    assert shown(capsys, tmp_path / "dcp")["arrays"] == [
+        {"name": "a", "dtype": "float32", "shape": [4, 6], "sharding": "4 pieces", "bytes": 96}
+    ]
+    write_torch_file(tmp_path / "a.pt", {"model": {"b": [np.zeros(3, np.int8)]}, "iteration": 5})
+    found = shown(capsys, tmp_path / "a.pt")
+    assert (found["step"], found["arrays"][0]["name"]) == (5, "model.b.0")
+    assert main(["inspect", str(tmp_path / "a.pt")]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "kind torch  step 5  recipe -  arrays 1  bytes 3"
+
+
+def test_shardings_are_those_that_were_saved(capsys):
+    found = shown(capsys, "tests/checkpoint/stored/84f1322/checkpoint")
+    rows = {row["name"]: row["sharding"] for row in found["arrays"]}
+    assert rows["params/embedding/embedding"] == "['tensor', 'fsdp']"
+    assert rows["params/final_norm/bias"] == "replicated"
+    assert (found["step"], found["recipe"]) == (3, "unknown")
+
+
+def test_a_damaged_checkpoint_and_other_options_are_refused(trained, tmp_path, capsys):
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "_CHECKPOINT_METADATA").write_text("{}")
+    assert_refused(main(["inspect", str(folder)]), capsys.readouterr().err, "no checkpoint that can be read")
+    assert_refused(main(["inspect", str(trained), "--recipes"]), capsys.readouterr().err, "leave --recipes out")
+    (tmp_path / "checkpoints").mkdir()
+    folder.joinpath("_CHECKPOINT_METADATA").unlink()
+    folder.rmdir()
+    assert_refused(main(["inspect", str(tmp_path)]), capsys.readouterr().err, "has saved no checkpoint yet")
