@@ -12,7 +12,7 @@ import jax
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
-from jax_te.cli.options import SIZE
+from jax_te.cli.options import MODULE_NAMES, SIZE
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.config.internal import FLOAT_DTYPES, read_text
 from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
@@ -38,7 +38,8 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=SIZE.parse, metavar="V", help="from Megatron-LM: rows of the vocabulary without padding")
     add("--tensor-parallel", type=SIZE.parse, default=1, metavar="N", help="to Megatron-LM: ranks (default: 1)")
     add("--architecture", choices=tuple(ARCHITECTURES), help="to Hugging Face (default: the first that fits)")
-    add("--factory-modules", metavar="NAMES", help="of the factories that the rules of a run may name (default: none)")
+    modules = {"type": MODULE_NAMES.parse, "metavar": MODULE_NAMES.metavar}
+    add("--factory-modules", help="of the factories that the rules of a run may name (default: none)", **modules)
 
 
 def run(options: argparse.Namespace) -> int:

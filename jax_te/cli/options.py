@@ -169,7 +169,7 @@ MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
 FILE = Text("FILE", str)
 _MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
 _SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones
-_MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
+MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
@@ -291,7 +291,7 @@ class PrecisionOptions:
     bf16_layers_end: int = option(COUNT, "last layers not to quantize", 0, library=("num_layers_at_end_in_bf16",))
     precision_config: str | None = option(FILE, "YAML with rules for single layers; kept with the run", None)
     # A run folder may be somebody else's: what it names is not imported, only what the command line names.
-    factory_modules: str | None = _free(_MODULE_NAMES, "of the factories that its rules may name", None, kept=False)
+    factory_modules: str | None = _free(MODULE_NAMES, "of the factories that its rules may name", None, kept=False)
     # The defaults in words are resolved when a run is made, since they depend on its device.
     params_dtype: str = option(
         FLOAT_DTYPES, "half keeps fp32 masters", "float32", shown="bfloat16 on a GPU, else float32"
@@ -349,7 +349,7 @@ class SampleOptions:
     temperature: float = option(NON_NEGATIVE, "0: the likeliest token", 0.8)
     top_k: int = option(COUNT, "draw from the N likeliest tokens; 0: all", 0)
     seed: int = option(_SEED, "of the drawing", 0)
-    factory_modules: str | None = option(_MODULE_NAMES, "of the factories that the run's rules may name", None)
+    factory_modules: str | None = option(MODULE_NAMES, "of the factories that the run's rules may name", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +382,7 @@ class InspectOptions:
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
     recipe: str | None = option(_QUANTIZED, "another recipe, with its default fields", None, shown="the run's")
     precision_config: str | None = option(FILE, "another precision file; reports on it", None, shown="the run's")
-    factory_modules: str | None = option(_MODULE_NAMES, "of the factories that its rules may name", None)
+    factory_modules: str | None = option(MODULE_NAMES, "of the factories that its rules may name", None)
     data: str | None = option(PATH, "text file or folder", None, shown="the run's")
     batch_size: int | None = option(SIZE, "examples of a batch", None, shown="a microbatch of the run")
     check_memory: bool = option(FLAG, "refuse a batch that cannot fit, by an estimate", True)

@@ -40,7 +40,7 @@ _KINDS: dict[str, type] = {
     "layernorm_epsilon": float,
     "attention_dropout": float,
     "hidden_dropout": float,
-    **dict.fromkeys((TIED, "add_bias_linear", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
+    **dict.fromkeys((TIED, "add_bias_linear", "add_qkv_bias", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
     "normalization": str,
 }
 

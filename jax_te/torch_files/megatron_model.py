@@ -59,8 +59,8 @@ _LAYER: Table = {
     f"{_MLP}/wi_kernel": {f"{_FC1}weight": "(a f) h -> h a f"},
     f"{_MLP}/wo_kernel": {f"{_FC2}weight": "h f -> f h"},
 }
+_QKV_BIAS: Table = {f"{_ATTENTION}/qkv/bias": {f"{_QKV}bias": "(g c d) -> c (g d)"}}
 _BIASES: Table = {
-    f"{_ATTENTION}/qkv/bias": {f"{_QKV}bias": "(g c d) -> c (g d)"},
     f"{_ATTENTION}/proj/bias": {f"{_PROJ}bias": "h -> h"},
     f"{_MLP}/wi_bias": {f"{_FC1}bias": "(a f) -> a f"},
     f"{_MLP}/wo_bias": {f"{_FC2}bias": "h -> h"},
@@ -75,6 +75,7 @@ def _table(form: Any) -> Table:
     config, layer = form.config, dict(_LAYER)
     centered = config.normalization == "LayerNorm"
     layer |= (_BIASES if config.add_bias_linear else {}) | (_NORM_BIASES if centered else {})
+    layer |= _QKV_BIAS if config.add_bias_linear or config.add_qkv_bias else {}
     ends = {"scale": "weight", "bias": "bias"} if centered else {"scale": "weight"}
     for each in ("q", "k") if config.qk_layernorm else ():
         norm = f"decoder.layers.{{i}}.self_attention.{each}_layernorm"
@@ -95,9 +96,6 @@ def _read(given: Fields, options: Options) -> None:
         given.expect(name, value)
     grouped, groups = given.take("group_query_attention", bool, False), given.raw("num_query_groups")
     options["num_query_groups"] = groups if grouped else None
-    bias = options["add_bias_linear"]
-    if given.take("add_qkv_bias", bool, False) and not bias:
-        raise given.refused("add_qkv_bias", True, "linear layers have biases all or none")
     options[TIED] = not given.take("untie_embeddings_and_output_weights", bool, False)
     options["activation"] = _activation(given)
     size, skip = given.raw("window_size"), given.raw("window_attn_skip_freq")
@@ -168,6 +166,7 @@ MEGATRON = Architecture(
         "norm_epsilon": ("layernorm_epsilon", 1e-5),
         "apply_layernorm_1p": ("layernorm_zero_centered_gamma", False),
         "add_bias_linear": ("add_bias_linear", True),
+        "add_qkv_bias": ("add_qkv_bias", False),
         "qk_layernorm": ("qk_layernorm", False),
         "attention_dropout": ("attention_dropout", 0.1),
         "hidden_dropout": ("hidden_dropout", 0.1),

@@ -70,7 +70,9 @@ def test_there_and_back(llama, tmp_path, capsys):
 def test_a_run_is_converted(trained, tmp_path):
     assert main(["convert", str(trained), str(tmp_path / "a.pt"), "--step", "8"]) == 0
     assert (
-        main(["convert", str(trained / "checkpoints" / "8"), str(tmp_path / "hf"), "--architecture", "LlamaForCausalLM"])
+        main(
+            ["convert", str(trained / "checkpoints" / "8"), str(tmp_path / "hf"), "--architecture", "LlamaForCausalLM"]
+        )
         == 0
     )
     one, two = read_megatron(tmp_path / "a.pt"), load_huggingface(tmp_path / "hf")

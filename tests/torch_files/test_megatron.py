@@ -21,7 +21,8 @@ FORMS = {
     "gpt2": ({}, "learned_absolute", True),
     "llama": (LLAMA, RotaryPositions(base=5e5, percent=0.5), False),
     "qk norms, exact gelu": (
-        {"qk_layernorm": True, "activation": "gelu_exact", "layernorm_zero_centered_gamma": True, "kv_channels": 8},
+        {"qk_layernorm": True, "activation": "gelu_exact", "layernorm_zero_centered_gamma": True, "kv_channels": 8}
+        | {"add_bias_linear": False, "add_qkv_bias": True},
         "rope",
         False,
     ),
