@@ -164,6 +164,7 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
     try:
         arrays = read_metadata(path.absolute())["arrays"]  # Orbax finds nothing under a relative path
         shardings: dict[str, str] = {}
+        # Orbax's own file: names in base64, and JSON in strings of JSON.
         for file in sorted(path.glob("*/_sharding")):
             for name, text in json.loads(file.read_text()).items():
                 saved = json.loads(text)

@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     source, target = Path(options.source), Path(options.target)
     kind = kind_of(source)
     megatron = target.suffix == ".pt" if options.to is None else options.to == "megatron"
+    # From one form into another: to itself only when it is asked for.
     megatron |= options.to is None and kind == "huggingface"
     if target.exists():
         raise ValueError(f"{target} exists; give another name, or delete it")
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
             split = options.tensor_parallel
             save_megatron(model, target, tensor_parallel=split, dtype=options.dtype, on_progress=on_progress)
         else:
+            # The tokenizer and fields of tokens come along where both are folders of this form.
             like = source if kind == "huggingface" else None
             common: dict[str, Any] = {"dtype": options.dtype, "like": like, "on_progress": on_progress}
             save_huggingface(model, target, architecture=options.architecture, **common)
@@ -106,6 +108,7 @@ def _model_of_run(options: argparse.Namespace, source: Path) -> Any:
     config = read_config(run)
     if config is None:
         raise ValueError(f"{run} has no {CONFIG_FILE}, which says what the model is")
+    # One device and whatever kernels there are, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     with contexts(config), TrainCheckpointer(folder.parent) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config, masters=True)

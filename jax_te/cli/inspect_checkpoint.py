@@ -76,6 +76,7 @@ def _huggingface(path: Path) -> tuple[dict[str, Any], list[_Row]]:
 
 
 def _megatron(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+    # Without Megatron-LM's common.pt it may be of any program, whose names are shown as they are.
     if (path / METADATA).is_file() and not (path / "common.pt").is_file():
         return {}, [_row(*item) for item in read_torch_distributed(path).tensors.items()]
     found = read_megatron(path)
@@ -102,5 +103,6 @@ def _arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _row(name: str, tensor: Any) -> _Row:
+    # Files hold no mesh: into how many pieces a tensor was cut is all that they say.
     pieces = len(tensor.pieces) if isinstance(tensor, StoredTensor) else 1
     return _Row(name, tensor.dtype.name, tuple(tensor.shape), "whole" if pieces == 1 else f"{pieces} pieces")

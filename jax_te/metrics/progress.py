@@ -184,6 +184,7 @@ class RichProgress:
 @contextlib.contextmanager
 def counting(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function of the number of parts that are done and of all, which shows a bar, or ten lines at most."""
+    # A log of a thousand parameters has ten lines.
     if not sys.stdout.isatty():
 
         def line(done: int, count: int) -> None:

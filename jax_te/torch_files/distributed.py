@@ -66,7 +66,7 @@ def read_torch_distributed(folder: str | Path) -> Distributed:
     tensors: dict[str, StoredTensor] = {}
     others = [name for name, entry in entries.items() if entry.get("chunks") is None]
     for name, entry in entries.items():
-        if name in others:
+        if name in others:  # pickled objects, such as _extra_state
             continue
         what, pieces = f"{path}: {name[:200]}", []
         shape, dtype = _sizes(entry.get("size"), what), _dtype(entry, what)
@@ -112,6 +112,7 @@ def _place(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> mem
         raise ValueError(f"{what} is in {str(name)[:200]!r}, which is no name of a .distcp file")
     if get("transform_descriptors"):
         raise ValueError(f"{what} is packed ({str(get('transform_descriptors'))[:100]}); save it without extensions")
+    # One map for each file, however many chunks lie in it.
     if name not in files:
         files[name] = Mapped(folder / name)
     data = files[name].bytes

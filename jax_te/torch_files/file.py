@@ -92,6 +92,7 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
         kind, dtype, key, _, count = found
         if kind != "storage" or not isinstance(dtype, Global) or type(key) is not str or type(count) is not int:
             raise TypeError("a persistent id that is no storage")
+        # A name in the archive, never one of the disk.
         stored = entries.get(f"{root}data/{key}")
         known = np.dtype(np.uint8) if dtype in _UNTYPED else _STORAGE_DTYPES.get(dtype)
         if stored is None or known is None or len(stored) != count * known.itemsize:
@@ -127,6 +128,7 @@ def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, st
     # An expanded tensor has more elements than its storage: a small file could ask for any amount of memory.
     if (math.prod(shape) and (last >= count or math.prod(shape) > count)) or len(shape) > 32:
         raise ValueError(f"a tensor {list(shape)[:32]} that its storage of {count} elements does not hold")
+    # Of no elements: its offset may lie at the end of the storage.
     if not math.prod(shape):
         return np.zeros(shape, dtype)
     strides = [step * dtype.itemsize for step in steps]

@@ -151,6 +151,7 @@ def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
         rank = _RANK.fullmatch(each.name)
         if rank and (each / RANK_FILE).is_file():
             paths[int(rank[1]), int(rank[2] or 0)] = each / RANK_FILE
+    # The folder of a single rank.
     if (path / RANK_FILE).is_file():
         paths = {(0, 0): path / RANK_FILE}
     width, depth = (1 + max((rank[at] for rank in paths), default=-1) for at in (0, 1))
@@ -167,6 +168,7 @@ def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
         gated = bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
     tensors: dict[str, Any] = {}
     chunks = [_chunks(states[0, stage], path) for stage in range(depth)]
+    # Each rank and stage counts its layers from 0.
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
     for chunk in range(max(map(len, chunks))):
@@ -186,6 +188,7 @@ def _chunks(state: Any, path: Path) -> list[Any]:
         raise ValueError(f"{path} holds no state dict")
     if all(hasattr(value, "shape") or name.endswith("_extra_state") for name, value in state.items()):
         return [state]
+    # Virtual stages.
     numbered = sorted((name for name in state if re.fullmatch(r"model\d{1,3}", name)), key=lambda name: int(name[5:]))
     chunks = [state[name] for name in numbered] or [state.get("model")]
     if not all(isinstance(chunk, dict) for chunk in chunks) or "language_model" in chunks[0]:
@@ -236,6 +239,7 @@ def _said(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
     if not isinstance(version, int | float) or version < 2.0:
         raise ValueError(f"{path} has version {version!r}, in which queries, keys and values have another order")
     args, iteration = state.get("args", state.get(ARGS)), state.get("iteration")
+    # Megatron-LM keeps its arguments in a Namespace, among them enums and functions, which are records here.
     args = args.state if isinstance(args, Record) else args
     kinds = (str, int, float, type(None), list, tuple)
     values = {name: value for name, value in args.items() if isinstance(value, kinds)} if isinstance(args, dict) else {}

@@ -73,6 +73,7 @@ _NORM_BIASES: Table = {
 
 def _table(form: Any) -> Table:
     config, layer = form.config, dict(_LAYER)
+    # RMSNorm has no biases.
     centered = config.normalization == "LayerNorm"
     layer |= (_BIASES if config.add_bias_linear else {}) | (_NORM_BIASES if centered else {})
     layer |= _QKV_BIAS if config.add_bias_linear or config.add_qkv_bias else {}
@@ -94,6 +95,7 @@ def _table(form: Any) -> Table:
 def _read(given: Fields, options: Options) -> None:
     for name, value in _EXPECTED.items():
         given.expect(name, value)
+    # Megatron-LM has a number of groups without the flag, too, which it then ignores.
     grouped, groups = given.take("group_query_attention", bool, False), given.raw("num_query_groups")
     options["num_query_groups"] = groups if grouped else None
     options[TIED] = not given.take("untie_embeddings_and_output_weights", bool, False)
@@ -216,6 +218,7 @@ def load_megatron(
     gated = bool(given.get("swiglu") or given.get("quick_geglu")) if args else None
     found = read_megatron(path, iteration=iteration, gated=gated, vocab_size=vocab_size)
     given = found.args | given
+    # The model is one of the rows that are kept.
     if vocab_size is not None:
         given["padded_vocab_size"] = vocab_size
     if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
@@ -285,6 +288,7 @@ def save_megatron(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(file, {"checkpoint_version": 3.0, "iteration": 0, ARGS: arguments, "model": part})
     if not single:
+        # Megatron-LM's word for weights without a training state; it then begins with iteration 0.
         (path / TRACKER).write_text("release")
 
 
@@ -336,5 +340,6 @@ def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) ->
 
 
 def _part(tensor: Tensor, axis: int, blocks: int, rank: int, size: int) -> np.ndarray:
+    # Of gate and factor a rank has its part of each.
     by_block = np.split(np.asarray(tensor), blocks, axis)
     return np.concatenate([np.take(block, range(rank * size, (rank + 1) * size), axis) for block in by_block], axis)

@@ -120,6 +120,7 @@ class _Machine:
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(self.memo[int(argument)])
         elif name == "MARK":
+            # What follows goes to a stack of its own, so that damaged data cannot reach below the mark.
             self.marks.append(stack)
             self.stack = []
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
@@ -159,6 +160,7 @@ class _Machine:
             raise TypeError("what is called is no name, or its arguments are no tuple")
         if function == "torch._tensor._rebuild_from_type_v2":  # of a class derived from Tensor, with its attributes
             return self.call(args[0], args[2])
+        # By name: whatever stands under it in this process is never looked up.
         if function in self.handlers:
             return self.handlers[function](*args)
         if function in _RECORDED or function.startswith(_RECORDED_MODULES):
@@ -170,6 +172,7 @@ class _Machine:
 
     def do_build(self, _: Any) -> None:
         state = self.stack.pop()
+        # Python would set attributes of any object here, functions and classes included.
         if isinstance(self.stack[-1], Record):
             self.stack[-1].state = state
         elif not isinstance(self.stack[-1], dict):  # an OrderedDict of a state dict has versions of modules

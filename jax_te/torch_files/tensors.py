@@ -58,6 +58,7 @@ class StoredTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is a new array in any case
+        # Nothing of it stays unset, since the pieces were found to fill it.
         whole = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
             part = piece.read()

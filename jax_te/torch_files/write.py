@@ -52,6 +52,7 @@ def write_torch_file(path: str | Path, value: Any) -> None:
             array = np.ascontiguousarray(np.asarray(tensor))
             _add(archive, f"{root}/data/{key}", array.reshape(-1).view(np.uint8).data)
         _add(archive, f"{root}/version", b"3\n")
+    # Whole or not at all: a reader never sees a file that is cut off.
     partial.replace(path)
 
 
@@ -86,6 +87,7 @@ def _pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool):
         yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
     elif isinstance(value, int):
+        # One byte more than is needed for some values, which says the sign of all.
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         yield b"\x8a" + bytes([len(data)]) + data
     elif isinstance(value, float):
@@ -100,6 +102,7 @@ def _pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
 
 def _tensor(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     dtype, shape = np.dtype(value.dtype), tuple(value.shape)
+    # Older torch knows no storages of the newer dtypes, which all lie in untyped ones.
     if dtype not in _TORCH_NAMES:
         raise TypeError(f"torch has no dtype {dtype}; convert the array to one of {', '.join(DTYPES)}")
     key = str(len(tensors))
