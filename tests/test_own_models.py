@@ -327,6 +327,47 @@ def test_stacked_layers_have_a_state_each():
     np.testing.assert_array_equal(op.quantizers["kernel"]["amax_history"][:, 0], kernels)
 
 
+def test_drop_ins_on_an_explicit_mesh_compute_what_they_do_without_one():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    model, x = nnx.Linear(32, 64, use_bias=False, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8, 32))
+    linen = te.quantize_model(nn.Dense(64, use_bias=False))
+    quantize_model(model)
+    prepare_quantization(model, DELAYED)
+    variables = {"params": {"kernel": model.kernel[...]}}
+
+    def run(model: Any, variables: Any, x: Any) -> Any:
+        with autocast(DELAYED):
+            nnx_results = value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x))))(model, x)
+        with autocast(CURRENT):
+            return nnx_results, jax.value_and_grad(lambda v: jnp.sum(jnp.sin(linen.apply(v, x))))(variables)
+
+    expected = jax.jit(run)(model, variables, x)
+    with jax.set_mesh(mesh):
+        kernel = jax.device_put(model.kernel[...], jax.P(None, "model"))
+        model.kernel.set_value(kernel)
+        actual = jax.jit(run)(model, {"params": {"kernel": kernel}}, jax.device_put(x, jax.P("data")))
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
+
+
+def test_drop_ins_under_transformations_are_those_without():
+    """Per example, and so each example with a scale of its own."""
+    dense = nn.Dense(32)
+    variables = dense.init(jax.random.key(0), X)
+    of_flax = nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(32)
+    layer = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    quantize_model(layer)
+    with autocast(CURRENT):
+        whole = te.quantize_model(dense).apply(variables, X)
+        each = jnp.stack([te.quantize_model(dense).apply(variables, x) for x in X])
+        assert np.any(np.asarray(whole) != np.asarray(dense.apply(variables, X)))
+        np.testing.assert_array_equal(te.quantize_model(nn.jit(nn.Dense)(32)).apply(variables, X), whole)
+        np.testing.assert_array_equal(te.quantize_model(of_flax).apply(variables, X), each)
+        each = jnp.stack([layer(x) for x in X])
+        np.testing.assert_array_equal(nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(layer, X), each)
+        np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, X), layer(X))
+
+
 STEPS = 3
 
 

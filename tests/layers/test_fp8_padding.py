@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te import linen
 from jax_te.config import TransformerConfig
-from jax_te.layers import DotProductAttention, Fp8Padding, Fp8Unpadding
+from jax_te.layers import DotProductAttention, Fp8Padding, Fp8Unpadding, Linear, LoRA
 from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, MXFP8BlockScaling, autocast
-from tests.support.numerics import draw, quick_jit
+from jax_te.training import deferred_vjp
+from tests.support.numerics import assert_bitwise, draw, quick_jit
 
 
 def test_groups_are_padded_by_zeros_each_and_come_back():
@@ -63,3 +65,39 @@ def test_an_empty_batch_passes_a_model():
         assert jax.eval_shape(lambda state: nnx.merge(graph, state)(tokens), state).shape == (0, 8, 64)
     assert float(loss) == 0.0
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("way", ["linen", "lora", "deferred"])
+def test_tokens_are_padded_whichever_way_a_layer_is_called(way):
+    """Twelve tokens give what they give with four rows of zeros behind them, which change no scale."""
+    x, g = draw("x", (12, 32)), draw("g", (12, 16))
+    base = Linear(32, 16, bias=False, rngs=nnx.Rngs(0))
+    if way == "linen":
+        module = linen.Linear(32, 16, bias=False)
+        variables = {"params": {"kernel": base.kernel[...]}}
+    else:
+        layer = LoRA(base, 16, rngs=nnx.Rngs(1)) if way == "lora" else base
+        if way == "lora":
+            layer.lora_b.set_value(draw("b", layer.lora_b.shape))
+        graphdef, state = nnx.split(layer)
+
+    def run(x, g):
+        if way == "deferred":
+            y, backward = deferred_vjp(lambda m, x: m(x), nnx.merge(graphdef, state), x)
+            first = backward(g)
+            return y, first.inputs[0], jax.tree.leaves(first.backward_dw())
+        if way == "linen":
+            y, vjp = jax.vjp(lambda v, x: module.apply(v, x), variables, x)
+        else:
+            y, vjp = jax.vjp(lambda s, x: nnx.merge(graphdef, s)(x), state, x)
+        of_variables, dx = vjp(g)
+        return y, dx, jax.tree.leaves(of_variables)
+
+    with autocast(Float8CurrentScaling()):
+        y, dx, gradients = quick_jit(run)(x, g)
+        padded, dpadded, expected = quick_jit(run)(*(jnp.pad(a, ((0, 4), (0, 0))) for a in (x, g)))
+    assert_bitwise(y, padded[:12])
+    assert_bitwise(dx, dpadded[:12])
+    assert gradients
+    for one, other in zip(gradients, expected, strict=True):
+        assert_bitwise(one, other)

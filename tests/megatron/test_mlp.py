@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.config import TransformerConfig
+from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.megatron import (
     Float16Module,
     MegatronModule,
@@ -19,11 +20,11 @@ from jax_te.megatron import (
     recipe_from_config,
 )
 from jax_te.recipe import autocast
-from jax_te.sharding import constrain
+from jax_te.sharding import constrain, make_mesh
 from jax_te.training import create_train_state, make_train_step
 from jax_te.typing import Array
 from tests.support.meshes import shard
-from tests.support.numerics import assert_close, draw, value_and_vjp
+from tests.support.numerics import assert_close, compiled_text, draw, value_and_vjp
 from tests.support.reference import ROUNDOFF, Form, gelu, norm, parameters, randomize, value_and_vjp64
 
 H, F = 32, 64
@@ -73,6 +74,35 @@ class MLP(MegatronModule):
 
 
 @pytest.mark.wide
+class Gated(MegatronModule):
+    """A gated MLP of Megatron's layers, whose first one has ``output_size``."""
+
+    def __init__(self, output_size: Any):
+        config = TransformerConfig(**SIZES, add_bias_linear=False)
+        super().__init__(config)
+        common: Any = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
+        common |= {"skip_bias_add": False, "rngs": nnx.Rngs(0)}
+        self.linear_fc1 = TELayerNormColumnParallelLinear(H, output_size, gather_output=False, **common)
+        self.linear_fc2 = TERowParallelLinear(F, H, input_is_parallel=True, **common)
+
+    def __call__(self, x: Array) -> Array:
+        y, _ = self.linear_fc1(x)
+        gate, up = jnp.split(y, 2, axis=-1) if y.ndim == 3 else (y[:, :, 0], y[:, :, 1])
+        return self.linear_fc2(jax.nn.silu(gate) * up)[0]
+
+
+def test_a_gate_on_an_axis_of_its_own_needs_no_permutes():
+    """Cut out of one array of ``2 f``, the gate of a token and its factor lie on different devices."""
+
+    def permutes(output_size: Any) -> int:
+        with jax.set_mesh(make_mesh(ParallelConfig(tensor=4))):
+            graphdef, state = nnx.split(shard(Gated(output_size)))
+            text = compiled_text(lambda state, x: nnx.merge(graphdef, state)(x), state, jnp.ones((2, 8, H)))
+        return len(re.findall(r" collective-permute(?:-start)?\(", text))
+
+    assert permutes((2, F)) == 0 < permutes(2 * F)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_is_the_formula(bias: bool, mesh_mode: str):
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -27,13 +27,13 @@ from jax_te.megatron import (
     load_quantization_recipe,
 )
 from jax_te.megatron.quant_paths import megatron_path
-from jax_te.models import GPTModel
+from jax_te.models import Execution, GPTModel
 from jax_te.ops import activation, layernorm
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, ModuleRecipe, autocast
 from tests.megatron.test_float16 import BF16
 from tests.megatron.test_quant_config import EXAMPLE
-from tests.support.numerics import assert_bitwise, draw
+from tests.support.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
 PATHS = [
@@ -109,6 +109,24 @@ def test_megatrons_names_and_the_packages_mean_the_same():
     ]
     assert megatron_path("encoder_layers.3.self_attention.proj") == "encoder.layers.3.self_attention.linear_proj"
     assert megatron_path("decoder_layers.0.inter_attention.key_value") == "decoder.layers.0.cross_attention.linear_kv"
+
+
+def test_rules_hold_in_a_scanned_stack():
+    """A layer with a rule of its own runs outside of the loop, which would have one recipe for all."""
+    config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=2)
+    kind = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    rules = RecipeConfig([GlobMatcher("layers.0.*", "bf16", "first")], {"bf16": kind})
+
+    def run(scan: bool, rules: RecipeConfig | None) -> jax.Array:
+        execution = Execution(scan_layers=scan)
+        model = GPTModel(config, vocab_size=64, max_sequence_length=16, execution=execution, rngs=nnx.Rngs(0))
+        apply_quantization_config(model, rules)
+        with autocast(Float8CurrentScaling()):
+            return quick_jit(lambda model: model(TOKENS))(model)
+
+    by_rule = run(True, rules)
+    assert_close(by_rule, run(False, rules), 2.0**-18)
+    assert relative_l2(by_rule, run(False, None)) > 2.0**-12
 
 
 def test_a_rule_that_matches_nothing_is_logged_once(caplog: pytest.LogCaptureFixture):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import Linear, quantize_model
-from jax_te.ops import use_backend
+from jax_te.ops import explain_backend, use_backend
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.training import value_and_grad
 
@@ -24,6 +24,7 @@ def test_a_quantized_layer_of_flax_is_the_layer_of_this_package(recipe):
         library = Linear(64, 64, bias=False, rngs=nnx.Rngs(0))
         library.kernel.set_value(flax.kernel.get_value())
         quantize_model(flax)
+        assert explain_backend("dense", recipe=recipe).backend == "te"
         values = [nnx.jit(value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))(m, x) for m in (flax, library)]
     for one, other in zip(*map(jax.tree.leaves, values), strict=True):
         np.testing.assert_array_equal(one, other)
