@@ -4,10 +4,12 @@ from jax_te.torch_files.distributed import read_torch_distributed
 from jax_te.torch_files.file import read_torch_file
 from jax_te.torch_files.megatron_folder import read_megatron
 from jax_te.torch_files.megatron_model import load_megatron, save_megatron
+from jax_te.torch_files.te_state_dict import load_te_state_dict
 from jax_te.torch_files.write import write_torch_file
 
 __all__ = [
     "load_megatron",
+    "load_te_state_dict",
     "read_megatron",
     "read_torch_distributed",
     "read_torch_file",

@@ -1,0 +1,90 @@
+"""State dicts of te.pytorch's modules, laid out by hand."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.errors import CheckpointMismatchError
+from jax_te.layers import LayerNormLinear, RMSNorm, TransformerLayer
+from jax_te.torch_files import load_te_state_dict
+
+H, F, N, G, D = 32, 48, 4, 2, 8
+
+
+def random(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def layer(**more):
+    return TransformerLayer(H, F, N, num_gqa_groups=G, activation="swiglu", rngs=nnx.Rngs(0), **more)
+
+
+def te_arrays(fused, where="self_attention", name="qkv"):
+    """Of one attention: queries in the order of heads, or each group with its queries, key and value."""
+    query, key, value = random(N * D, H), random(G * D, H), random(G * D, H) + 1
+    names = {f"{where}.layernorm_{name}.layer_norm_weight": random(H), f"{where}.layernorm_{name}._extra_state": None}
+    names |= {f"{where}.layernorm_{name}.layer_norm_bias": random(H) + 1}
+    names |= {f"{where}.proj.weight": random(H, N * D), f"{where}.proj.bias": random(H)}
+    biases = [array[:, 0] for array in (query, key, value)]
+    if fused:
+        groups = [
+            np.concatenate([query.reshape(G, -1, H)[i], key.reshape(G, -1, H)[i], value.reshape(G, -1, H)[i]])
+            for i in range(G)
+        ]
+        return names | {
+            f"{where}.layernorm_{name}.{kind}": whole
+            for kind, whole in (("weight", np.concatenate(groups)), ("bias", np.concatenate(groups)[:, 0]))
+        }, (query, key, value)
+    for part, weight, bias in zip(("query", "key", "value"), (query, key, value), biases, strict=True):
+        names |= {f"{where}.layernorm_{name}.{part}_weight": weight, f"{where}.layernorm_{name}.{part}_bias": bias}
+    return names, (query, key, value)
+
+
+MLP = {"layernorm_mlp.layer_norm_weight": random(H), "layernorm_mlp.layer_norm_bias": random(H)}
+MLP |= {"layernorm_mlp.fc1_weight": random(2 * F, H), "layernorm_mlp.fc1_bias": random(2 * F)}
+MLP |= {"layernorm_mlp.fc2_weight": random(H, F), "layernorm_mlp.fc2_bias": random(H)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_transformer_layer(fused):
+    arrays, (query, key, value) = te_arrays(fused)
+    found = layer()
+    load_te_state_dict(found, {f"block.{name}": array for name, array in (arrays | MLP).items()}, prefix="block.")
+    kernel = np.asarray(found.self_attention.qkv.kernel[...])  # [h, r + 2, g d]
+    heads = kernel.reshape(H, -1, G, D)
+    for head in range(N):
+        np.testing.assert_array_equal(heads[:, head % 2, head // 2], query[head * D : (head + 1) * D].T)
+    np.testing.assert_array_equal(kernel[:, 2], key.T)
+    np.testing.assert_array_equal(kernel[:, 3], value.T)
+    np.testing.assert_array_equal(found.self_attention.qkv.bias[...], kernel[0])
+    np.testing.assert_array_equal(found.layernorm_mlp.wi_kernel[:, 1], MLP["layernorm_mlp.fc1_weight"][F:].T)
+    np.testing.assert_array_equal(found.layernorm_mlp.wi_bias[0], MLP["layernorm_mlp.fc1_bias"][:F])
+    np.testing.assert_array_equal(found.layernorm_mlp.wo_kernel[...], MLP["layernorm_mlp.fc2_weight"].T)
+    np.testing.assert_array_equal(found.self_attention.proj.kernel[...], arrays["self_attention.proj.weight"].T)
+
+
+def test_single_layers():
+    norm = RMSNorm(H, rngs=nnx.Rngs(0))
+    load_te_state_dict(norm, {"weight": random(H)})
+    np.testing.assert_array_equal(norm.scale[...], random(H))
+    linear = LayerNormLinear(H, F, rngs=nnx.Rngs(0))
+    arrays = {"layer_norm_weight": random(H), "layer_norm_bias": random(H) + 1, "weight": random(F, H)}
+    load_te_state_dict(linear, arrays | {"bias": random(F)})
+    np.testing.assert_array_equal(linear.ln_bias[...], random(H) + 1)
+    np.testing.assert_array_equal(linear.kernel[...], random(F, H).T)
+
+
+def test_what_does_not_fit_changes_nothing():
+    arrays = te_arrays(False)[0] | MLP
+    found = layer()
+    before = np.asarray(found.layernorm_mlp.scale[...])
+    for change, message in (
+        ({"other": random(2)}, "unexpected .*other"),
+        ({"layernorm_mlp.fc1_weight": random(F, H)}, "fc1|wi_kernel"),
+        ({"layernorm_mlp.fc2_bias": random(H).astype(np.float16)}, "float16"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            load_te_state_dict(found, arrays | change)
+    with pytest.raises(CheckpointMismatchError, match=r"missing \['layernorm_mlp.fc2_bias'\]"):
+        load_te_state_dict(found, {name: array for name, array in arrays.items() if name != "layernorm_mlp.fc2_bias"})
+    np.testing.assert_array_equal(found.layernorm_mlp.scale[...], before)
