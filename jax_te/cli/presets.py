@@ -33,12 +33,9 @@ def _preset(summary: str, form: dict[str, Any], sizes: tuple[int, ...], learning
     return Preset(summary=summary, values=values)
 
 
-_SHORT_RUN = {"steps": 600, "warmup_steps": 50, "save_every": 200, "eval_every": 200}
+_TINY = {"steps": 600, "warmup_steps": 50, "save_every": 200, "eval_every": 200, "tie_embeddings": True}
 PRESETS: dict[str, Preset] = {
-    "tiny": _preset(
-        *("trains in two minutes on two CPU cores", _LLAMA, (4, 128, 4, 4, 384, 128, 16), 2e-3),
-        **(_SHORT_RUN | {"tie_embeddings": True}),
-    ),
+    "tiny": _preset("trains in two minutes on two CPU cores", _LLAMA, (4, 128, 4, 4, 384, 128, 16), 2e-3, **_TINY),
     "gpt-125m": _preset("GPT-3 Small's layers", _GPT, (12, 768, 12, 12, 3072, 1024, 16), 6e-4),
     "gpt-1.3b": _preset("GPT-3 XL's layers with heads of 128", _GPT, (24, 2048, 16, 16, 8192, 2048, 8), 2e-4),
     "llama-1b": _preset("Llama 3.2 1B's layers", _LLAMA, (16, 2048, 32, 8, 8192, 2048, 8), 3e-4),
@@ -49,21 +46,15 @@ PRESETS: dict[str, Preset] = {
         warmup_steps=20,
     ),
 }
-"""Every preset by name. The models read bytes, so their embeddings have 256 rows, not the original's vocabulary."""
+"""Every preset by name. Without a tokenizer they read bytes: 256 rows of the embedding, not the original's."""
 
 
 def preset_table() -> str:
-    """Return the presets as text for ``--help``: sizes, form, and training defaults of each."""
-    names = (*_SIZES, "steps", "learning_rate")
-    header = ("name", "layers", "hidden", "heads", "groups", "ffn", "seq", "batch", "steps", "learning rate")
-    rows = [[name, *(f"{preset.values[each]:g}" for each in names)] for name, preset in PRESETS.items()]
-    lines = ["presets (each value can be overridden by its option):", "", table(header, rows, right=len(names))]
-    lines.append("")
-    for name, preset in PRESETS.items():
-        v = preset.values
-        form = f"{v['position_embedding']} positions, {v['normalization']}, {v['activation']}, "
-        form += f"{'biases' if v['bias'] else 'no biases'}, {'tied' if v['tie_embeddings'] else 'separate'} head"
-        cadence = f"save every {v['save_every']}, held-out loss every {v['eval_every']}"
-        lines.append(f"  {name:<15} {preset.summary}: {form};")
-        lines.append(f"{'':<18}warm-up {v['warmup_steps']} steps, {cadence}")
-    return "\n".join(lines)
+    """Return the presets as text for ``--help``: sizes, training defaults and form of each."""
+    numbers = (*_SIZES, "steps", "learning_rate", "warmup_steps", "save_every", "eval_every")
+    header = ("layers", "hidden", "heads", "groups", "ffn", "seq", "batch", "steps", "rate", "warm-up", "save", "eval")
+    words = ("norm", "activation", "positions", "biases", "tied")  # the order of _GPT
+    sizes = [[name, *(f"{preset.values[each]:g}" for each in numbers)] for name, preset in PRESETS.items()]
+    forms = [[name, *(str(preset.values[each]) for each in _GPT), preset.summary] for name, preset in PRESETS.items()]
+    tables = table(("name", *header), sizes, right=len(numbers)), table(("name", *words, "summary"), forms)
+    return "\n\n".join(("presets (each value can be overridden by its option):", *tables))

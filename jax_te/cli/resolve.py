@@ -76,10 +76,9 @@ def new_config(given: dict[str, Any]) -> RunConfig:
         values["num_query_groups"] = given.get("num_query_groups", given["num_heads"])
     if "hidden_size" in given:
         values["ffn_hidden_size"] = given.get("ffn_hidden_size", 4 * given["hidden_size"])
-    steps = values["steps"]
     if "warmup_steps" not in given:
-        values["warmup_steps"] = min(values["warmup_steps"], steps // 10)
-    values.setdefault("decay_steps", steps)
+        values["warmup_steps"] = min(values["warmup_steps"], values["steps"] // 10)
+    values.setdefault("decay_steps", values["steps"])
     values.setdefault("min_learning_rate", values["learning_rate"] / 10)
     # A CPU emulates bf16, at a fraction of the speed of fp32.
     values.setdefault("params_dtype", "bfloat16" if jax.default_backend() == "gpu" else "float32")

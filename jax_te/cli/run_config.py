@@ -65,11 +65,6 @@ class RunConfig(RunOptions):
         """Tokens that one step predicts."""
         return self.batch_size * self.seq_len
 
-    @property
-    def tokens_per_microbatch(self) -> int:
-        """Rows of the layers' inputs."""
-        return self.tokens_per_step // self.microbatches
-
     def transformer_config(self) -> TransformerConfig:
         """Return the model's configuration."""
         fields = self.library_fields()
@@ -195,9 +190,5 @@ class RunConfig(RunOptions):
         yield "--ffn-hidden-size", self.ffn_hidden_size, multiple, why
         yield "--num-query-groups x head size =", self.num_query_groups * head, multiple, why
         if self.mesh is not None:  # kernels quantized once a step lie on each device, which pads no tokens
-            yield (
-                "tokens of a microbatch, --batch-size x --seq-len / --microbatches =",
-                self.tokens_per_microbatch,
-                multiple,
-                f"{why} on a mesh",
-            )
+            what = "tokens of a microbatch, --batch-size x --seq-len / --microbatches ="
+            yield what, self.tokens_per_step // parts, multiple, f"{why} on a mesh"
