@@ -87,19 +87,21 @@ def _megatron(path: Path) -> tuple[dict[str, Any], list[_Row]]:
 def _torch(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     state = read_torch_file(path)
     step = state.get("iteration") if isinstance(state, dict) else None
-    return {"step": step if type(step) is int else None}, [_row(*item) for item in _arrays(state, "", 0)]
+    return {"step": step if type(step) is int else None}, [_row(*item) for item in _arrays(state, "", set())]
 
 
 _SHOWN = {"jax-te": _ours, "huggingface": _huggingface, "megatron": _megatron, "torch": _torch}
 
 
-def _arrays(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _arrays(value: Any, name: str, shown: set[int], depth: int = 0) -> Iterator[tuple[str, Any]]:
     if hasattr(value, "shape"):
         yield name or "(the file)", value
-    elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
+    # A container that is in the file many times, or inside of itself, is shown once.
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in shown and depth < _DEPTH:
+        shown.add(id(value))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, each in items:
-            yield from _arrays(each, f"{name}.{key}".strip("."), depth + 1)
+            yield from _arrays(each, f"{name}.{key}".strip("."), shown, depth + 1)
 
 
 def _row(name: str, tensor: Any) -> _Row:

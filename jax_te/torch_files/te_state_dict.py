@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,36 +44,22 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     >>> layer.kernel[...].shape
     (2, 3)
     """
-    own, parameters = state_dict(module), _parameters(module)
+    own = state_dict(module)
     owners = {".".join(map(str, path)): node for path, node in nnx.iter_graph(module)}
     left = {name for name in arrays if name.startswith(prefix) and not name.endswith("_extra_state")}
     found: dict[str, Any] = {}
     missing = []
+    parameters = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     for name in own.keys() & parameters:
-        owner, _, attribute = name.rpartition(".")
-        siblings = {each for each in ("scale", "kernel", "wi_kernel") if f"{owner}.{each}".lstrip(".") in own}
-        parent, _, last = owner.rpartition(".")
-        core = getattr(owners.get(parent), "core_attention", None)
-        fused = len(siblings) > 1
-        theirs = _FUSED.get(attribute) if fused else None
-        where = ".".join(filter(None, (parent, _PROJECTIONS.get(last, (last, last))[0 if fused else 1])))
-        theirs = f"{prefix}{where}.{theirs or _NAMES.get(attribute, attribute)}".replace("..", ".").lstrip(".")
-        groups = core.num_gqa_groups if core is not None and last in ("qkv", "query", "key_value") else 1
-        parts = [part for part in _parts(theirs) if part in arrays] if theirs not in arrays else [theirs]
+        theirs = prefix + _their_name(name, own)
+        parts = [theirs] if theirs in arrays else [part for part in _separate(theirs) if part in arrays]
         if not parts:
             missing.append(theirs)
             continue
         left -= set(parts)
-        # Of each group its queries, its key and its value.
-        stacked = [np.asarray(arrays[part]) for part in parts]
-        if len(parts) > 1:
-            split = [each.reshape(groups, -1, *each.shape[1:]) for each in stacked]
-            stacked = [np.concatenate(split, 1).reshape(-1, *stacked[0].shape[1:])]
-        kernel, (array,), shape = attribute.endswith("kernel"), stacked, own[name].shape
-        laid_out = kernel or len(shape) > 1
-        fits = array.size == own[name].size
-        layout = Layout(shape, (), kernel, groups if len(shape) > 1 + kernel else 1)
-        found[name] = layout.from_megatron(array) if laid_out and fits else array
+        groups = _groups(name, owners)
+        array = _fused([np.asarray(arrays[part]) for part in parts], groups)
+        found[name] = _laid_out(array, own[name].shape, name.endswith("kernel"), groups)
     if missing or left:
         raise CheckpointMismatchError(
             f"the state dict does not fit {type(module).__name__}: missing {sorted(missing)[:8]}, unexpected "
@@ -81,10 +68,40 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     load_state_dict(module, {**own, **found})
 
 
-def _parameters(module: nnx.Module) -> set[str]:
-    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+def _their_name(name: str, own: Mapping[str, Any]) -> str:
+    """Return te.pytorch's name of a parameter."""
+    *path, attribute = name.split(".")
+    # A kernel with a norm in front has the norm's parameters beside it.
+    behind_norm = sum(".".join((*path, each)) in own for each in ("scale", "kernel", "wi_kernel")) > 1
+    if path and path[-1] in _PROJECTIONS:
+        path[-1] = _PROJECTIONS[path[-1]][0 if behind_norm else 1]
+    norms = _FUSED if behind_norm else {}
+    return ".".join((*path, norms.get(attribute) or _NAMES.get(attribute, attribute)))
 
 
-def _parts(name: str) -> list[str]:
-    where, _, last = name.rpartition(".")
-    return [f"{where}.{part}_{last}".lstrip(".") for part in ("query", "key", "value")]
+def _separate(name: str) -> list[str]:
+    """Return the names of a parameter's three parts under ``fuse_qkv_params=False``."""
+    *path, last = name.split(".")
+    return [".".join((*path, f"{part}_{last}")) for part in ("query", "key", "value")]
+
+
+def _groups(name: str, owners: Mapping[str, Any]) -> int:
+    """Return into how many groups of heads te.pytorch orders the rows of a parameter."""
+    *path, last = name.split(".")[:-1] or [""]
+    core = getattr(owners.get(".".join(path)), "core_attention", None)
+    return core.num_gqa_groups if core is not None and last in ("qkv", "query", "key_value") else 1
+
+
+def _fused(parts: list[np.ndarray], groups: int) -> np.ndarray:
+    """Return queries, keys and values as one array: of each group its queries, its key and its value."""
+    if len(parts) == 1:
+        return parts[0]
+    split = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(split, 1).reshape(-1, *parts[0].shape[1:])
+
+
+def _laid_out(array: np.ndarray, shape: tuple[int, ...], kernel: bool, groups: int) -> np.ndarray:
+    """Return an array in our layout; one of another size as it is, which `load_state_dict` then refuses."""
+    if array.size != math.prod(shape) or not (kernel or len(shape) > 1):
+        return array
+    return Layout(shape, (), kernel, groups if len(shape) > 1 + kernel else 1).from_megatron(array)

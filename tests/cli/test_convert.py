@@ -1,6 +1,8 @@
 """jax-te convert, and jax-te inspect CHECKPOINT."""
 
 import json
+import pickle
+import zipfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +136,17 @@ def test_checkpoints_of_all_kinds_are_listed(llama, trained, tmp_path, capsys):
     assert (found["step"], found["arrays"][0]["name"]) == (5, "model.b.0")
     assert main(["inspect", str(tmp_path / "a.pt")]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "kind torch  step 5  recipe -  arrays 1  bytes 3"
+
+
+def test_a_container_that_stands_in_many_places_is_shown_once(tmp_path, capsys):
+    # A few hundred bytes, in which 10 ** 18 lists would be counted.
+    nested = []
+    for _ in range(18):
+        nested = [nested] * 10
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("a/data.pkl", pickle.dumps({"model": nested}, protocol=2))
+        file.writestr("a/version", "3")
+    assert shown(capsys, tmp_path / "a.pt")["arrays"] == []
 
 
 def test_shardings_are_those_that_were_saved(capsys):
