@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,21 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
 from jax_te.cli.options import MODULE_NAMES, SIZE
+from jax_te.cli.pretrained import merge_adapters
+from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.config.internal import FLOAT_DTYPES, read_text
+from jax_te.data.internal import FILE_NAME
 from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
+from jax_te.huggingface.internal import CONFIG
 from jax_te.metrics.internal import counting
 from jax_te.torch_files import load_megatron, save_megatron
 from jax_te.training import exact_model
 
 _EPILOG = """FROM is a run of jax-te train or one of its checkpoints; a folder of Hugging Face; a folder of Megatron-LM
 (formats torch and torch_dist) or a file *.pt of one rank. TO is a folder, or for Megatron a file *.pt, that is not
-there yet. Optimizer states, scales of FP8 and tokenizers are left behind."""
+there yet. Adapters of
+a run are merged. Optimizer states and scales of FP8 are left behind, and to and from Megatron-LM tokenizers, too."""
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +66,20 @@ def run(options: argparse.Namespace) -> int:
     if target.exists():
         raise ValueError(f"{target} exists; give another name, or delete it")
     _check(options, kind, megatron)
+    config = read_config(_run_of(source)) if kind == "jax-te" else None
     with counting("read") as on_progress:
-        model = _read(options, source, kind, on_progress)
-    with counting("written") as on_progress:
+        model = _read(options, source, kind, config, on_progress)
+    with counting("written") as on_progress, contextlib.ExitStack() as stack:
+        common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress}
         if megatron:
-            split = options.tensor_parallel
-            save_megatron(model, target, tensor_parallel=split, dtype=options.dtype, on_progress=on_progress)
+            save_megatron(model, target, tensor_parallel=options.tensor_parallel, **common)
         else:
-            # The tokenizer and fields of tokens come along where both are folders of this form.
+            # The tokenizer, and fields that say of tokens what a model does not.
             like = source if kind == "huggingface" else None
-            common: dict[str, Any] = {"dtype": options.dtype, "like": like, "on_progress": on_progress}
-            save_huggingface(model, target, architecture=options.architecture, **common)
+            if config is not None:
+                like = stack.enter_context(_beside_run(_run_of(source), config))
+            architecture = options.architecture or _architecture(config)
+            save_huggingface(model, target, architecture=architecture, like=like, **common)
     print(f"{target}: {'Megatron-LM' if megatron else 'Hugging Face'}")
     return 0
 
@@ -88,11 +100,13 @@ def _check(options: argparse.Namespace, kind: str, megatron: bool) -> None:
         raise ValueError(f"{', '.join(given)} has no effect from {kind} to {to}; leave it out")
 
 
-def _read(options: argparse.Namespace, source: Path, kind: str, on_progress: Any) -> Any:
+def _read(options: argparse.Namespace, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
     if kind == "huggingface":
         return load_huggingface(source, dtype=options.dtype, on_progress=on_progress)
     if kind == "jax-te":
-        return _model_of_run(options, source)
+        if config is None:
+            raise ValueError(f"{_run_of(source)} has no {CONFIG_FILE}, which says what the model is")
+        return _model_of_run(options, source, config)
     given = {} if options.megatron_args is None else json.loads(read_text(Path(options.megatron_args)))
     if not isinstance(given, dict):
         raise ValueError(f"--megatron-args {options.megatron_args} must hold a JSON object")
@@ -100,17 +114,41 @@ def _read(options: argparse.Namespace, source: Path, kind: str, on_progress: Any
     return load_megatron(source, iteration=options.step, args=given, **common)
 
 
-def _model_of_run(options: argparse.Namespace, source: Path) -> Any:
-    """Return the model of a run, with the masters of kernels that are stored quantized."""
+def _run_of(source: Path) -> Path:
+    """Return the folder of the run that a checkpoint is of."""
+    return next((each for each in checkpoint_folder(source).parents[:2] if (each / CONFIG_FILE).is_file()), source)
+
+
+def _model_of_run(options: argparse.Namespace, source: Path, config: RunConfig) -> Any:
+    """Return the model of a run, with the masters of kernels that are stored quantized, and adapters merged."""
     folder = checkpoint_folder(source)
     step = int(folder.name) if options.step is None else options.step
-    run = next((each for each in folder.parents[:2] if (each / CONFIG_FILE).is_file()), source)
-    config = read_config(run)
-    if config is None:
-        raise ValueError(f"{run} has no {CONFIG_FILE}, which says what the model is")
     # One device and whatever kernels there are, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     with contexts(config), TrainCheckpointer(folder.parent) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config, masters=True)
         state, _, _ = checkpointer.restore(wanted, step=step, allow={"unexpected"})
-        return jax.block_until_ready(exact_model(state))
+        model = exact_model(state)
+        if config.lora_rank is not None:
+            merge_adapters(model)
+        return jax.block_until_ready(model)
+
+
+def _architecture(config: RunConfig | None) -> str | None:
+    """Return the architecture with which a run began, None for another model: the first one that fits."""
+    if config is None or config.architecture is None:
+        return None
+    (name,) = json.loads(config.architecture)["architectures"]
+    return name
+
+
+@contextlib.contextmanager
+def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
+    """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer."""
+    # Tokens of another tokenizer have other numbers.
+    known = config.architecture is not None and config.tokenizer == config.init_from
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
+        if (run / FILE_NAME).is_file():
+            shutil.copyfile(run / FILE_NAME, Path(name) / FILE_NAME)
+        yield Path(name)

@@ -141,3 +141,12 @@ def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs
         attention.qkv = LoRA(attention.qkv, rank, alpha=alpha, rngs=rngs)
         attention.proj = LoRA(attention.proj, rank, alpha=alpha, rngs=rngs)
         layer.layernorm_mlp = LoRA(layer.layernorm_mlp, rank, alpha=alpha, rngs=rngs)
+
+
+def merge_adapters(model: GPTModel) -> None:
+    """Put every layer, with the product of its adapters added to its kernels, in the place of its `LoRA`."""
+    layers: Any = model.layers
+    for layer in layers:
+        attention = layer.self_attention
+        attention.qkv, attention.proj = attention.qkv.merge(), attention.proj.merge()
+        layer.layernorm_mlp = layer.layernorm_mlp.merge()

@@ -150,6 +150,17 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     loss = json.loads(capsys.readouterr().out)["loss"]
     assert math.isfinite(loss)
     assert loss < losses[0]
+    # Back as a folder of Hugging Face: adapters merged, the tokenizer and the numbers of its tokens beside.
+    back = tmp_path / "back"
+    assert main(["convert", str(tmp_path / "run"), str(back)]) == 0
+    capsys.readouterr()
+    qkv, merged = model.layers[0].self_attention.qkv, load_huggingface(back)
+    product = np.tensordot(np.asarray(qkv.lora_a[...]), np.asarray(qkv.lora_b[...]), 1)
+    kernel = np.asarray(qkv.base.kernel[...]) + qkv.scale * product
+    np.testing.assert_allclose(merged.layers[0].self_attention.qkv.kernel[...], kernel, rtol=1e-6, atol=1e-7)
+    assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    fields = [json.loads((each / "config.json").read_text()) for each in (folder, back)]
+    assert fields[1] == fields[0]
 
 
 def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
