@@ -84,8 +84,8 @@ def test_weights_and_biases_go_on_in_the_same_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("writer", "error", "message"),
     [
-        ("wandb", ModuleNotFoundError, r'the package wandb; install it with: pip install "jax-te\[wandb\]"'),
-        ("tensorboard", ModuleNotFoundError, r'tensorboardX; install it with: pip install "jax-te\[train\]"'),
+        ("wandb", ModuleNotFoundError, r'package wandb .*"jax-te\[wandb\]"'),
+        ("tensorboard", ModuleNotFoundError, r'package tensorboardX .*"jax-te\[train\]"'),
         ("csv", ValueError, "no writer is called 'csv'; there are jsonl, tensorboard, wandb, and your own"),
         (print, TypeError, "has write, flush and close; got <built-in"),
     ],
