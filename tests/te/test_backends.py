@@ -209,6 +209,22 @@ def test_zero_centred_rms_norm_which_te_refuses():
         assert_close(actual, wanted, TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
+def test_without_tokens_no_norm_or_activation_of_te_runs(recipe):
+    """CUDA launches nothing over no rows. GEMMs have padding."""
+    case = make_case("layernorm_mlp gelu")
+    run = functools.partial(case.run, recipe=RECIPES[recipe], backend="te")
+    args = ({**case.args, "x": case.args["x"][:0]}, case.states(RECIPES[recipe]))
+    calls = quick_jit(lambda *a: with_vjp(run, *a)).lower(args, case.g[:0])
+    program = calls.as_text(debug_info=True)
+    assert "cpp_extensions/gemm" in program
+    assert "cpp_extensions/normalization" not in program
+    assert "cpp_extensions/activation" not in program
+    y, (gradients, _) = calls.compile()(args, case.g[:0])
+    assert y.shape == (0, *case.g.shape[1:])
+    assert not any(np.any(np.asarray(array, np.float32)) for array in jax.tree.leaves(gradients))
+
+
 def test_eager_and_remat():
     case, recipe = make_case("layernorm_mlp gelu"), RECIPES["delayed"]
 

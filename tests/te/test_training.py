@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import Linear
@@ -13,9 +14,10 @@ from jax_te.ops import dense, quantize_kernel, use_backend
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.sharding import make_mesh
-from jax_te.training import inspect_precision
+from jax_te.training import abstract_train_state, create_train_state, inspect_precision, make_train_step
 from tests.support.numerics import draw
-from tests.training.test_kernels import run
+from tests.support.toy import assert_same
+from tests.training.test_kernels import TX, Net, batch, loss_fn, run
 
 pytestmark = pytest.mark.te
 
@@ -64,3 +66,33 @@ def test_kernel_quantized_ahead_gives_the_same_bits(name, portable):
 
     for one, other in zip(jax.tree.leaves(call(False)), jax.tree.leaves(call(True)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_run_goes_on_under_the_other_backend_from_the_same_bits(name, tmp_path):
+    recipe = recipe_from_name(name)
+    with autocast(recipe), TrainCheckpointer(tmp_path) as checkpointer:
+        # What is to be filled knows no backend: a kernel in one's own layout would be another type of leaf.
+        wanted = abstract_train_state(Net, TX, fp8_param=True)
+        with use_backend("te"):
+            state, losses = run(recipe, steps=2, fp8_param=True)
+        for step, (saver, reader) in enumerate([("te", "xla"), ("xla", "te")], 1):
+            with use_backend(saver):
+                checkpointer.save(state, None, step)
+            with use_backend(reader):
+                restored, _, _ = checkpointer.restore(wanted)
+                assert_same(restored, state)
+                state, metrics = make_train_step(loss_fn, TX)(restored, batch())
+            assert float(metrics["loss"]) < losses[-1]
+
+
+@pytest.mark.parametrize("name", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
+def test_masters_become_the_same_stored_kernels_under_both_backends(name, tmp_path):
+    states = {}
+    with autocast(recipe_from_name(name)), TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(create_train_state(Net, TX, key=jax.random.key(0)), None, 1)
+        for backend in ("te", "xla"):
+            with use_backend(backend):
+                wanted = abstract_train_state(Net, TX, fp8_param=True)
+                states[backend], _, _ = checkpointer.restore(wanted, allow={"requantize"})
+    assert_same(states["te"], states["xla"])

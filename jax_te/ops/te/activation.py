@@ -50,7 +50,8 @@ def _te_params(params: ActivationParams | None) -> TEActivationParams:
 
 def act(x: Array, activation: Activation) -> Array:
     """Return `act_quantize`'s result without quantization: an array in the dtype of ``x``."""
-    if not has_kernel(activation):
+    # Without rows no kernel, see `jax_te.ops.te.norm.norm`.
+    if not has_kernel(activation) or x.size == 0:
         return xla.act(x, activation)
     return act_quantize(x, activation, Quantization())[0].data
 

@@ -11,6 +11,7 @@ import transformer_engine.jax.cpp_extensions as tex
 from jax.ad_checkpoint import checkpoint_name
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor
 
+from jax_te.ops import xla
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.softmax_offset import offset_gradient
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
@@ -87,6 +88,8 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     lacks = _lacks(spec)
     if lacks is not None:
         return False, lacks
+    if _is_empty(spec):
+        return True, "there is nothing to compute"
     mask, bias_shape = _MASKS[spec.mask_type], spec.bias_shape or (None,) * 4
     helper = tex.FusedAttnHelper(
         is_training=True,
@@ -124,9 +127,16 @@ def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[A
 
     `attention_supports` refuses calls with a mask, ALiBi slopes or dropout.
     """
+    if _is_empty(spec):
+        return xla.attention(qkv, spec, arrays)
     result: Any = _fused(spec, qkv, arrays)
     out, max_logit = result
     return out, jax.lax.stop_gradient(max_logit) if max_logit is not None else None
+
+
+def _is_empty(spec: AttentionSpec) -> bool:
+    """Return whether there are no queries or no keys: cuDNN is not asked."""
+    return 0 in (spec.batch, spec.q_length, spec.kv_length)
 
 
 # A derivative rule of our own: in TE's, backward would run outside of `inside_te`.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
+from jax_te.ops import xla
 from jax_te.ops.linear.spec import NormSpec
 from jax_te.ops.te.gemm import quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
@@ -48,6 +49,9 @@ def norm_quantize(
 
 def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Any]:
     """Return ``x [..., h]`` normalized over its last axis, in its dtype, and the statistics for backward."""
+    # CUDA refuses to launch TE's kernels over no rows, and the process's context is lost with that error.
+    if x.size == 0:
+        return xla.norm(x, scale, bias, spec)
     operand, stats, _ = norm_quantize(x, scale, bias, spec, Quantization())
     return operand.data, stats
 
@@ -56,6 +60,8 @@ def norm_backward(
     dy: Array, x: Array, stats: Any, scale: Array, bias: Array | None, spec: NormSpec
 ) -> tuple[Array, Array, Array | None]:
     """Return the gradients of input, scale and bias, each in the dtype of what it belongs to."""
+    if x.size == 0:
+        return xla.norm_backward(dy, x, stats, scale, bias, spec)
     mean, rstd = stats
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
