@@ -88,4 +88,4 @@ def test_commands_that_compile_keep_what_they_compiled(command: str, monkeypatch
     monkeypatch.setattr(module, "keep_compiled_programs", called)
     monkeypatch.setattr(module, "_check", lambda *_: None, raising=False)
     with pytest.raises(CalledError):
-        module.run(Namespace())
+        module.run(Namespace(debug=False))

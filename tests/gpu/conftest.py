@@ -5,10 +5,13 @@ import os
 import jax
 import pytest
 
-# What kernels and programs do here is what they do for users, see tests/conftest.py.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
-jax.config.update("jax_disable_most_optimizations", False)
-jax.config.update("jax_compilation_cache_dir", None)
+
+@pytest.fixture(autouse=True, scope="session")
+def as_for_users():
+    """Compile what users compile, see tests/conftest.py. Not on import: each run collects this folder."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(autouse=True)
