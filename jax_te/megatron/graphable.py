@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.layers import Rotary
 from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
 from jax_te.megatron.module import MegatronModule
@@ -137,9 +138,11 @@ class GraphableMegatronModule(MegatronModule):
         return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=False)
 
     def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a graph: arrays, ``hidden_states`` first, and ``is_first_microbatch``."""
+        """Return the arguments of a graph: arrays (`Rotary` too), ``hidden_states`` first; ``is_first_microbatch``."""
         for name, value in (*enumerate(args), *kwargs.items()):
-            if not (is_array(value) or (value is None and name in kwargs)):
+            # Megatron's rotary_pos_emb is one tensor; here it is the pytree of two arrays.
+            allowed = is_array(value) or isinstance(value, Rotary)
+            if not (allowed or (value is None and name in kwargs)):
                 raise AssertionError(
                     f"CUDA graph accepts only Tensor inputs: argument {name!r} must be an array, got "
                     f"{type(value).__name__}; cuda_graph_impl='local' also takes trees of arrays and static values"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_te.config.internal import require_extra
@@ -32,7 +33,8 @@ class PrecisionLog:
     """Appends the statistics of inspected steps to ``precision.jsonl``, a line for each tensor.
 
     A line is ``{"step": n, "module": path, "role": role, "format": name, amax, scale, …}``; numbers that are not finite
-    are null. Resuming at a step truncates the file after that step's lines, as `MetricsLog` does.
+    are null. Resuming at a step truncates the file after that step's lines, as `MetricsLog` does. Processes
+    other than the first write nothing.
 
     Args:
         directory: the run's folder.
@@ -48,10 +50,13 @@ class PrecisionLog:
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int = 0):
         self.directory = Path(directory)
-        cut_after(self.directory / PRECISION_FILE, resume_step)
+        if jax.process_index() == 0:
+            cut_after(self.directory / PRECISION_FILE, resume_step)
 
     def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:
         """Append a step's statistics, and write them to the disk."""
+        if jax.process_index():
+            return
         lines = [json.dumps({"step": step} | plain_values(tensor)) + "\n" for tensor in statistics]
         with (self.directory / PRECISION_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))

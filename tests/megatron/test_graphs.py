@@ -157,6 +157,17 @@ def test_arguments_of_a_replay(x: jax.Array):
     assert_bitwise(block(hidden_states=x), block(x))
 
 
+def test_rotary_positions_are_an_argument_of_a_graph():
+    layer = TransformerLayer(config(), rngs=nnx.Rngs(0))
+    x = draw("x", (2, 8, 16))
+    near, far = (layers.rotary_embedding(start + jnp.arange(8) * step, 8) for start, step in ((0, 1), (3, 2)))
+    layer._te_cuda_graph_capture(x, rotary_pos_emb=near)
+    for angles in (near, far):
+        assert_close(layer(x, rotary_pos_emb=angles)[0], layer.forward(x, rotary_pos_emb=angles)[0], 8 * EPS)
+    with pytest.raises(ValueError, match="was not captured"):
+        layer(x)
+
+
 def test_local_graphs_take_static_values_and_share_between_copies(x: jax.Array):
     block = Block(config("local"))
     twice = nnx.clone(block)
