@@ -6,6 +6,7 @@ from jax_te.torch_files.megatron_folder import read_megatron
 from jax_te.torch_files.megatron_model import load_megatron, save_megatron
 from jax_te.torch_files.te_state_dict import load_te_state_dict
 from jax_te.torch_files.write import write_torch_file
+from jax_te.torch_files.write_distributed import write_torch_distributed
 
 __all__ = [
     "load_megatron",
@@ -14,5 +15,6 @@ __all__ = [
     "read_torch_distributed",
     "read_torch_file",
     "save_megatron",
+    "write_torch_distributed",
     "write_torch_file",
 ]

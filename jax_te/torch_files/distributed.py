@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,25 +25,25 @@ class Distributed(NamedTuple):
 
     Args:
         tensors: by their names.
-        others: names of everything else, which is not read.
+        others: functions that read what is no tensor, by name.
         files: to be released when a tensor has been used.
     """
 
     tensors: dict[str, StoredTensor]
-    others: list[str]
+    others: dict[str, Callable[[], Any]]
     files: list[Mapped]
 
 
 def read_torch_distributed(folder: str | Path) -> Distributed:
     """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, merged, without torch.
 
-    Each is read, chunk by chunk, when ``np.asarray`` gets it. What is no tensor is not read; its names are told.
+    Each is read, chunk by chunk, when ``np.asarray`` gets it; what is no tensor, when its function is called.
 
     Args:
         folder: with a file ``.metadata`` and files ``*.distcp``, as ``FileSystemWriter`` writes them.
 
     Returns:
-        The tensors by name, the names of the rest, and the files.
+        The tensors and the rest by name, and the files.
 
     Raises:
         ValueError: for a damaged checkpoint, chunks that are packed, and names of files outside of the folder.
@@ -64,11 +64,12 @@ def read_torch_distributed(folder: str | Path) -> Distributed:
         raise ValueError(f"{path} is no description of a checkpoint of torch.distributed ({error})") from None
     files: dict[str, Mapped] = {}
     tensors: dict[str, StoredTensor] = {}
-    others = [name for name, entry in entries.items() if entry.get("chunks") is None]
+    others: dict[str, Callable[[], Any]] = {}
     for name, entry in entries.items():
-        if name in others:  # pickled objects, such as _extra_state
-            continue
         what, pieces = f"{path}: {name[:200]}", []
+        if entry.get("chunks") is None:  # pickled objects, such as _extra_state
+            others[name] = functools.partial(_object, folder, places.get((name, None)), files, what)
+            continue
         shape, dtype = _sizes(entry.get("size"), what), _dtype(entry, what)
         for chunk in entry.get("chunks"):
             offsets, sizes = (_sizes(chunk.get(field), what) for field in ("offsets", "sizes"))
@@ -119,6 +120,10 @@ def _place(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> mem
     if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length <= len(data):
         raise ValueError(f"{what} is damaged: {name} has {len(data)} bytes, and it is at {offset} of {length}")
     return data[offset : offset + length]
+
+
+def _object(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> Any:
+    return load_archive(_place(folder, place, files, what), what)
 
 
 def _chunk(data: memoryview, what: str) -> np.ndarray:

@@ -19,6 +19,8 @@ TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_r
 ARGS = "jax_te_args"
 """The entry of files written here for what Megatron-LM keeps in a Namespace, which ``weights_only`` refuses."""
 
+# Megatron-Core from 0.19 on has no file common.pt: one entry of the checkpoint is a list with what was in it.
+_COMMON_ENTRY = "common_state/shard_0_1"
 _LOG = logging.getLogger("jax_te")
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _NOT_OF_THE_MODEL = re.compile(
@@ -125,6 +127,9 @@ def _distributed(path: Path) -> MegatronCheckpoint:
     common: Any = {}
     if (path / COMMON).is_file():
         common = Mapped(path / COMMON).load()
+    elif _COMMON_ENTRY in found.others:
+        common = found.others.pop(_COMMON_ENTRY)()
+        common = common[0] if isinstance(common, list) and common else common
     tensors: dict[str, Any] = {}
     for name, tensor in found.tensors.items():
         stacked = re.fullmatch(r"(.*\blayers\.)([^\d].*)", name)

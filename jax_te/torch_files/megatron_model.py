@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -30,9 +31,10 @@ from jax_te.huggingface.internal import (
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions
-from jax_te.torch_files.megatron_folder import ARGS, RANK_FILE, TRACKER, read_megatron, split_axis
-from jax_te.torch_files.tensors import StoredTensor, Tensor
+from jax_te.torch_files.megatron_folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
+from jax_te.torch_files.tensors import Piece, StoredTensor, Tensor
 from jax_te.torch_files.write import write_torch_file
+from jax_te.torch_files.write_distributed import write_torch_distributed
 from jax_te.typing import DTypeLike
 
 _EXECUTION = Execution()
@@ -50,6 +52,8 @@ _EXPECTED: dict[str, Any] = {
 _DEFAULT_ACTIVATIONS = {True: "gelu", False: "gelu_exact"}
 _MLP, _ATTENTION = "layers/{i}/layernorm_mlp", "layers/{i}/self_attention"
 _QKV, _PROJ = "decoder.layers.{i}.self_attention.linear_qkv.", "decoder.layers.{i}.self_attention.linear_proj."
+_MODULES = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
+_MODULES += [f"self_attention.{name}_layernorm" for name in ("q", "k")] + ["mlp.linear_fc1", "mlp.linear_fc2"]
 _FC1, _FC2 = "decoder.layers.{i}.mlp.linear_fc1.", "decoder.layers.{i}.mlp.linear_fc2."
 _LAYER: Table = {
     f"{_ATTENTION}/qkv/scale": {f"{_QKV}layer_norm_weight": "h -> h"},
@@ -233,20 +237,23 @@ def save_megatron(
     model: Any,
     path: str | Path,
     *,
+    format: Literal["torch", "torch_dist"] = "torch",
     tensor_parallel: int = 1,
     dtype: DTypeLike | None = None,
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Write a model as a checkpoint of Megatron-LM in the format ``torch``, without torch.
+    """Write a model as a checkpoint of Megatron-LM, without torch.
 
-    The folder is one for ``--load`` with ``--ckpt-format torch``: ``release/mp_rank_XX/model_optim_rng.pt``, without an
-    optimizer. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them. Tensors are
-    written one by one.
+    The folder is one for ``--load`` with ``--ckpt-format`` as here, without an optimizer:
+    ``release/mp_rank_XX/model_optim_rng.pt``, or for ``torch_dist`` a folder of torch.distributed, which any number of
+    ranks and stages loads. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them.
+    Tensors are written one by one.
 
     Args:
         model: a `GPTModel` or `MegatronGPTModel`.
         path: the folder; or a file ``*.pt``, for one rank.
-        tensor_parallel: files to split the model over.
+        format: Megatron-LM's word.
+        tensor_parallel: files to split the model over, in the format ``torch``.
         dtype: of the tensors. None: that of the parameters.
         on_progress: is called after each tensor with the number of those that are done and of all.
 
@@ -261,9 +268,16 @@ def save_megatron(
     path = Path(path)
     if jax.process_count() > 1:
         raise ValueError("save_megatron writes from one process; save with TrainCheckpointer, and convert that")
-    single = path.suffix == ".pt"
-    if tensor_parallel < 1 or (single and tensor_parallel > 1):
-        raise ValueError(f"tensor_parallel must be >= 1, and 1 for a single file, got {tensor_parallel}; name a folder")
+    single, whole = path.suffix == ".pt", format == "torch_dist"
+    if format not in ("torch", "torch_dist"):
+        raise ValueError(f"format must be 'torch' or 'torch_dist', got {format!r}")
+    if tensor_parallel < 1 or (tensor_parallel > 1 and (single or whole)):
+        raise ValueError(
+            f"tensor_parallel must be >= 1, and 1 for a single file and for torch_dist, which is for any number of "
+            f"ranks, got {tensor_parallel}"
+        )
+    if single and whole:
+        raise ValueError(f"torch_dist needs a folder, got {path}")
     _, form = said_form(model, {_KIND: MEGATRON})
     tensors = _tensors(model, form, dtype)
     gated = form.sizes()["a"] == 2
@@ -278,18 +292,51 @@ def save_megatron(
             on_progress(next(written), count)
         return found
 
-    for rank in range(tensor_parallel):
-        part = {name: _rank_part(name, tensor, rank, tensor_parallel, gated) for name, tensor in tensors.items()}
-        part = {
-            name: StoredTensor.of(tensor.shape, tensor.dtype, functools.partial(counted, tensor), name)
-            for name, tensor in part.items()
+    common = {"checkpoint_version": 3.0, "iteration": 0, ARGS: arguments}
+
+    def part_of(rank: int) -> dict[str, StoredTensor]:
+        parts = {name: _rank_part(name, tensor, rank, tensor_parallel, gated) for name, tensor in tensors.items()}
+        return {
+            name: StoredTensor.of(part.shape, part.dtype, functools.partial(counted, part), name)
+            for name, part in parts.items()
         }
+
+    if whole:
+        _write_whole(path / "release", part_of(0), common, form.config.num_layers)
+    for rank in range(0 if whole else tensor_parallel):
         file = path if single else path / "release" / f"mp_rank_{rank:02d}" / RANK_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_torch_file(file, {"checkpoint_version": 3.0, "iteration": 0, ARGS: arguments, "model": part})
+        write_torch_file(file, common | {"model": part_of(rank)})
     if not single:
         # Megatron-LM's word for weights without a training state; it then begins with iteration 0.
         (path / TRACKER).write_text("release")
+
+
+def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], layers: int) -> None:
+    """Write the format ``torch_dist``: layers as one tensor with an axis in front, in a chunk for each."""
+    entries: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.*)", name)
+        if layer is None:
+            entries[name] = tensor
+        elif layer[2] == "0":
+            each = [tensors[f"{layer[1]}{i}.{layer[3]}"] for i in range(layers)]
+            pieces = [
+                Piece((i, *(0,) * one.ndim), (1, *one.shape), functools.partial(_row, one))
+                for i, one in enumerate(each)
+            ]
+            entries[layer[1] + layer[3]] = StoredTensor((layers, *tensor.shape), tensor.dtype, pieces, name)
+    # Megatron-LM asks for the state of each of TE's modules, which without FP8 is none.
+    for module in _MODULES:
+        entries |= {f"decoder.layers.{module}._extra_state/shard_{i}_{layers}": [None] for i in range(layers)}
+    entries["decoder.final_layernorm._extra_state/shard_0_1"] = [None]
+    write_torch_distributed(folder, entries)
+    write_torch_file(folder / COMMON, common)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+def _row(tensor: StoredTensor) -> np.ndarray:
+    return np.asarray(tensor)[None]
 
 
 def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ _NAMES |= {"wo_kernel": "fc2_weight", "wo_bias": "fc2_bias"}
 _FUSED = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
 # Ours → theirs behind a norm, and without one.
 _PROJECTIONS = {"qkv": ("layernorm_qkv", "qkv"), "query": ("layernorm_query", "query_layer")}
+_SEPARATE = ("query", "key", "value")
 
 
 def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix: str = "") -> None:
@@ -51,14 +52,17 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     missing = []
     parameters = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     for name in own.keys() & parameters:
-        theirs = prefix + _their_name(name, own)
+        theirs, groups = prefix + _their_name(name, own), _groups(name, owners)
         parts = [theirs] if theirs in arrays else [part for part in _separate(theirs) if part in arrays]
-        if not parts:
+        whole = _whole(theirs)
+        if parts:
+            array = _fused([np.asarray(arrays[part]) for part in parts], groups)
+        elif whole in arrays:
+            parts, array = [whole], _part(np.asarray(arrays[whole]), name, own, groups)
+        else:
             missing.append(theirs)
             continue
         left -= set(parts)
-        groups = _groups(name, owners)
-        array = _fused([np.asarray(arrays[part]) for part in parts], groups)
         found[name] = _laid_out(array, own[name].shape, name.endswith("kernel"), groups)
     if missing or left:
         raise CheckpointMismatchError(
@@ -71,6 +75,12 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
 def _their_name(name: str, own: Mapping[str, Any]) -> str:
     """Return te.pytorch's name of a parameter."""
     *path, attribute = name.split(".")
+    if _is_separate(name, own):
+        *outer, part = path
+        normed = ".".join((*outer, "layernorm", "scale")) in own
+        kind = _NAMES.get(attribute, attribute)
+        last = f"layer_norm_{kind}" if part == "layernorm" else f"{part}_{kind}"
+        return ".".join((*outer, _PROJECTIONS["qkv"][0 if normed else 1], last))
     # A kernel with a norm in front has the norm's parameters beside it.
     behind_norm = sum(".".join((*path, each)) in own for each in ("scale", "kernel", "wi_kernel")) > 1
     if path and path[-1] in _PROJECTIONS:
@@ -82,14 +92,38 @@ def _their_name(name: str, own: Mapping[str, Any]) -> str:
 def _separate(name: str) -> list[str]:
     """Return the names of a parameter's three parts under ``fuse_qkv_params=False``."""
     *path, last = name.split(".")
-    return [".".join((*path, f"{part}_{last}")) for part in ("query", "key", "value")]
+    return [".".join((*path, f"{part}_{last}")) for part in _SEPARATE]
+
+
+def _is_separate(name: str, own: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is one of an attention whose queries, keys and values are layers of their own."""
+    path = name.split(".")
+    part = path[-2] if len(path) > 1 else None
+    return part in (*_SEPARATE, "layernorm") and ".".join((*path[:-2], "value.kernel")) in own
+
+
+def _whole(theirs: str) -> str:
+    """Return the name that a part has under ``fuse_qkv_params=True``."""
+    path, _, last = theirs.rpartition(".")
+    part, _, kind = last.partition("_")
+    return f"{path}.{kind}" if part in _SEPARATE else theirs
+
+
+def _part(array: np.ndarray, name: str, own: Mapping[str, Any], groups: int) -> np.ndarray:
+    """Return the queries, keys or values of an array that has them group by group."""
+    *outer, part, attribute = name.split(".")
+    sizes = [math.prod(own[".".join((*outer, each, attribute))].shape) for each in _SEPARATE]
+    rows = [size * len(array) // sum(sizes) // groups for size in sizes]
+    at = _SEPARATE.index(part)
+    split = array.reshape(groups, -1, *array.shape[1:])[:, sum(rows[:at]) : sum(rows[: at + 1])]
+    return split.reshape(-1, *array.shape[1:])
 
 
 def _groups(name: str, owners: Mapping[str, Any]) -> int:
     """Return into how many groups of heads te.pytorch orders the rows of a parameter."""
     *path, last = name.split(".")[:-1] or [""]
     core = getattr(owners.get(".".join(path)), "core_attention", None)
-    return core.num_gqa_groups if core is not None and last in ("qkv", "query", "key_value") else 1
+    return core.num_gqa_groups if core is not None and last in ("qkv", "key_value", *_SEPARATE) else 1
 
 
 def _fused(parts: list[np.ndarray], groups: int) -> np.ndarray:

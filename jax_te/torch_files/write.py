@@ -13,7 +13,9 @@ import numpy as np
 from jax_te.torch_files.file import STORAGE_OF
 from jax_te.torch_files.tensors import DTYPES, Tensor
 
-_TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""torch's names by dtype."""
+
 _ALIGNMENT = 64
 _WHEN = (1980, 1, 1, 0, 0, 0)
 """Of all entries: the same tensors give the same file."""
@@ -44,9 +46,9 @@ def write_torch_file(path: str | Path, value: Any) -> None:
     path = Path(path)
     root, partial = path.stem or "archive", path.with_name(path.name + ".part")
     tensors: list[_Written] = []
-    pickled = b"\x80\x02" + b"".join(_pickled(value, tensors)) + b"."
+    described = b"\x80\x02" + b"".join(pickled(value, tensors)) + b"."
     with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        _add(archive, f"{root}/data.pkl", pickled)
+        _add(archive, f"{root}/data.pkl", described)
         _add(archive, f"{root}/byteorder", b"little")
         for key, tensor in tensors:
             array = np.ascontiguousarray(np.asarray(tensor))
@@ -69,7 +71,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
         entry.write(data)
 
 
-def _pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
+def pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     """Return the opcodes that build a value; tensors go to the list."""
     if isinstance(value, Mapping):
         yield b"}("
@@ -77,12 +79,12 @@ def _pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
             if not isinstance(key, str):
                 raise TypeError(f"keys must be str, got {key!r}")
             yield _text(key)
-            yield from _pickled(each, tensors)
+            yield from pickled(each, tensors)
         yield b"u"
     elif isinstance(value, list | tuple):
         yield b"](" if isinstance(value, list) else b"("
         for each in value:
-            yield from _pickled(each, tensors)
+            yield from pickled(each, tensors)
         yield b"e" if isinstance(value, list) else b"t"
     elif value is None or isinstance(value, bool):
         yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
@@ -103,7 +105,7 @@ def _pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
 def _tensor(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     dtype, shape = np.dtype(value.dtype), tuple(value.shape)
     # Older torch knows no storages of the newer dtypes, which all lie in untyped ones.
-    if dtype not in _TORCH_NAMES:
+    if dtype not in TORCH_NAMES:
         raise TypeError(f"torch has no dtype {dtype}; convert the array to one of {', '.join(DTYPES)}")
     key = str(len(tensors))
     tensors.append(_Written(key, value))
@@ -114,13 +116,13 @@ def _tensor(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     module = b"ctorch\n" if typed else b"ctorch.storage\n"
     count = count if typed else count * dtype.itemsize
     yield b"(" + _text("storage") + module + kind.encode() + b"\n" + _text(key) + _text("cpu")
-    yield from _pickled(count, [])
+    yield from pickled(count, [])
     yield b"tQK\x00"  # the storage, and an offset of 0
-    yield from _pickled(shape, [])
-    yield from _pickled(tuple(strides), [])
+    yield from pickled(shape, [])
+    yield from pickled(tuple(strides), [])
     yield b"\x89ccollections\nOrderedDict\n)R"  # no gradient, no hooks
     if not typed:
-        yield b"ctorch\n" + _TORCH_NAMES[dtype].encode() + b"\n"
+        yield b"ctorch\n" + TORCH_NAMES[dtype].encode() + b"\n"
     yield b"tR"
 
 

@@ -50,8 +50,8 @@ class DType:
         return self.name
 
 
-def write_distributed(folder, arrays, others=(), change=None):
-    """Write arrays in up to four chunks each, in two files; ``change`` may change the places of chunks by name."""
+def write_distributed(folder, arrays, others=None, change=None):
+    """Write arrays in up to four chunks each, and other values, in two files; ``change`` changes places by name."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [bytearray(), bytearray()]
     with classes() as kinds:
@@ -61,8 +61,15 @@ def write_distributed(folder, arrays, others=(), change=None):
             made.__dict__.update(state)
             return made
 
-        entries = {name: make("BytesStorageMetadata") for name in others}
+        entries = {name: make("BytesStorageMetadata") for name in others or {}}
         places = {}
+        for name, value in (others or {}).items():
+            write_torch_file(folder / "chunk.pt", value)
+            data = (folder / "chunk.pt").read_bytes()
+            place = {"relative_path": "__0_0.distcp", "offset": len(files[0]), "length": len(data)}
+            place |= {"transform_descriptors": None} | (change(name, place) if change else {})
+            places[make("MetadataIndex", fqn=name, offset=None, index=None)] = make("_StorageInfo", **place)
+            files[0] += data
         for name, array in arrays.items():
             cuts = [
                 [0, size // 2, size] if size > 1 and axis < 2 else [0, size] for axis, size in enumerate(array.shape)

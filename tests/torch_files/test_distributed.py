@@ -16,9 +16,10 @@ ARRAYS = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b.c": np.arange(3
 
 
 def test_chunks_are_merged(tmp_path):
-    write_distributed(tmp_path, ARRAYS, ["step"])
+    write_distributed(tmp_path, ARRAYS, {"step": [5]})
     found = read_torch_distributed(tmp_path)
-    assert (found.others, list(found.tensors), len(found.files)) == (["step"], list(ARRAYS), 2)
+    assert (list(found.others), list(found.tensors), len(found.files)) == (["step"], list(ARRAYS), 2)
+    assert found.others["step"]() == [5]
     for name, array in ARRAYS.items():
         tensor = found.tensors[name]
         assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype)
@@ -72,7 +73,7 @@ def test_a_description_runs_nothing(tmp_path, monkeypatch):
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_folder_is_read_or_refused(data, tmp_path):
-    write_distributed(tmp_path, ARRAYS, ["step"])
+    write_distributed(tmp_path, ARRAYS, {"step": [5]})
     path = tmp_path / data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
     content = path.read_bytes()
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))

@@ -13,6 +13,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.layers import YarnScaling
 from jax_te.models import GPTModel, MegatronGPTModel, Multipliers, RotaryPositions
 from jax_te.torch_files import load_megatron, read_megatron, read_torch_file, save_megatron, write_torch_file
+from tests.support.numerics import without_type_checker
 from tests.torch_files.distributed_folder import write_distributed
 
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
@@ -63,6 +64,8 @@ def test_a_model_is_written_and_read(form, tmp_path):
     save_megatron(model, tmp_path / "two", tensor_parallel=2)
     again = load_megatron(tmp_path / "two")
     assert_same(again, model)
+    save_megatron(model, tmp_path / "dist", format="torch_dist")
+    assert_same(load_megatron(tmp_path / "dist"), model)
     assert (again.config, again.rotary) == (model.config, model.rotary)
     save_megatron(model, tmp_path / "one.pt", dtype=jnp.bfloat16)
     assert load_megatron(tmp_path / "one.pt").config.params_dtype == jnp.bfloat16
@@ -217,13 +220,18 @@ def test_models_that_megatron_cannot_say_are_refused(tmp_path):
         save_megatron(model, tmp_path)
     with pytest.raises(ValueError, match="does not divide 2 groups"):
         save_megatron(build("llama"), tmp_path, tensor_parallel=4)
-    with pytest.raises(ValueError, match="name a folder"):
-        save_megatron(build("llama"), tmp_path / "a.pt", tensor_parallel=2)
+    for name, options in (("a.pt", {"tensor_parallel": 2}), ("a", {"tensor_parallel": 2, "format": "torch_dist"})):
+        with pytest.raises(ValueError, match="tensor_parallel must be >= 1, and 1 for a single file"):
+            save_megatron(build("llama"), tmp_path / name, **options)
+    with pytest.raises(ValueError, match="torch_dist needs a folder"):
+        save_megatron(build("llama"), tmp_path / "a.pt", format="torch_dist")
+    with without_type_checker(), pytest.raises(ValueError, match="format must be 'torch' or 'torch_dist', got 'zarr'"):
+        save_megatron(build("llama"), tmp_path / "a", format="zarr")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", ["stacked", "singleton"])
-def test_torch_dist_is_read(form, tmp_path):
+@pytest.mark.parametrize(("form", "common_file"), [("stacked", True), ("singleton", True), ("stacked", False)])
+def test_torch_dist_is_read(form, common_file, tmp_path):
     """Layers stacked on an axis in front, in two rows and two columns of chunks; or each alone, its gate apart."""
     weights = {name: np.asarray(array) for name, array in llama().state_dict().items()}
     entries = {"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight": np.ones((4, 2), np.float32)}
@@ -239,11 +247,13 @@ def test_torch_dist_is_read(form, tmp_path):
         else:
             entries[name] = array
     folder = tmp_path / "iter_0000012"
-    others = ["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4", "rng_state/shard_0.0_1.1"]
-    write_distributed(folder, entries, others)
-    write_torch_file(
-        folder / "common.pt", {"iteration": 12, "jax_te_args": {"swiglu": True}, "checkpoint_version": 3.0}
-    )
+    others = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": [], "rng_state/shard_0.0_1.1": []}
+    common = {"iteration": 12, "jax_te_args": {"swiglu": True}, "checkpoint_version": 3.0}
+    if common_file:
+        write_distributed(folder, entries, others)
+        write_torch_file(folder / "common.pt", common)
+    else:  # Megatron-Core 0.19
+        write_distributed(folder, entries, others | {"common_state/shard_0_1": [common]})
     found = read_megatron(folder)
     assert (found.iteration, found.args, found.tensors.keys()) == (12, {"swiglu": True}, weights.keys())
     for name, array in weights.items():

@@ -10,8 +10,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="compares with torch: pip install -e '.[parity]'")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
-from jax_te.torch_files import read_torch_distributed, read_torch_file, write_torch_file  # noqa: E402
+from jax_te.torch_files import (  # noqa: E402
+    read_torch_distributed,
+    read_torch_file,
+    write_torch_distributed,
+    write_torch_file,
+)
 
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 TYPES += [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
@@ -83,6 +89,19 @@ def test_a_distributed_checkpoint_is_read(tmp_path):
     nested = {"model": {name: tensor for name, tensor in tensors().items() if tensor.numel()}, "step": 5}
     dcp.save(nested, checkpoint_id=tmp_path / "it", no_dist=True)
     found = read_torch_distributed(tmp_path / "it")
-    assert found.others == ["step"]
+    assert {name: read() for name, read in found.others.items()} == {"step": 5}
     for name, tensor in nested["model"].items():
         assert_same(np.asarray(found.tensors[f"model.{name}"]), tensor)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_reads_a_distributed_checkpoint_of_ours(tmp_path):
+    arrays, wanted = _arrays(tmp_path), tensors()
+    write_torch_distributed(tmp_path / "it", {**arrays, "step": [{"at": 5}]})
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {"step": None}
+    dcp.load(found, checkpoint_id=tmp_path / "it", no_dist=True)
+    assert found.pop("step") == [{"at": 5}]
+    for name, tensor in found.items():
+        assert_same(arrays[name], tensor)
+    dcp_to_torch_save(tmp_path / "it", tmp_path / "whole.pt")
+    assert torch.load(tmp_path / "whole.pt", weights_only=True).keys() == {*wanted, "step"}

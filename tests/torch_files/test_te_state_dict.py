@@ -63,6 +63,28 @@ def test_a_transformer_layer(fused):
     np.testing.assert_array_equal(found.self_attention.proj.kernel[...], arrays["self_attention.proj.weight"].T)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_attention_of_separate_projections(fused):
+    arrays, parts = te_arrays(fused)
+    found = layer(fuse_qkv_params=False)
+    load_te_state_dict(found, arrays | MLP)
+    attention = found.self_attention
+    np.testing.assert_array_equal(
+        attention.layernorm.scale[...], arrays["self_attention.layernorm_qkv.layer_norm_weight"]
+    )
+    np.testing.assert_array_equal(attention.layernorm.bias[...], arrays["self_attention.layernorm_qkv.layer_norm_bias"])
+    query, key, value = parts
+    # Of each group all first queries, then all second ones, as in the fused kernel.
+    heads = query.reshape(G, N // G, D, H).transpose(1, 0, 2, 3).reshape(N // G, G * D, H)
+    np.testing.assert_array_equal(attention.query.kernel[...], heads.transpose(2, 0, 1))
+    np.testing.assert_array_equal(attention.query.bias[...], heads[..., 0])
+    for projection, whole in ((attention.key, key), (attention.value, value)):
+        np.testing.assert_array_equal(projection.kernel[...], whole.T)
+        np.testing.assert_array_equal(projection.bias[...], whole[:, 0])
+    with pytest.raises(CheckpointMismatchError, match="missing"):
+        load_te_state_dict(found, MLP)
+
+
 def test_single_layers():
     norm = RMSNorm(H, rngs=nnx.Rngs(0))
     load_te_state_dict(norm, {"weight": random(H)})
