@@ -16,10 +16,12 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.layout import Entry, Index, Sizes
 from jax_te.layers.internal import quantizable_kernels
-from jax_te.quantize import BlockQuantizer
+from jax_te.quantize import BlockQuantizer, QuantizedKernel
 
 Choice = Literal["dequantize", "keep"]
 _BLOCK, _SCALE, _E4M3 = 128, "_scale_inv", np.dtype(ml_dtypes.float8_e4m3fn)
+
+_INSTEAD = "save the model with its masters, and without block_scaled"
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
         if (entry := waiting.pop("/".join(map(str, path)), None)) is None:
             continue
         quantizer: Any = module.kernel_quantizer(kernel)
-        same = isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
+        same = _is_followed(quantizer)
         pieces = [tensors[name] for name, _ in entry.pieces]
         scales = [piece.scale for piece in pieces if isinstance(piece, BlockScaled)]
         why = "" if same else f"the recipe stores it as {quantizer}"
@@ -177,13 +179,65 @@ def reader(
     shape = entry.shape(sizes)
     scales = {each: piece.scales() for each, piece in pieces.items() if isinstance(piece, BlockScaled)}
     matrix = entry.read(scales, sizes, (slice(None),) * len(shape), np.dtype(np.float32)).reshape(shape[0], -1)
-    blocks = matrix[::_BLOCK, ::_BLOCK].copy()
-    if not np.array_equal(BlockScaled(matrix, blocks).scales(), matrix):
+    blocks = _blocks(matrix, name, shape, "give block_scaled='dequantize'")
+    return lambda index, dtype: blocks[index].astype(dtype)
+
+
+def _blocks(scales: np.ndarray, name: str, shape: tuple[int, ...], instead: str) -> np.ndarray:
+    """Return the scale of each block of a matrix, from that of each value."""
+    blocks = scales[::_BLOCK, ::_BLOCK].copy()
+    if not np.array_equal(BlockScaled(scales, blocks).scales(), scales):
         raise ValueError(
             f"block_scaled='keep' cannot keep {name} {list(shape)}: its blocks of {_BLOCK} x {_BLOCK} are not those of "
-            "its tensors, since heads or features are no multiples of that; give block_scaled='dequantize'"
+            f"its tensors, since heads or features are no multiples of that; {instead}"
         )
-    return lambda index, dtype: blocks[index].astype(dtype)
+    return blocks
+
+
+def held_kernels(model: nnx.Module) -> dict[str, QuantizedKernel]:
+    """Return the kernels of a model that are stored quantized, by path.
+
+    Raises:
+        ValueError: for one in another form than FP8 with a scale for each block, and if there is none.
+    """
+    held: dict[str, QuantizedKernel] = {}
+    for path, module, name in quantizable_kernels(model):
+        kernel, where = getattr(module, name).get_value(), "/".join(map(str, path))
+        if isinstance(kernel, QuantizedKernel):
+            if kernel.is_opaque or not _is_followed(kernel.quantizer):
+                raise ValueError(
+                    f"block_scaled='keep' writes FP8 with a scale for each block of {_BLOCK} x {_BLOCK}, and {where} "
+                    f"is stored as {kernel.quantizer}; {_INSTEAD}"
+                )
+            held[where] = kernel
+    if not held:
+        raise ValueError(
+            "block_scaled='keep' writes kernels that are stored quantized, and the model has none; load it with "
+            "block_scaled='keep', create its train state with fp8_param, or leave block_scaled out"
+        )
+    return held
+
+
+def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Sizes) -> dict[str, np.ndarray]:
+    """Return the scales of the tensors of a kernel whose arrays are on the host, by name.
+
+    Raises:
+        ValueError: for blocks of ours that are no blocks of theirs.
+    """
+    stored = kernel.form.rowwise
+    values = BlockScaled(stored.data.reshape(kernel.shape[0], -1), stored.scale_inv).scales().reshape(kernel.shape)
+    return {name + _SCALE: _blocks(scales, path, kernel.shape, _INSTEAD) for name, scales in entry.write(values, sizes)}
+
+
+def quantization_config(plain: list[str]) -> dict[str, Any]:
+    """Return the field of ``config.json``; ``plain`` are the names of tensors that are not quantized."""
+    modules = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return {**form, "weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": modules}
+
+
+def _is_followed(quantizer: Any) -> bool:
+    return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
 
 
 def _values(piece: Tensor, *, multiplied: bool) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +20,9 @@ from hypothesis import strategies as st
 from jax_te.errors import CheckpointMismatchError
 from jax_te.huggingface import load_huggingface, save_huggingface
 from jax_te.huggingface.safetensors import TensorFile, write_file
-from jax_te.quantize import QuantizedKernel
+from jax_te.quantize import BlockQuantizer, QuantizedKernel
 from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, autocast
+from jax_te.training import create_train_state
 from tests.huggingface.test_folder import FUZZ, JSON, change, llama
 from tests.support.meshes import use_mesh
 from tests.support.numerics import assert_bitwise, assert_close, quick_jit, relative_l2
@@ -155,6 +159,58 @@ def test_what_a_recipe_does_not_keep_exactly_is_refused(folder: Path, tmp_path: 
         load_huggingface(tmp_path, block_scaled="keep", dtype=jnp.float32)
     with autocast(EXACT):
         load_huggingface(tmp_path, block_scaled="dequantize", dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("mode", ["no mesh", "explicit"])
+def test_kept_kernels_are_written_as_they_were_read(mode: str, folder: Path, tmp_path: Path) -> None:
+    with autocast(EXACT), use_mesh(mode):
+        model = load_huggingface(folder, block_scaled="keep")
+        save_huggingface(model, tmp_path, block_scaled="keep")
+    written, read = tensors_of(tmp_path), tensors_of(folder)
+    assert written.keys() == read.keys()
+    for name, tensor in read.items():
+        assert_bitwise(written[name], tensor, what=name)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["torch_dtype"] == "bfloat16"
+    assert said["quantization_config"] == CONFIG | {"modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    save_huggingface(load_huggingface(folder, block_scaled="dequantize"), tmp_path)  # takes the place of it
+    load_huggingface(tmp_path)
+
+
+def test_kernels_that_a_run_stores_quantized_are_written(tmp_path: Path) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
+    sizes |= {"ffn_hidden_size": 192, "kv_channels": 128}
+
+    def state(recipe: Any, **changes: Any) -> Any:
+        with autocast(recipe):
+            return create_train_state(llama(**sizes | changes), optax.sgd(0.1), key=jax.random.key(0), fp8_param=True)
+
+    trained = state(Float8BlockScaling()).model
+    save_huggingface(trained, tmp_path, block_scaled="keep", dtype="bfloat16")
+    with autocast(Float8BlockScaling()):
+        back = load_huggingface(tmp_path, block_scaled="keep", dtype="float32")
+    for name, kernel in ours(trained).items():
+        read = ours(back)[name]
+        assert_bitwise(read.form.rowwise.data, kernel.form.rowwise.data, what=name)
+        assert_bitwise(read.form.rowwise.scale_inv, kernel.form.rowwise.scale_inv, what=name)
+    halves = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 64}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    refused = {
+        # A block of ours lies across heads that are not neighbours in the file.
+        r"qkv/kernel \[128, 4, 128\]: its blocks .* with its masters": state(EXACT, **halves).model,
+        "the model has none": llama(),
+    }
+    for why, model in refused.items():
+        with pytest.raises(ValueError, match=f"block_scaled='keep' .*{why}"):
+            save_huggingface(model, tmp_path, block_scaled="keep")
+    with pytest.raises(ValueError, match="must be 'keep' or None, got 'dequantize'"):
+        save_huggingface(trained, tmp_path, block_scaled="dequantize")
+    kernel = trained.layers[0].self_attention.proj.kernel
+    other = replace(kernel.get_value(), quantizer=BlockQuantizer(dtype=jnp.float8_e4m3fn))
+    kernel.set_value(other)
+    with pytest.raises(ValueError, match=r"proj/kernel is stored as BlockQuantizer.*two_dimensional=False"):
+        save_huggingface(trained, tmp_path, block_scaled="keep")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_head_in_fp8_is_dequantized_but_not_kept(folder: Path, tmp_path: Path) -> None:
