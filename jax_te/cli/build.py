@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
-from jax_te.sharding import make_mesh
+from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import (
     DynamicLossScale,
     LossScale,
@@ -147,6 +148,9 @@ def contexts(config: RunConfig) -> Iterator[Mesh | None]:
         yield mesh
 
 
+HELDOUT = "heldout_loss"
+"""The metric of a checkpoint."""
+
 RATES = 1024
 """Learning rates computed at once."""
 
@@ -166,7 +170,9 @@ class Trainer:
         self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches)
         self._eval_step = make_eval_step(loss_fn)
         self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
-        self._sizes = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+        self._sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+        if jax.process_count() > 1:  # each builds the rows of its own devices
+            self._sizes["sharding"] = named_sharding(("batch", None), jax.sharding.get_mesh())
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seed=config.seed, **self._sizes)
 
     def learning_rate(self, update: int) -> float:
@@ -192,9 +198,10 @@ class Trainer:
         self.batches.set_state(data_state)
         return state, step
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Start writing a checkpoint."""
-        self.checkpointer.save(state, self.batches.get_state(), step)
+    def save(self, step: int, state: TrainState, heldout_loss: float | None) -> None:
+        """Start writing a checkpoint. One without a held-out loss, which a signal asked for, is none of the best."""
+        loss = math.nan if heldout_loss is None else heldout_loss
+        self.checkpointer.save(state, self.batches.get_state(), step, metrics={HELDOUT: loss})
 
     def evaluate(self, state: TrainState) -> float:
         """Return the mean loss over the held-out batches."""

@@ -178,7 +178,7 @@ def _batches(options: argparse.Namespace, config: RunConfig, count: int) -> list
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
     check_memory(dataclasses.replace(config, **parts))
     data = run_text(config, run_tokenizer(config, Path(options.output)), options.data)
-    sizes = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+    sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
     batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)
     return [jax.device_put(batch) for batch in batches]
 

@@ -27,6 +27,7 @@ class LoopPlan:
     Args:
         steps: the run ends after this step.
         save_every, eval_every: checkpoints and held-out losses; both also come at the end.
+        eval_saved: held-out losses also come with checkpoints, but for one that a signal asks for.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
         inspect_every: steps that are inspected; 0 for none.
         work: of a step, for the speed.
@@ -43,6 +44,7 @@ class LoopPlan:
     inspect_every: int = 0
     give_up_after: int = 50
     learning_rate: Callable[[int], float] | None = None
+    eval_saved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +54,22 @@ class LoopActions:
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
         evaluate: returns the held-out loss of a state.
-        save: ``(step, state)``; writes a checkpoint, and may return before it is on disk.
+        save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
+            return before it is on disk.
         check: called at each step; raises what went wrong in the background since then. None: nothing.
         inspect: ``(step, state, batch)``, with the number of a step, the state before it and its batch. None: nothing.
         trace: of some steps. None: of none.
+        agree: called at each step with the signal that this process got, or None; returns the one to end on. None: its
+            own.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
     evaluate: Callable[[PyTree], float]
-    save: Callable[[int, PyTree], None]
+    save: Callable[[int, PyTree, float | None], None]
     check: Callable[[], None] | None = None
     inspect: Callable[[int, PyTree, Any], None] | None = None
     trace: StepTrace | None = None
+    agree: Callable[[signal.Signals | None], signal.Signals | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +191,17 @@ def run_loop(
                         progress.text(f"kernels of steps {trace.first} to {trace.last}", str(times))
                 last = step == plan.steps
                 stopped_by = stop.signal  # read once a step, so that a signal that ends the loop also saves
-                heldout = None
-                if last or step % plan.eval_every == 0:
+                if actions.agree is not None:
+                    stopped_by = actions.agree(stopped_by)
+                saves, heldout = last or step % plan.save_every == 0, None
+                if last or step % plan.eval_every == 0 or (plan.eval_saved and saves and stopped_by is None):
                     drain(0)
                     heldout = recorder.pause(actions.evaluate, state)
                     log.write(step, {"heldout_loss": heldout})
-                if last or step % plan.save_every == 0 or stopped_by is not None:
+                if saves or stopped_by is not None:
                     drain(0)
                     log.sync()  # before the checkpoint: a resumed run cuts the log after the step that it starts from
-                    recorder.pause(actions.save, step, state)
+                    recorder.pause(actions.save, step, state, heldout)
     finally:
         progress.stop()
         if trace is not None:

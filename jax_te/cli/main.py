@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         if options.command == "train":
-            print("loading JAX", flush=True)
+            from jax_te.cli.launch import find_launch
+
+            launch = find_launch(getattr(options, "processes", "auto"))
+            if launch is None or launch.index == 0:
+                print("loading JAX", flush=True)
         # Commands import jax, which takes a second that --help and bad options do without.
         command = importlib.import_module(f"jax_te.cli.{options.command}")
         return command.run(options)

@@ -180,6 +180,7 @@ _QUANTIZED = tuple(name for name in RECIPES if name != "none")
 _SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
 _STEPS = Text("START:STOP", matching(r"[1-9]\d{0,8}:[1-9]\d{0,8}", "two steps like 5:8"))
 _PRESET = "the preset's"
+_PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none or HOST:PORT,COUNT,NUMBER"))
 
 
 _free = functools.partial(option, may_change=True)
@@ -209,6 +210,7 @@ class TrainOptions:
 
     preset: str = option(tuple(PRESETS), "model and settings to start from, see below", shown="tiny")
     output: str = option(FOLDER, "folder of the run", shown="runs/PRESET, or runs/PRESET-RECIPE")
+    processes: str = option(_PROCESSES, "of one run: auto, none or HOST:PORT,COUNT,NUMBER", shown="auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +329,7 @@ class OutputOptions:
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "newest checkpoints kept", 3)
     keep_every: int | None = _free(SIZE, "keep those of the multiples of this step, too", None)
+    keep_best: int | None = _free(SIZE, "keep so many of lowest held-out loss, too; it is computed at saves", None)
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
     # An evaluation of more would seem to hang.
     eval_batches: int = _free(Text("N", number(int, 1, below=10**6)), "batches of a held-out loss", 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
+import jax
 import jax.numpy as jnp
 
 from jax_te.cli.build import abstract_model
@@ -12,6 +13,7 @@ from jax_te.cli.module_recipes import LayerRecipes, layer_recipes, recipe_label
 from jax_te.cli.options import flag
 from jax_te.cli.precision_rules import apply_rules, rules_without_effect
 from jax_te.cli.run_config import RunConfig
+from jax_te.config import ParallelConfig
 from jax_te.megatron import QuantizationReport
 from jax_te.ops import OPS, AttentionSpec, explain_backend
 from jax_te.quantize import TensorQuantizer, quantizer_for
@@ -73,6 +75,16 @@ def check_te_on_mesh(config: RunConfig) -> None:
                 f"{ahead} kernels that recipe {recipe_label(recipe)} quantized in blocks as a whole, {where}; give "
                 "--backend auto, under which XLA runs these layers, or leave it out"
             )
+
+
+def check_mesh_of_processes(config: RunConfig) -> None:
+    """Raise ValueError if a run of several processes has a mesh without some of their devices."""
+    count, devices = jax.process_count(), jax.device_count()
+    if count > 1 and (config.parallel_config() or ParallelConfig()).num_devices != devices:
+        raise ValueError(
+            f"--mesh {config.mesh or '(none)'} does not have all {devices} devices of the {count} processes; give axes "
+            f"whose product is {devices}, e.g. --mesh data={devices}, or --processes none for a run of its own"
+        )
 
 
 def check_precision(config: RunConfig) -> QuantizationReport | None:

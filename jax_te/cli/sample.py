@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
@@ -105,6 +106,8 @@ def continue_text(
                 temperature=temperature,
                 top_k=top_k or None,
             )
+        if not tokens.is_fully_addressable:  # rows lie in several processes
+            tokens = multihost_utils.process_allgather(tokens, tiled=True)
         text += np.asarray(tokens)[0, len(context) :].tolist()
         part += 1
     before, whole = tokenizer.decode(text[:begin]), tokenizer.decode(text[: begin + length])

@@ -6,7 +6,7 @@ import argparse
 import fcntl
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -14,12 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
-from jax_te.cli.build import Trainer, contexts, warnings_as_lines
+from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
+from jax_te.cli.launch import find_launch
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
+from jax_te.cli.processes import SharedSignal, agreed, check_same, is_first, joined
 from jax_te.cli.resolve import output_folder, resolve
-from jax_te.cli.run_checks import check_precision, check_te_on_mesh, explain_backends
+from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
@@ -66,25 +68,25 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for options that do not go together, and a folder that holds another run or is in use.
     """
+    with joined(find_launch(getattr(options, "processes", "auto")), debug=options.debug):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     keep_compiled_programs()
-    # Said before anything is made: a run that could not write its charts would fail at its end.
-    for package in ("grain", "matplotlib", "rich"):
-        require_extra(package)
     output, progress = output_folder(options), make_progress()
-    config, resumes = resolve(options, output)
-    require_writers(config.metrics_writers.split(","))
-    trace = _trace(config, output)
-    check_memory(config)
-    progress.note("reading the text")
-    tokenizer = run_tokenizer(config, output)
-    data = run_text(config, tokenizer)
+    config, resumes, trace, tokenizer, data = agreed(lambda: _read(options, output, progress))
+    check_same(options=config)
     with contexts(config) as mesh:
         progress.note("checking recipes and backends")
         report = check_precision(config)
         check_te_on_mesh(config)
         backends = explain_backends(config)
-        with _locked(output), _checkpointer(config, output) as checkpointer:
+        with ExitStack() as stack:
+            agreed(lambda: stack.enter_context(_locked(output)))
+            checkpointer = stack.enter_context(_checkpointer(config, output))
             trainer = Trainer(config, data, checkpointer)
+            check_same(data=trainer.batches.get_state())
             progress.note(
                 "restoring the newest checkpoint" if resumes else "making the model and the optimizer's state"
             )
@@ -93,14 +95,33 @@ def run(options: argparse.Namespace) -> int:
             if trace is not None and trace.first <= first:
                 raise ValueError(f"--profile {config.profile}: the run has done {first} steps; give later ones")
             # Only now: a start that fails leaves no configuration that the next start would take up.
-            keep_tokenizer(tokenizer, output)
-            write_config(config, output)
+            if is_first():
+                keep_tokenizer(tokenizer, output)
+                write_config(config, output)
             progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
             return _train(trainer, tokenizer, state, first, output, progress, trace)
 
 
+def _read(
+    options: argparse.Namespace, output: Path, progress: Progress
+) -> tuple[RunConfig, bool, StepTrace | None, Tokenizer | ByteTokenizer, TextData]:
+    """Return all that a run reads before it makes anything, and whether it resumes."""
+    # Said before anything is made: a run that could not write its charts would fail at its end.
+    for package in ("grain", "matplotlib", "rich"):
+        require_extra(package)
+    config, resumes = resolve(options, output)
+    require_writers(config.metrics_writers.split(","))
+    trace = _trace(config, output)
+    check_memory(config)
+    check_mesh_of_processes(config)
+    progress.note("reading the text")
+    tokenizer = run_tokenizer(config, output)
+    return config, resumes, trace, tokenizer, run_text(config, tokenizer)
+
+
 def _checkpointer(config: RunConfig, output: Path) -> TrainCheckpointer:
-    return TrainCheckpointer(output / CHECKPOINT_FOLDER, keep=config.keep, keep_every=config.keep_every)
+    kept = {"keep": config.keep, "keep_every": config.keep_every, "keep_best": config.keep_best}
+    return TrainCheckpointer(output / CHECKPOINT_FOLDER, **kept, metric=HELDOUT)
 
 
 def _trace(config: RunConfig, output: Path) -> StepTrace | None:
@@ -150,16 +171,20 @@ def _train(
 
         names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after")
         given = {name: getattr(config, name) for name in names}
-        plan = LoopPlan(**given, work=_work(config), learning_rate=trainer.learning_rate)
+        eval_saved = config.keep_best is not None
+        plan = LoopPlan(**given, work=_work(config), learning_rate=trainer.learning_rate, eval_saved=eval_saved)
         works = {"step": trainer.step, "evaluate": trainer.evaluate, "save": trainer.save}
-        actions = LoopActions(**works, check=trainer.checkpointer.check, inspect=inspect, trace=trace)
+        agree = SharedSignal() if jax.process_count() > 1 else None
+        actions = LoopActions(**works, check=trainer.checkpointer.check, inspect=inspect, trace=trace, agree=agree)
         skipped = int(state.skipped_steps)
         result = run_loop(
             state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped
         )
     trainer.checkpointer.wait()
-    plot_losses(output, bigram_entropy=bigram)
-    inspected = plot_precision(output) is not None
+    inspected = False
+    if is_first():
+        plot_losses(output, bigram_entropy=bigram)
+        inspected = plot_precision(output) is not None
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
@@ -182,6 +207,9 @@ def _train(
 def _locked(output: Path) -> Iterator[None]:
     """Make the folder, and keep other runs out of it until this process ends."""
     output.mkdir(parents=True, exist_ok=True)
+    if not is_first():  # one process locks for all of them
+        yield
+        return
     with (output / ".lock").open("w") as file:
         try:
             # The kernel drops the lock with the process, however that ends.

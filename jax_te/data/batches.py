@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jax_te.config.internal import check_positive, require_extra
 
@@ -29,6 +32,8 @@ class TrainBatches:
         seq_len: ``s``.
         seed: >= 0.
         vocab_size: tokens must be from 0 to below it. None: of any size that int32 holds.
+        sharding: of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows that its
+            devices hold. The windows and their order are the same without it, and for every number of processes.
 
     Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
 
@@ -42,7 +47,16 @@ class TrainBatches:
     ((2, 4), True)
     """
 
-    def __init__(self, text: np.ndarray, *, batch_size: int, seq_len: int, seed: int, vocab_size: int | None = None):
+    def __init__(
+        self,
+        text: np.ndarray,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        vocab_size: int | None = None,
+        sharding: Sharding | None = None,
+    ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
         stride = -(-_positions(text, seq_len) // _MAX_POSITIONS)
         positions = _positions(text, seq_len) // stride
@@ -53,10 +67,9 @@ class TrainBatches:
 
         # Without a number grain repeats until 2^63 - 1 windows, whose batches of one it cannot count.
         epochs = 2**62 // positions
-        windows = grain.MapDataset.range(positions).seed(seed).shuffle().repeat(epochs).map(window)
         # A batch takes well under a millisecond: threads that read ahead would only take time from XLA's.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._batches = iter(windows.batch(batch_size).to_iter_dataset(options))
+        self._windows = grain.MapDataset.range(positions).seed(seed).shuffle().repeat(epochs).map(window)
+        self._next, self._sharding = 0, sharding
         # Stored with the state: grain would resume over another text or batch size without a word.
         self._made_of = {
             "text_crc32": _crc32(text),
@@ -68,12 +81,16 @@ class TrainBatches:
     def __iter__(self) -> TrainBatches:
         return self
 
-    def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._batches)
+    def __next__(self) -> dict[str, Any]:
+        size, seq_len = self._made_of["batch_size"], self._made_of["seq_len"]
+        places = range(self._next * size, (self._next + 1) * size)
+        batch = _batch(self._windows.__getitem__, places, seq_len, self._sharding)
+        self._next += 1
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """Return the position in the data, as a dict that JSON can hold."""
-        return {"grain": self._batches.get_state(), **self._made_of}
+        return {"grain": {"next_index": self._next}, **self._made_of}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume from a state: the next batches are, bit for bit, those that followed `get_state`.
@@ -92,17 +109,23 @@ class TrainBatches:
                 f"the data is not that of the run to continue: {'; '.join(changed)}. Give the same text and settings, "
                 "or start a new run"
             )
-        self._batches.set_state(state["grain"])
+        self._next = state["grain"]["next_index"]
 
 
 def heldout_batches(
-    text: np.ndarray, *, batch_size: int, seq_len: int, num_batches: int, vocab_size: int | None = None
-) -> Iterator[dict[str, np.ndarray]]:
+    text: np.ndarray,
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_batches: int,
+    vocab_size: int | None = None,
+    sharding: Sharding | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
 
     Args:
         text: tokens, integers ``[n]``, ``n > seq_len``.
-        batch_size, seq_len, vocab_size: as for `TrainBatches`; the batches have the same form.
+        batch_size, seq_len, vocab_size, sharding: as for `TrainBatches`; the batches have the same form.
         num_batches: number of batches.
 
     Raises:
@@ -114,9 +137,29 @@ def heldout_batches(
     """
     check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
     positions = np.linspace(0, _positions(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
+    example = partial(_example, text, seq_len=seq_len, vocab_size=vocab_size)
     for group in positions.reshape(num_batches, batch_size):
-        examples = [_example(text, position, seq_len, vocab_size) for position in group.tolist()]
-        yield {name: np.stack([example[name] for example in examples]) for name in ("tokens", "labels")}
+        yield _batch(example, group.tolist(), seq_len, sharding)
+
+
+def _batch(
+    example: Callable[[int], dict[str, np.ndarray]], places: Sequence[int], seq_len: int, sharding: Sharding | None
+) -> dict[str, Any]:
+    """Return a batch of the examples of these places; with a sharding, only rows of this process are asked for."""
+
+    @cache  # devices that hold the same rows, and tokens and labels
+    def rows(start: int, stop: int) -> dict[str, np.ndarray]:
+        examples = [example(place) for place in places[start:stop]]
+        return {name: np.stack([each[name] for each in examples]) for name in ("tokens", "labels")}
+
+    if sharding is None:
+        return rows(0, len(places))
+
+    def part(name: str, index: Any) -> np.ndarray:
+        return rows(*index[0].indices(len(places))[:2])[name][:, index[1]]
+
+    shape = len(places), seq_len
+    return {name: jax.make_array_from_callback(shape, sharding, partial(part, name)) for name in ("tokens", "labels")}
 
 
 def whole_batches(

@@ -6,6 +6,7 @@ from jax_te._names import late_names
 from jax_te.training.adamw import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
 from jax_te.training.compile_cache import keep_compiled_programs
 from jax_te.training.deferred import FirstHalf, deferred_vjp
+from jax_te.training.global_batch import global_batch
 from jax_te.training.gradients import LossFn, WeightedMean, value_and_grad
 from jax_te.training.inspection import (
     TensorStatistics,
@@ -39,6 +40,7 @@ __all__ = [
     "create_train_state",
     "deferred_vjp",
     "exact_model",
+    "global_batch",
     "inspect_precision",
     "keep_compiled_programs",
     "keep_in_bf16_rules",

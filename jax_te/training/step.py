@@ -16,6 +16,7 @@ from jax_te.config.internal import check_positive, checked
 from jax_te.quantize import write_back
 from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import ranks_of
+from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
 from jax_te.training.masters import full_precision, parameters_of
 from jax_te.training.optimizer import select, transformed
@@ -52,12 +53,14 @@ def make_train_step(
 
     Returns:
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the
-        logical axis ``batch``. Its ``metrics`` are fp32 ``[]``: ``loss`` (mean), ``grad_norm`` (of the unscaled mean
-        gradient, before clipping), ``skipped`` (0 or 1), ``loss_scale`` (the one that this step used).
+        logical axis ``batch``. In several processes its arrays are global, see `global_batch`. Its ``metrics`` are fp32
+        ``[]``: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping), ``skipped`` (0 or 1),
+        ``loss_scale`` (the one that this step used).
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
-            microbatches and over the mesh's batch axes, or a loss that is no scalar.
+            microbatches and over the mesh's batch axes, or a loss that is no scalar; on a mesh of several processes,
+            for arrays that are not global.
 
     Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining`` and
         ``Float16OptimizerWithFloat16Params.step``.
@@ -104,7 +107,7 @@ def make_train_step(
         )
         return as_created(state), metrics
 
-    return train_step
+    return of_global_batches(train_step)
 
 
 def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
@@ -124,7 +127,7 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
         model.eval()
         return mean_loss(loss_fn(model, _shard_batch(batch), None))
 
-    return eval_step
+    return of_global_batches(eval_step)
 
 
 def _apply(

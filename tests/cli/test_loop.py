@@ -19,7 +19,7 @@ class Run:
     """A run whose state is a number and whose loss at step n is 1 / n."""
 
     def __init__(self, directory):
-        self.directory, self.saved, self.events = directory, {}, []
+        self.directory, self.saved, self.heldout, self.events = directory, {}, {}, []
 
     def step(self, state, batch):
         assert batch == state  # batches come in order
@@ -29,12 +29,12 @@ class Run:
         self.events.append(("eval", state))
         return 10.0 / state
 
-    def save(self, step, state):
+    def save(self, step, state, heldout):
         assert step == state
         written = [record["step"] for record in read_metrics(self.directory) if "loss" in record]
         assert written == list(range(1, step + 1))  # nothing on disk is behind the checkpoint
         self.events.append(("save", step))
-        self.saved[step] = state
+        self.saved[step], self.heldout[step] = state, heldout
 
     def __call__(self, *, first=0, steps=10, step=None, progress=None, **options):
         actions = {name: options.pop(name) for name in ("check", "trace") if name in options}
@@ -85,6 +85,21 @@ def test_every_step_is_recorded_and_cadences_are_kept(tmp_path, capsys):
     assert records[1].keys() >= MEASURED
 
 
+def test_checkpoints_know_their_heldout_loss_if_it_is_computed(tmp_path):
+    assert Run(tmp_path / "apart")().step == 10
+    run = Run(tmp_path / "together")
+
+    def step(state, batch):
+        if state == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run.step(state, batch)
+
+    run(step=step, eval_every=7, eval_saved=True)
+    assert run.heldout == {4: 10.0 / 4, 8: 10.0 / 8, 9: None}  # a signal waits for no evaluation
+    run(first=9, eval_every=7)
+    assert run.heldout[10] == 1.0
+
+
 def test_a_resumed_run_records_what_an_unbroken_one_does(tmp_path):
     Run(tmp_path / "unbroken")()
     Run(tmp_path / "resumed")(steps=7)
@@ -121,8 +136,8 @@ def test_a_signal_after_a_steps_checkpoint_ends_the_run_after_the_next_step(tmp_
     run = Run(tmp_path)
     save = run.save
 
-    def save_and_signal(step, state):
-        save(step, state)
+    def save_and_signal(step, state, heldout):
+        save(step, state, heldout)
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 

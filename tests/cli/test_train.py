@@ -6,6 +6,8 @@ import shutil
 import jax
 import pytest
 
+from jax_te.cli import train as train_module
+from jax_te.cli.build import Trainer
 from jax_te.cli.main import main
 from jax_te.metrics.log import read_metrics
 from jax_te.models import UNROLL_LIMIT
@@ -72,6 +74,20 @@ def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):
     assert main(["train", "--output", str(output)]) == 0
     assert "step 12 of 12: the run is complete" in capsys.readouterr().out
     assert [r for r in records(output) if "loss" in r] == losses[1]
+
+
+def test_the_best_are_kept_also_of_a_run_that_goes_on(tmp_path, trained, monkeypatch):
+    output, found = tmp_path / "run", {14: 9.0, 16: 0.5, 18: 8.0}
+    shutil.copytree(trained, output)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, state: found[int(state.step)])
+    monkeypatch.setattr(train_module, "continue_text", lambda *args, **options: "")  # which takes longest
+    often = ["--save-every", "2", "--eval-every", "18", "--metrics-writers", "jsonl", "--steps", "18"]
+    assert main(["train", "--output", str(output), *often, "--keep", "1", "--keep-best", "2"]) == 0
+    # The loss of 12 is known from the disk; 4 and 8 were saved without one.
+    assert sorted(int(path.name) for path in (output / "checkpoints").iterdir()) == [12, 16, 18]
+    heldout = {record["step"]: record["heldout_loss"] for record in read_metrics(output) if "heldout_loss" in record}
+    assert heldout[12] < 8.0
+    assert {step: heldout[step] for step in found} == found
 
 
 @pytest.mark.slow  # tests/cli/test_precision.py has a run under delayed scaling, with many options

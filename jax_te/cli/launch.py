@@ -1,0 +1,56 @@
+"""Where a process stands among those of its run, as its command line or its launcher says. Imports no jax."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_LAUNCHERS = (
+    # A variable of the processes that it starts, how many they are, and which one this is; the names that JAX looks at.
+    ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("JOB_COMPLETION_INDEX", None, "JOB_COMPLETION_INDEX"),
+)
+
+
+class Launch(NamedTuple):
+    """A process's place among those of its run.
+
+    Args:
+        index: its number, from 0.
+        count: of processes; None: JAX finds it.
+        coordinator: ``host:port`` of process 0; None: JAX finds it.
+    """
+
+    index: int
+    count: int | None = None
+    coordinator: str | None = None
+
+
+def find_launch(processes: str = "auto") -> Launch | None:
+    """Return this process's place as ``--processes`` or the environment says it, None for a run of one process.
+
+    In ``auto`` the variables of `PLACE` count first, then what SLURM, Open MPI or an indexed Job of
+    Kubernetes set.
+
+    Raises:
+        ValueError: for variables of which some are missing or no numbers, and a number that is not below the count.
+    """
+    environ = os.environ
+    if processes == "none":
+        return None
+    if processes == "auto" and not environ.keys() & set(PLACE[1:]):
+        for sign, count, index in _LAUNCHERS:
+            if sign in environ and (count is None or environ.get(count) != "1"):
+                return Launch(int(environ.get(index, "0")))
+        return None
+    text = ",".join(environ.get(name, "") for name in PLACE) if processes == "auto" else processes
+    found = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", text)
+    if found is None or int(found[3]) >= int(found[2]):
+        raise ValueError(
+            f"HOST:PORT of process 0, number of processes and number of this one, from 0, are {text!r}; give all of "
+            f"{', '.join(PLACE)}, or --processes HOST:PORT,COUNT,NUMBER"
+        )
+    return Launch(int(found[3]), int(found[2]), found[1]) if found[2] != "1" else None

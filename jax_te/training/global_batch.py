@@ -1,0 +1,104 @@
+"""Batches of several processes: one global array, made of the parts that the processes have."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from jax_te.sharding import named_sharding
+from jax_te.typing import PyTree
+
+
+def global_batch(local: PyTree) -> PyTree:
+    """Return the global batch of which each process gives the rows that its own devices hold.
+
+    Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data`` or ``fsdp`` crosses all processes,
+    process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that are told apart by ``tensor`` or
+    ``context`` alone hold the same rows, and give the same arrays: their checksums are compared, at each call. In one
+    process the batch becomes a global array with the same values.
+
+    Args:
+        local: pytree of arrays ``[b / parts, ...]`` on the host.
+
+    Returns:
+        Arrays ``[b, ...]``, sharded over the logical axis ``batch``.
+
+    Raises:
+        ValueError: outside of ``jax.set_mesh``; if processes that hold the same rows give different arrays.
+
+    >>> from jax_te.config import ParallelConfig
+    >>> from jax_te.sharding import make_mesh
+    >>> with jax.set_mesh(make_mesh(ParallelConfig(data=1))):
+    ...     global_batch({"tokens": np.ones((2, 8), np.int32)})["tokens"].shape  # (4, 8) where 2 processes call it
+    (2, 8)
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError("global_batch shards a batch over a mesh, and there is none; call it inside jax.set_mesh")
+    local = jax.tree.map(np.asarray, local)
+    if jax.process_count() > 1:
+        _check_same_rows(local, named_sharding(("batch",), mesh))
+
+    def whole(leaf: np.ndarray) -> jax.Array:
+        sharding = named_sharding(("batch", *(None,) * (leaf.ndim - 1)), mesh)
+        return jax.make_array_from_process_local_data(sharding, leaf)
+
+    return jax.tree.map(whole, local)
+
+
+def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
+    size = sharding.mesh.size  # any that divides over all axes
+    held: list[set[int]] = [set() for _ in range(jax.process_count())]
+    for device, index in sharding.devices_indices_map((size,)).items():
+        held[device.process_index].add(index[0].indices(size)[0])
+    if len({frozenset(rows) for rows in held}) == len(held):
+        return  # each process has rows of its own
+    crc32 = 0
+    for leaf in jax.tree.leaves(local):
+        crc32 = zlib.crc32(np.ascontiguousarray(leaf), crc32)
+    found = np.asarray(multihost_utils.process_allgather(np.uint32(crc32)))
+    for process, rows in enumerate(held):
+        first = held.index(rows)
+        if found[process] != found[first]:
+            raise ValueError(
+                f"processes {first} and {process} hold the same rows of a batch on this mesh, and gave global_batch "
+                "different arrays; read the data by the rows that a process holds, not by its number"
+            )
+
+
+def of_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that, on a mesh of several processes, refuses batches that are not global.
+
+    JAX takes host arrays for the same in every process, and where they differ, trains on a mixture of them.
+    """
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return step
+
+    @functools.wraps(step)
+    def checked(state: Any, batch: PyTree) -> Any:
+        if not _is_local(state.step):
+            for leaf in jax.tree.leaves(batch):
+                if _is_local(leaf):
+                    raise ValueError(
+                        f"a batch of this process's own arrays, one of shape {np.shape(leaf)}, would be taken for all "
+                        f"of the batch of {jax.process_count()} processes; give jax_te.training.global_batch the rows "
+                        "of each process, or jax.device_put the same whole batch in each, with its sharding"
+                    )
+        return step(state, batch)
+
+    checked.lower = step.lower  # type: ignore[attr-defined]
+    return checked
+
+
+def _is_local(leaf: Any) -> bool:
+    if isinstance(leaf, Tracer):
+        return False  # the caller's jit has placed it
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable

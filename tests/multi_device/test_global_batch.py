@@ -1,0 +1,105 @@
+"""Batches of several processes: parts make a whole, and what only looks like a whole is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.config import ParallelConfig
+from jax_te.data import TrainBatches, heldout_batches
+from jax_te.sharding import make_mesh, named_sharding
+from jax_te.training import create_train_state, global_batch, make_eval_step, make_train_step
+from tests.support.processes import run_processes
+
+WHOLE = np.arange(32, dtype=np.float32).reshape(4, 8)
+TEXT = np.arange(1000) % 256
+
+
+def made():
+    tx = optax.sgd(0.1)
+    state = create_train_state(lambda rngs: nnx.Linear(8, 1, rngs=rngs), tx, key=jax.random.key(0))
+
+    def loss_fn(model, x, key):
+        return jnp.mean(model(x) ** 2)
+
+    return state, make_train_step(loss_fn, tx), make_eval_step(loss_fn)
+
+
+def refused(work, *args):
+    try:
+        work(*args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def rows(array):
+    """The rows that this process's device holds."""
+    return np.asarray(array.addressable_shards[0].data).tolist()
+
+
+class Watched(np.ndarray):
+    """A text that counts the windows that are read of it."""
+
+    windows = 0
+
+    def __getitem__(self, index):
+        Watched.windows += 1
+        return np.asarray(self)[index]
+
+
+def batches_of_processes():
+    """What each process sees: the values, and what is refused."""
+    index, found = jax.process_index(), {}
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2))):
+        state, step, evaluate = made()
+        found["steps"] = [refused(work, state, WHOLE) for work in (step, evaluate)]
+        batch = global_batch(WHOLE[2 * index : 2 * index + 2])
+        found["shape"], found["rows"] = batch.shape, rows(batch)
+        found["loss"] = float(evaluate(state, batch))
+        sharding = named_sharding(("batch", None), jax.sharding.get_mesh())
+        batches = TrainBatches(TEXT.view(Watched), batch_size=4, seq_len=8, seed=1, sharding=sharding)
+        Watched.windows = 0
+        next(batches), next(batches)
+        found["windows"], saved = Watched.windows, batches.get_state()
+        found["next"] = rows(next(batches)["tokens"])
+        batches.set_state(saved)
+        found["labels"] = rows(next(batches)["labels"])
+        heldout = next(heldout_batches(TEXT, batch_size=4, seq_len=8, num_batches=1, sharding=sharding))
+        found["heldout"] = rows(heldout["tokens"])
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        found["same"] = rows(global_batch(WHOLE))
+        found["differ"] = refused(global_batch, WHOLE + index)
+    found["no mesh"] = refused(global_batch, WHOLE)
+    return found
+
+
+def test_processes_give_parts_of_a_global_batch():
+    state, _, evaluate = made()
+    loss = float(evaluate(state, WHOLE))
+    alone = TrainBatches(TEXT, batch_size=4, seq_len=8, seed=1)
+    third = [next(alone) for _ in range(3)][2]
+    heldout = next(heldout_batches(TEXT, batch_size=4, seq_len=8, num_batches=1))
+    for index, finished in enumerate(run_processes(2, batches_of_processes)):
+        found, own = finished.result, slice(2 * index, 2 * index + 2)
+        assert all("jax_te.training.global_batch" in (text or "") for text in found["steps"]), found["steps"]
+        assert found["shape"] == (4, 8)
+        assert found["rows"] == WHOLE[own].tolist()
+        assert found["loss"] == pytest.approx(loss, rel=2.0**-20)
+        assert found["windows"] == 4  # two rows of each of two batches
+        assert found["next"] == third["tokens"][own].tolist()
+        assert found["labels"] == third["labels"][own].tolist()
+        assert found["heldout"] == heldout["tokens"][own].tolist()
+        assert found["same"] == WHOLE.tolist()
+        assert "processes 0 and 1 hold the same rows" in found["differ"]
+        assert "jax.set_mesh" in found["no mesh"]
+
+
+def test_one_process_gives_the_whole():
+    with jax.set_mesh(make_mesh(ParallelConfig(data=1))):
+        batch = global_batch({"x": WHOLE})
+    assert np.array_equal(batch["x"], WHOLE)

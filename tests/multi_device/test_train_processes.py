@@ -1,0 +1,193 @@
+"""``jax-te train`` by several processes: the losses of one process, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from jax_te.cli.launch import Launch, find_launch
+from tests.support.runs import MICRO, command, jax_te, records
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")
+VARIABLES += ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        (dict(zip(VARIABLES[:3], ("host:1234", "4", "3"), strict=True)), Launch(3, 4, "host:1234")),
+        (dict(zip(VARIABLES[:3], ("host:1234", "1", "0"), strict=True)), None),
+        ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "16", "SLURM_PROCID": "9"}, Launch(9)),
+        # One process has all of the job's devices, where JAX would take the first alone.
+        ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        # A batch script is no step.
+        ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Launch(1)),
+        ({"JOB_COMPLETION_INDEX": "5"}, Launch(5)),
+        (
+            {"SLURM_STEP_NODELIST": "n1"} | dict(zip(VARIABLES[:3], ("host:1", "2", "1"), strict=True)),
+            Launch(1, 2, "host:1"),
+        ),
+    ],
+)
+def test_launchers_are_found(monkeypatch, given, expected):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert find_launch() == expected
+    assert find_launch("none") is None
+    assert find_launch("other:1,2,0") == Launch(0, 2, "other:1")
+
+
+@pytest.mark.parametrize(
+    ("processes", "given"),
+    [("auto", {"JAX_NUM_PROCESSES": "2"}), ("auto", {"JAX_PROCESS_ID": "0"}), ("host:1,2,2", {}), ("host:1,0,0", {})],
+)
+def test_half_a_place_is_refused(monkeypatch, processes, given):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"):
+        find_launch(processes)
+
+
+@contextlib.contextmanager
+def started(count, output, *argv, devices=1, others=None):
+    """Yield the running processes of one ``jax-te train``, each with more options; none is left afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with contextlib.ExitStack() as stack:
+        running = []
+        for index in range(count):
+            place = f"{address},{count},{index}"
+            line, options = command(
+                "train", "--output", output, *MICRO, *argv, *(others or {}).get(index, ()), "--processes", place
+            )
+            options["env"] |= {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
+            process = stack.enter_context(subprocess.Popen(line, **options))
+            stack.callback(process.kill)
+            running.append(process)
+        yield running
+
+
+def ended(running):
+    """Return status, stdout and stderr of each process."""
+    said = [process.communicate(timeout=240) for process in running]
+    return [(process.returncode, *texts) for process, texts in zip(running, said, strict=True)]
+
+
+def when_recorded(steps, output, running):
+    """Wait until so many steps are in the metrics file."""
+    deadline = time.monotonic() + 240
+    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_bytes().count(b'"loss"') < steps:
+        assert all(process.poll() is None for process in running), ended(running)
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def train(count, output, *argv, devices=1):
+    """Return what the processes of a run that succeeded said."""
+    with started(count, output, *argv, devices=devices) as running:
+        found = ended(running)
+    assert [status for status, _, _ in found] == [0] * count, found
+    return found
+
+
+def assert_same_losses(output, reference, last=None):
+    """Losses are means over the same batches; only the order of fp32 additions may differ."""
+    found, expected = records(output), records(reference)
+    found = [record for record in found if last is None or record["step"] < last]
+    expected = [record for record in expected if last is None or record["step"] < last]
+    assert [sorted(record) for record in found] == [sorted(record) for record in expected]
+    for name in ("loss", "heldout_loss", "grad_norm"):
+        values = [[record[name] for record in each if name in record] for each in (found, expected)]
+        np.testing.assert_allclose(*values, rtol=2.0**-16)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of the run by one process on one device."""
+    output = tmp_path_factory.mktemp("alone")
+    finished = jax_te("train", "--output", output, *MICRO)
+    assert finished.returncode == 0, finished.stderr
+    return output
+
+
+LONG = ("--steps", "3000", "--decay-steps", "12", "--save-every", "1000", "--eval-every", "6", "--mesh", "data=2")
+
+
+def test_two_processes_stop_together_and_train_to_the_losses_of_one(tmp_path, alone):
+    """SIGTERM to the one that does not write: both save the same step, and the run goes on from it."""
+    with started(2, tmp_path, *LONG) as running:
+        when_recorded(3, tmp_path, running)
+        running[1].send_signal(signal.SIGTERM)
+        first, second = ended(running)
+    assert (first[0], second[0]) == (128 + signal.SIGTERM, 128 + signal.SIGTERM)
+    assert "SIGTERM: finishing this step" in second[2]
+    assert "SIGTERM" not in first[2]
+    step = int(re.search(r"stopped by SIGTERM; step (\d+) is saved", first[1])[1])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    assert records(tmp_path)[-1]["step"] == step
+    first, second = train(2, tmp_path, "--mesh", "data=2", "--steps", str(max(12, step + 2)))
+    assert f"resumed after step {step}" in first[1]
+    assert "loss.png" in first[1]
+    assert not any(word in second[1] for word in ("loading", "model", "step", "sample"))
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in alone.iterdir()}
+    assert_same_losses(tmp_path, alone, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path, alone, victim):
+    with started(2, tmp_path, *LONG, "--save-every", "2") as running:
+        when_recorded(5, tmp_path, running)
+        running[victim].kill()
+        status, _, error = ended(running)[1 - victim]
+    assert status != 0
+    assert "another process ended or cannot be reached" in error or "coordination" in error  # JAX may be the first
+    saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal())
+    first, _ = train(2, tmp_path, "--mesh", "data=2", "--steps", str(max(12, saved + 2)))
+    assert f"resumed after step {saved}" in first[1]
+    assert_same_losses(tmp_path, alone, 12)
+
+
+def test_a_start_that_fails_in_one_process_ends_all_with_a_line(tmp_path):
+    """The other one may have read its text by then."""
+    with started(2, tmp_path, "--mesh", "data=2", others={0: ["--data", str(tmp_path / "none")]}) as running:
+        first, second = ended(running)
+    assert (first[0], second[0]) == (2, 2)
+    assert re.search(r"process 0 of 2: error: no such file or folder", first[2]), first
+    assert re.search(r"process 1 of 2: error: process 0: no such file or folder", second[2]), second
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh"),
+    [
+        (2, 1, "fsdp=2"),
+        (2, 1, "tensor=2"),
+        (2, 1, "context=2"),
+        (2, 2, "data=2,fsdp=2"),
+        (2, 2, "tensor=2,context=2"),
+        (4, 1, "data=2,tensor=2"),
+        (4, 2, "data=2,fsdp=2,tensor=2"),
+    ],
+)
+def test_every_axis_may_cross_processes(tmp_path, alone, count, devices, mesh):
+    options = ("--microbatches", "2") if mesh == "data=2,fsdp=2" else ()
+    if options:
+        alone = tmp_path / "alone"
+        assert jax_te("train", "--output", alone, *MICRO, "--batch-size", "8", *options).returncode == 0
+        options += ("--batch-size", "8")
+    train(count, tmp_path / "run", "--mesh", mesh, *options, devices=devices)
+    assert_same_losses(tmp_path / "run", alone)
