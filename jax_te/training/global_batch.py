@@ -84,18 +84,44 @@ def of_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def checked(state: Any, batch: PyTree) -> Any:
-        if not _is_local(state.step):
-            for leaf in jax.tree.leaves(batch):
-                if _is_local(leaf):
-                    raise ValueError(
-                        f"a batch of this process's own arrays, one of shape {np.shape(leaf)}, would be taken for all "
-                        f"of the batch of {jax.process_count()} processes; give jax_te.training.global_batch the rows "
-                        "of each process, or jax.device_put the same whole batch in each, with its sharding"
-                    )
+        check_global(batch, state.step)
         return step(state, batch)
 
     checked.lower = step.lower  # type: ignore[attr-defined]
     return checked
+
+
+def check_global(batch: PyTree, arrays: PyTree) -> None:
+    """Raise ValueError if ``arrays`` are on a mesh of several processes, and one of the batch is of this process alone.
+
+    Args:
+        batch: its arrays may be on the host.
+        arrays: that it is computed with, e.g. a model's parameters.
+    """
+    if not jax.distributed.is_initialized() or jax.process_count() == 1 or all(map(_is_local, jax.tree.leaves(arrays))):
+        return
+    for leaf in jax.tree.leaves(batch):
+        if _is_local(leaf):
+            raise ValueError(
+                f"a batch of this process's own arrays, one of shape {np.shape(leaf)}, would be taken for all "
+                f"of the batch of {jax.process_count()} processes; give jax_te.training.global_batch the rows "
+                "of each process, or jax.device_put the same whole batch in each, with its sharding"
+            )
+
+
+def from_first(text: str, arrays: PyTree) -> str:
+    """Return the text of the process with the first device of the mesh that ``arrays`` are on, in all of them.
+
+    It is this process's own where the arrays are on no mesh of several processes.
+    """
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(arrays) if not _is_local(leaf)]
+    if not meshes:
+        return text
+    source = meshes[0].devices.flat[0].process_index == jax.process_index()
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size), is_source=source))
+    data = data if source else np.zeros(size, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=source)).astype(np.uint8).tobytes().decode()
 
 
 def _is_local(leaf: Any) -> bool:

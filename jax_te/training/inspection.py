@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from jax_te.quantize import STATISTICS, Observer, QuantizedKernel, observe_quant
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
+from jax_te.training.global_batch import check_global, from_first
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
@@ -77,7 +79,8 @@ def inspect_precision(
         One entry for each quantized tensor: layers in the model's order, roles in the order x, kernel, grad.
 
     Raises:
-        ValueError: if nothing is quantized, or if kernels are stored quantized, whose exact values are unknown.
+        ValueError: if nothing is quantized, or if kernels are stored quantized, whose exact values are unknown; on a
+            mesh of several processes, for a batch that is not global.
 
     >>> from jax_te.layers import Linear
     >>> with autocast(Float8CurrentScaling()):
@@ -92,8 +95,10 @@ def inspect_precision(
             "the model holds quantized kernels, whose exact values are gone; inspect exact_model(state), which takes "
             "the fp32 masters, or a model that was not given to quantize_parameters"
         )
+    check_global(batch, params)
     with observe_quantization() as observer:
         _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, loss_scale)
+    _share(observer, params)
     if not observer.records:
         raise ValueError(
             "nothing was quantized; call it inside `with autocast(recipe):`, and have at least one layer of "
@@ -109,10 +114,13 @@ def make_inspection(
 
     ``inspect`` computes that step's gradients separately, from the same parameters, scales, loss scale, dropout keys
     and microbatches, and discards them. So a step is the same, bit for bit, whether it was inspected or not. It is
-    compiled at the first call.
+    compiled at the first call. In several processes all call it, with a global batch, and get the same.
 
     Args:
         loss_fn, microbatches: as for `make_train_step`.
+
+    Raises:
+        ValueError: when called on a mesh of several processes, for a batch that is not global.
 
     >>> import optax
     >>> from jax_te.layers import Linear
@@ -127,6 +135,7 @@ def make_inspection(
     observer, probe = Observer(), _probe(loss_fn)
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
+        check_global(batch, state.step)
         params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
         observer.records.clear()  # of the call before
         with observe_quantization(observer):
@@ -134,6 +143,7 @@ def make_inspection(
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)
                 part, part_key = jax.tree.map(cut, batch), jax.random.fold_in(key, index)
                 probe(state.graphdef, params, state.quantizers, state.rest, part, part_key, state.scaler.scale)
+        _share(observer, params)
         return _statistics(observer)
 
     return inspect
@@ -214,6 +224,15 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
         return differentiate(params, with_max_gradients(quantizers))[0]
 
     return probe
+
+
+def _share(observer: Observer, params: PyTree) -> None:
+    """Give every process of the parameters' mesh the records, which arrive in that of its first device alone."""
+    text = from_first(
+        json.dumps([[*key, observer.formats[key], rows] for key, rows in observer.records.items()]), params
+    )
+    for module, role, name, rows in json.loads(text):
+        observer.records[module, role], observer.formats[module, role] = rows, name
 
 
 def _exact_parameters(state: TrainState) -> nnx.State:

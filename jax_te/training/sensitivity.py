@@ -18,6 +18,7 @@ from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import constrain
+from jax_te.training.global_batch import check_global
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.inspection import calibrate_delayed_scaling
 from jax_te.training.state import split_model
@@ -64,7 +65,8 @@ def sensitivity(
 
     Raises:
         TypeError: if ``recipe`` is None.
-        ValueError: without batches; if no layer can be quantized, or kernels are stored quantized (see `exact_model`).
+        ValueError: without batches, or for batches that are not global on a mesh of several processes; if no layer can
+            be quantized, or kernels are stored quantized (see `exact_model`).
 
     >>> from jax_te.layers import MultiheadAttention
     >>> from jax_te.recipe import Float8CurrentScaling
@@ -79,11 +81,11 @@ def sensitivity(
     if not batches:
         raise ValueError("sensitivity needs at least one batch, got none")
     model = _plain_copy(model)
+    check_global(list(batches), nnx.state(model, nnx.Param))
     calibrate_delayed_scaling(model, loss_fn, batches[0], recipe)
     kinds = {path: type(module).__name__ for path, module in quantizable_modules(model)}
     measure, off = _switched_measure(model, loss_fn)
-    totals = {path: [0.0, 0.0] for path in kinds}
-    norm = 0.0
+    totals, norm = {path: [0.0, 0.0] for path in kinds}, 0.0
     # Every measurement under the calibrated scales: only then do they differ in the layer alone.
     with autocast(recipe), frozen_scales():
         for batch in batches:

@@ -11,11 +11,22 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig
 from jax_te.data import TrainBatches, heldout_batches
+from jax_te.layers import Linear
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh, named_sharding
-from jax_te.training import create_train_state, global_batch, make_eval_step, make_train_step
+from jax_te.training import (
+    create_train_state,
+    global_batch,
+    inspect_precision,
+    make_eval_step,
+    make_inspection,
+    make_train_step,
+    sensitivity,
+)
 from tests.support.processes import run_processes
 
 WHOLE = np.arange(32, dtype=np.float32).reshape(4, 8)
+WIDE = np.sin(np.arange(512, dtype=np.float32)).reshape(32, 16)
 TEXT = np.arange(1000) % 256
 
 
@@ -52,6 +63,24 @@ class Watched(np.ndarray):
         return np.asarray(self)[index]
 
 
+def reports(batch, which=("make", "one", "rank")):
+    """What quantization does, in three ways; of a model on the mesh in use."""
+    found = []
+    with autocast(Float8CurrentScaling(amax_scope="whole")):
+        state = create_train_state(lambda rngs: Linear(16, 16, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
+        if "make" in which:
+            found.append([tensor.amax for tensor in make_inspection(squares)(state, batch)])
+        if "one" in which:
+            found.append([tensor.amax for tensor in inspect_precision(state.model, squares, batch)])
+    if "rank" in which:
+        found.append([layer.gradient_error for layer in sensitivity(state.model, squares, [batch], DelayedScaling())])
+    return found
+
+
+def squares(model, x, key):
+    return jnp.mean(jnp.square(model(x)))
+
+
 def batches_of_processes():
     """What each process sees: the values, and what is refused."""
     index, found = jax.process_index(), {}
@@ -71,6 +100,7 @@ def batches_of_processes():
         found["labels"] = rows(next(batches)["labels"])
         heldout = next(heldout_batches(TEXT, batch_size=4, seq_len=8, num_batches=1, sharding=sharding))
         found["heldout"] = rows(heldout["tokens"])
+        found["local reports"] = [refused(lambda work=work: reports(WIDE, [work])) for work in ("make", "one", "rank")]
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
         found["same"] = rows(global_batch(WHOLE))
         found["differ"] = refused(global_batch, WHOLE + index)
@@ -89,6 +119,7 @@ def test_processes_give_parts_of_a_global_batch():
         assert all("jax_te.training.global_batch" in (text or "") for text in found["steps"]), found["steps"]
         assert found["shape"] == (4, 8)
         assert found["rows"] == WHOLE[own].tolist()
+        assert all("jax_te.training.global_batch" in (text or "") for text in found["local reports"])
         assert found["loss"] == pytest.approx(loss, rel=2.0**-20)
         assert found["windows"] == 4  # two rows of each of two batches
         assert found["next"] == third["tokens"][own].tolist()
@@ -97,6 +128,20 @@ def test_processes_give_parts_of_a_global_batch():
         assert found["same"] == WHOLE.tolist()
         assert "processes 0 and 1 hold the same rows" in found["differ"]
         assert "jax.set_mesh" in found["no mesh"]
+
+
+def reports_of_processes():
+    """What each process is told of the same model and batch."""
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2))):
+        index = jax.process_index()
+        return reports(global_batch(WIDE[16 * index : 16 * index + 16]))
+
+
+@pytest.mark.slow
+def test_every_process_is_told_what_quantization_does():
+    """JAX calls back in the first process alone."""
+    first, second = run_processes(2, reports_of_processes)
+    assert first.result == second.result == [pytest.approx(values, rel=2.0**-10) for values in reports(WIDE)]
 
 
 def test_one_process_gives_the_whole():
