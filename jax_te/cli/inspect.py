@@ -16,9 +16,11 @@ import jax
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model, abstract_model_state, contexts, loss_fn, warnings_as_lines
 from jax_te.cli.inspect_checkpoint import show_checkpoint
+from jax_te.cli.inspect_communication import show_communication
 from jax_te.cli.inspect_sharding import show_sharding
 from jax_te.cli.memory import check_memory
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
+from jax_te.cli.options import OPTIONS
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
@@ -54,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
     _check_options(options)
     if options.sharding:
         return show_sharding(options)
+    if options.communication:
+        return show_communication(options)
     output = Path(options.output)
     config = read_config(output)
     if config is None:
@@ -78,18 +82,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if options.sharding:
-        reports = ("recipes", "sensitivity")
+    for report in ("sharding", "communication"):
         # Arrays have the same axes under every recipe and for any text.
-        for name in (*reports, "recipe", "precision_config", "data", "batch_size", "batches", "keep_bf16", "write"):
-            if getattr(options, name):
-                raise ValueError(f"--sharding computes nothing, so leave --{name.replace('_', '-')} out")
+        others = ("recipes", "sensitivity", "recipe", "precision_config", "data", "batch_size", "batches", "keep_bf16")
+        for name in (*others, "write", *(("communication",) if report == "sharding" else ())):
+            if getattr(options, report) and getattr(options, name):
+                remedy = " (--train-options may have it)" if options.communication and name in OPTIONS else ""
+                raise ValueError(f"--{report} computes nothing, so leave --{name.replace('_', '-')} out{remedy}")
     if options.recipes and options.sensitivity:
         raise ValueError("--recipes and --sensitivity are two different reports; give one of them")
     if options.sensitivity and options.precision_config is not None:
         raise ValueError("--sensitivity quantizes every layer alone, whatever its rules; leave --precision-config out")
     needed = {"batches": "sensitivity", "keep_bf16": "sensitivity", "write": "keep_bf16"}
-    needed |= {"mesh": "sharding", "preset": "sharding"}
+    needed |= {"network": "communication", "train_options": "communication"}
+    for name in ("mesh", "preset"):
+        if getattr(options, name) is not None and not (options.sharding or options.communication):
+            raise ValueError(f"--{name} is for --sharding and --communication; give one of them, too")
     for name, other in needed.items():
         if getattr(options, name) is not None and not getattr(options, other):
             raise ValueError(f"--{name.replace('_', '-')} is for --{other.replace('_', '-')}; give that too")

@@ -166,7 +166,7 @@ SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
 POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) for above in (True, False))
 FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))
 MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
-FILE = Text("FILE", str)
+FILE, TEXT = (Text(metavar, str) for metavar in ("FILE", "TEXT"))
 _MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
 _SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
@@ -220,9 +220,7 @@ class DataOptions:
     # Both may have moved. The data's state has a checksum, the run a hash, which hold the run to the same ones.
     data: str | None = _free(PATH, "text file or folder", None, shown="the Python standard library's sources")
     tokenizer: str | None = _free(PATH, "tokenizer.json, or a folder with it", None, shown="--init-from's, or bytes")
-    seq_len: int = option(
-        Text("N", number(int, 2)), "tokens of an example", shown="the preset's; --init-from at most 512"
-    )
+    seq_len: int = option(Text("N", number(int, 2)), "tokens of an example", shown="the preset's, --init-from's <= 512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +238,7 @@ class ModelOptions:
     position_embedding: str = option(POSITION_EMBEDDINGS, "how positions are marked")
     bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
     tie_embeddings: bool = option(FLAG, "the output head shares the embedding")
-    dropout: float = option(
-        _RATE, "of attention and hidden states", 0.0, library=("attention_dropout", "hidden_dropout")
-    )
+    dropout: float = option(_RATE, "of attention and hidden", 0.0, library=("attention_dropout", "hidden_dropout"))
     init_from: str | None = option(FOLDER, "of Hugging Face, whose model is fine-tuned", None)
     lora_rank: int | None = option(SIZE, "with --init-from: train adapters of this rank alone", None)
     lora_alpha: float | None = option(POSITIVE, "numerator of the adapters' scale", None, shown="--lora-rank")
@@ -347,7 +343,7 @@ class SampleOptions:
     """
 
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
-    prompt: str = option(Text("TEXT", str), "text to continue", "def ", shown="'def '")
+    prompt: str = option(TEXT, "text to continue", "def ", shown="'def '")
     length: int = option(SIZE, "tokens to generate", 256)
     temperature: float = option(NON_NEGATIVE, "0: the likeliest token", 0.8)
     top_k: int = option(COUNT, "draw from the N likeliest tokens; 0: all", 0)
@@ -367,6 +363,13 @@ class InspectOptions:
     With --sharding nothing runs: it lists every array of the training state, its logical axes, the mesh
     axes that split it and its bytes, in all and on each device, and draws which device holds which part.
     It needs neither a checkpoint nor devices: jax-te inspect --sharding --preset gpt-1.3b --mesh fsdp=8
+
+    With --communication nothing runs, either. A train step is compiled for as many CPU devices, or for fewer
+    by rules that it names, and its collectives are listed by mesh axes: number, bytes of their arrays, bytes
+    that each device sends, and the time that a --network takes for them, one after the other. That is
+    devices_per_host=8,intra_host=450e9,inter_host=50e9,latency=8.4e-6 (bytes/s that a device sends to devices
+    of its host and to others, seconds of a launch), or some of these. --train-options says what is trained:
+    jax-te inspect --communication --preset gpt-1.3b --mesh data=8,tensor=4 --train-options=--sequence-parallel
 
     With a CHECKPOINT it lists name, dtype, shape, sharding as saved and bytes of every array, the step and
     the recipe, and reads no array: of a run or one of its checkpoints, a folder of Hugging Face, Megatron-LM
@@ -390,8 +393,11 @@ class InspectOptions:
     batch_size: int | None = option(SIZE, "examples of a batch", None, shown="a microbatch of the run")
     check_memory: bool = option(FLAG, "refuse a batch that cannot fit, by an estimate", True)
     sharding: bool = option(SWITCH, "show how the arrays are split over devices", False)
-    mesh: str | None = option(MESH, "with --sharding: over this mesh, e.g. fsdp=4,tensor=2", None, shown="the run's")
-    preset: str | None = option(tuple(PRESETS), "with --sharding: of a preset, not of a run", None, shown="the run")
+    communication: bool = option(SWITCH, "show what devices send each other in a train step", False)
+    mesh: str | None = option(MESH, "with one of these: over this mesh, e.g. fsdp=4,tensor=2", None, shown="the run's")
+    preset: str | None = option(tuple(PRESETS), "with one of these: of a preset, not of a run", None, shown="the run")
+    network: str | None = option(TEXT, "with --communication: links, see above", None, shown="eight H200s a host")
+    train_options: str | None = option(TEXT, "with --communication: options of jax-te train", None)
     recipes: bool = option(SWITCH, "only list each layer's recipe, and why it has it", False)
     sensitivity: bool = option(SWITCH, "quantize each layer alone, and rank them", False)
     batches: int | None = option(SIZE, "with --sensitivity: batches of held-out text", None, shown="2")

@@ -1,5 +1,6 @@
 """Meshes, logical axes, where arrays live on a mesh, and code that runs on each device of it."""
 
+from jax_te.sharding.communication import CollectiveCount, CommunicationReport, Network, communication_report
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.mesh import make_mesh
 from jax_te.sharding.placement import shardings_of
@@ -8,9 +9,13 @@ from jax_te.sharding.rules import ShardingRules, current_mesh, logical_to_spec, 
 
 __all__ = [
     "ArrayPlacement",
+    "CollectiveCount",
+    "CommunicationReport",
+    "Network",
     "ShardingReport",
     "ShardingRules",
     "auto_region",
+    "communication_report",
     "constrain",
     "current_mesh",
     "logical_to_spec",

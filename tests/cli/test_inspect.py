@@ -141,7 +141,7 @@ def test_sensitivity_as_a_table(quantized, capsys):
         (["--recipes", "--data", "."], ["--recipes computes nothing", "--data"]),
         (["--batch-size", "1", "--recipe", "mxfp8", "--data", "no/such"], ["no such file or folder", "no/such"]),
         (["--precision-config", "no.yaml"], ["no.yaml: No such file"]),
-        (["--mesh", "fsdp=2"], ["--mesh is for --sharding; give that too"]),
+        (["--mesh", "fsdp=2"], ["--mesh is for --sharding and --communication; give one of them, too"]),
         (["--preset", "tiny"], ["--preset is for --sharding"]),
         (["--sharding", "--recipes"], ["--sharding computes nothing, so leave --recipes out"]),
         (["--sharding", "--batch-size", "4"], ["leave --batch-size out"]),

@@ -1,0 +1,102 @@
+"""``jax-te inspect --communication``: what the devices of a mesh send each other in a train step."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax_te.cli.count_communication import counted
+from jax_te.cli.options import OPTIONS, flag
+from jax_te.cli.parser import build_parser
+from jax_te.cli.precision_rules import read_rules
+from jax_te.cli.presets import PRESETS
+from jax_te.cli.resolve import new_config
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import read_config
+from jax_te.config import ParallelConfig
+from jax_te.sharding import CommunicationReport, Network
+
+
+def show_communication(options: argparse.Namespace) -> int:
+    """Return the exit status, 0, once it is printed what a train step of the run, or of a preset, communicates.
+
+    Raises:
+        ValueError: for a folder without a run, for options that do not go together, and without a mesh.
+    """
+    network = Network.parse(options.network or "")
+    given = _train_options(options.train_options or "")
+    config, name = _config(options, given)
+    sizes = config.parallel_config() or ParallelConfig()
+    parts = f"{config.microbatches} microbatch{'es' * (config.microbatches != 1)}"
+    text = f"{config.batch_size} examples of {config.seq_len} tokens in {parts}"
+    precision = f"recipe {config.recipe}, {config.compute_dtype}, parameters {config.params_dtype}"
+    print(f"{name}, train step of {text}, {precision}", file=sys.stderr, flush=True)
+    rows, notes = counted(config)
+    shape = dict(zip(sizes.axis_names, sizes.shape, strict=True))
+    report = CommunicationReport(rows=rows, mesh_shape=shape, network=network)
+    if options.json:
+        print(json.dumps(_values(report, config, notes), indent=2))
+        return 0
+    print(f"{report}\n\n{sizes.num_devices} devices: {', '.join(f'{axis}={size}' for axis, size in shape.items())}")
+    print(
+        f"network: {network.devices_per_host} devices on a host, each sends {network.intra_host / 1e9:g} GB/s there, "
+        f"{network.inter_host / 1e9:g} GB/s to other hosts; {1e6 * network.latency:g} us a launch"
+    )
+    print("\n".join(["times: one collective after the other, none beside computation", *notes]))
+    return 0
+
+
+def _train_options(text: str) -> dict[str, Any]:
+    """Return the options of jax-te train in a text, by the names of their fields."""
+    found = vars(build_parser("train").parse_args(["train", *shlex.split(text)]))
+    # "mesh" and "preset" are options of jax-te inspect, too, and an output there is none.
+    for name in ("mesh", "preset", "output", "processes", "factory_modules"):
+        if name in found:
+            raise ValueError(f"--train-options says what is trained; leave {flag(name)} out, or give it to inspect")
+    return {name: value for name, value in found.items() if name in OPTIONS}
+
+
+def _config(options: argparse.Namespace, given: dict[str, Any]) -> tuple[RunConfig, str]:
+    """Return the configuration with its mesh, and whose it is."""
+    given = given | {"factory_modules": options.factory_modules}
+    if "precision_config" in given:
+        given["precision_config"] = read_rules(given["precision_config"])
+    if options.preset is not None:
+        name, saved = f"preset {options.preset}", None
+    else:
+        saved, name = read_config(Path(options.output)), str(options.output)
+        if saved is None:
+            raise ValueError(f"{name} holds no run; give a --preset, or train one with: jax-te train --output {name}")
+    mesh = options.mesh or (saved.mesh if saved else None)
+    if mesh is None:
+        raise ValueError("one device sends nothing; give a --mesh, e.g. --mesh data=2,tensor=4")
+    sizes = ParallelConfig.parse(mesh)
+    ranks = sizes.data * sizes.fsdp
+    if saved is None:
+        # A GPU's default, whatever is here: the mesh is one of GPUs.
+        preset = str(options.preset)
+        values = {"params_dtype": "bfloat16", "batch_size": ranks * PRESETS[preset].values["batch_size"]}
+        return new_config(values | given | {"preset": preset, "mesh": mesh}), name
+    old = saved.parallel_config() or ParallelConfig()
+    # As many examples for each rank; kernels of whatever backend communicate the same.
+    values = {"batch_size": saved.batch_size * ranks // (old.data * old.fsdp), "backend": "auto"}
+    return dataclasses.replace(saved, **(values | given | {"mesh": mesh})), name
+
+
+def _values(report: CommunicationReport, config: RunConfig, notes: list[str]) -> dict[str, Any]:
+    rows = [
+        dataclasses.asdict(row) | {"sent": row.sent, "seconds": seconds}
+        for row, seconds in zip(report.rows, report.row_seconds(), strict=True)
+    ]
+    step = {name: getattr(config, name) for name in ("batch_size", "microbatches", "seq_len", "recipe", "params_dtype")}
+    totals = {"sent": report.sent, "seconds": report.seconds}
+    return (
+        {"mesh": report.mesh_shape, "network": dataclasses.asdict(report.network), "step": step}
+        | totals
+        | {"collectives": rows, "notes": notes}
+    )

@@ -1,0 +1,302 @@
+"""What the devices of a mesh send each other in a program, counted, and an estimate of the time that takes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled, Lowered
+
+from jax_te.sharding.program import Moved, collectives_of
+
+COMBINED_BYTES = 30 * 1024 * 1024 + 7
+"""XLA's GPU compiler makes one collective of independent ones up to this size (``kDefault...CombineThreshold``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCount:
+    """The collectives of one kind over the same axes of a mesh.
+
+    Args:
+        axes: of the mesh, along which the devices of a group differ.
+        kind: ``all-gather``, ``all-reduce``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``.
+        devices: of a group.
+        count: how many run.
+        launches: how many are left when XLA's GPU compiler has made one of those that are independent, each of up to
+            30 MiB.
+        bytes: of their arrays: of what all-gathers give on a device, and of what the others take there.
+
+    >>> CollectiveCount(axes=("tensor",), kind="all-reduce", devices=4, count=1, launches=1, bytes=400).sent
+    600.0
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    devices: int
+    count: int
+    launches: int
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends, by the ring algorithms: ``(n - 1) / n`` of the array, twice for an all-reduce;
+        for a permutation the array.
+        """
+        if self.kind == "collective-permute":
+            return float(self.bytes)
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * self.bytes * (self.devices - 1) / self.devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The links between devices. The defaults are those of a host with eight H200s, by their data sheets.
+
+    Args:
+        devices_per_host: devices that follow each other in the mesh and share the fast links.
+        intra_host: bytes/s that a device can send to those of its host (NVLink: 900 GB/s, both directions together).
+        inter_host: bytes/s that a device can send to other hosts (one ConnectX-7 for each device: 400 Gbit/s).
+        latency: seconds of a collective beside its bytes. The default is what NCCL itself reckons with for a ring
+            (``baseLat`` in ``src/graph/tuning.cc``).
+
+    Raises:
+        ValueError: for a bandwidth or a number of devices that is not positive, or a negative latency.
+
+    >>> Network.parse("devices_per_host=4,intra_host=300e9")
+    Network(devices_per_host=4, intra_host=300000000000.0, inter_host=50000000000.0, latency=8.4e-06)
+    """
+
+    devices_per_host: int = 8
+    intra_host: float = 450e9
+    inter_host: float = 50e9
+    latency: float = 8.4e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, low = getattr(self, field.name), 0 if field.name == "latency" else math.ulp(0.0)
+            if not low <= value < math.inf:
+                raise ValueError(f"{field.name} must be a number {'>=' if low == 0 else '>'} 0, got {value!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Network:
+        """Return the network of a text such as ``"intra_host=400e9,latency=1e-5"``; others are the defaults.
+
+        Raises:
+            ValueError: for an unknown or repeated name, and a value that is no number.
+        """
+        kinds = {field.name: int if field.name == "devices_per_host" else float for field in fields(cls)}
+        values: dict[str, float] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in kinds or name in values:
+                problem = "is given twice" if name in values else f"is unknown; allowed: {', '.join(kinds)}"
+                raise ValueError(f"{name!r} in {text!r} {problem}")
+            try:
+                values[name] = kinds[name](value)
+            except ValueError:
+                raise ValueError(f"{name} needs a number, got {value!r} in {text!r}") from None
+        return cls(**values)  # type: ignore[arg-type]
+
+    def seconds(self, row: CollectiveCount, mesh_shape: Mapping[str, int]) -> float:
+        """Return the time that collectives of a mesh take, one after the other.
+
+        In a ring every host passes on through the links of all of its devices in the group, so that a group with ``m``
+        devices on each of its hosts has the bandwidth ``min(intra_host, m * inter_host)``. In an all-to-all a device
+        sends each part over its own link; a permutation is as fast as the slowest link that it takes.
+
+        >>> row = CollectiveCount(axes=("data",), kind="all-gather", devices=2, count=1, launches=1, bytes=200)
+        >>> Network(devices_per_host=1, inter_host=10.0, latency=1.0).seconds(row, {"data": 2})
+        11.0
+        """
+        hosts = _hosts(row.axes, mesh_shape, self.devices_per_host)
+        near = max(1, row.devices // hosts)  # devices of a group on one host
+        if hosts == 1:
+            moving = row.sent / self.intra_host
+        elif row.kind == "all-to-all":
+            far, part = row.devices - near, row.bytes / row.devices
+            moving = max(part * far / self.inter_host, part * (near - 1) / self.intra_host)
+        else:
+            links = 1 if row.kind == "collective-permute" else near
+            moving = row.sent / min(self.intra_host, links * self.inter_host)
+        return row.launches * self.latency + moving
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationReport:
+    """What `communication_report` found. ``str()`` gives a table.
+
+    Args:
+        rows: one for each kind of collective and combination of axes, in the order of the axes.
+        mesh_shape: sizes of the mesh's axes by name.
+        network: that times are estimated for.
+
+    >>> row = CollectiveCount(axes=("data",), kind="all-reduce", devices=2, count=1, launches=1, bytes=4 * 2**20)
+    >>> print(CommunicationReport(rows=(row,), mesh_shape={"data": 2}, network=Network(latency=0.0)))
+    axes  collective  devices  number  launches  MiB  MiB sent  GB/s     ms
+    ----  ----------  -------  ------  --------  ---  --------  ----  -----
+    data  all-reduce        2       1         1  4.0       4.0   450  0.009
+    sum                             1         1  4.0       4.0        0.009
+    """
+
+    rows: tuple[CollectiveCount, ...]
+    mesh_shape: dict[str, int]
+    network: Network
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends."""
+        return sum(row.sent for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Of all collectives, one after the other: those that run beside computation hide a part of it."""
+        return sum(self.row_seconds())
+
+    def row_seconds(self) -> list[float]:
+        """Seconds of each row."""
+        return [self.network.seconds(row, self.mesh_shape) for row in self.rows]
+
+    def __str__(self) -> str:
+        header = ("axes", "collective", "devices", "number", "launches", "MiB", "MiB sent", "GB/s", "ms")
+        lines = [header, *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in widths))
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if index < 2 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        for row, seconds in zip(self.rows, self.row_seconds(), strict=True):
+            moving = seconds - row.launches * self.network.latency
+            speed = f"{row.sent / moving / 1e9:,.0f}" if moving > 0 else "-"
+            yield ("*".join(row.axes), row.kind, f"{row.devices:,}", *_sizes([row]), speed, f"{1e3 * seconds:,.3f}")
+        yield ("sum", "", "", *_sizes(self.rows), "", f"{1e3 * self.seconds:,.3f}")
+
+
+def communication_report(
+    program: Lowered | Compiled | str, mesh: Mesh | AbstractMesh | None = None, *, network: Network | None = None
+) -> CommunicationReport:
+    """Count the collectives of a program, by the axes of the mesh that they span, and estimate their time.
+
+    Args:
+        program: ``step.lower(state, batch)``, where state and batch may be ``jax.ShapeDtypeStruct``. It is compiled,
+            and counted is what XLA's SPMD partitioner gave, before the passes in which CPU and GPU differ: a program
+            that is lowered for CPU devices has the collectives of one for as many GPUs, in their dtypes. Or a compiled
+            program or its text, counted as it is.
+        mesh: that the program is for. None: the one in use.
+        network: links of the mesh's devices. None: hosts with eight H200s.
+
+    Returns:
+        A `CommunicationReport`. Its times are sums over all collectives, as if none ran beside another or beside
+        computation.
+
+    Raises:
+        ValueError: without a mesh; for a program of another mesh; for a loop with collectives that does not say how
+            often it runs.
+        RuntimeError: if XLA does not write the partitioned program.
+
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
+    >>> communication_report(jax.jit(lambda x: x.sum(0)).lower(x), mesh).rows  # one device sends nothing
+    ()
+    """
+    on = jax.sharding.get_mesh() if mesh is None else mesh
+    if on.empty:
+        raise ValueError("collectives are counted by the axes of a mesh, and there is none; give mesh=, or set one")
+    text = partitioned_text(program) if isinstance(program, Lowered) else program
+    text = text.as_text() or "" if isinstance(text, Compiled) else text
+    shape = {str(name): size for name, size in on.shape.items()}
+    rows = count_rows(list(collectives_of(text, shape)), shape)
+    return CommunicationReport(rows=rows, mesh_shape=shape, network=network or Network())
+
+
+def partitioned_text(program: Lowered) -> str:
+    """Return what XLA's SPMD partitioner makes of a program."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options["xla_dump_hlo_pass_re"] = "spmd-partitioning|call-inliner"  # and what puts its pieces into one
+        # Code that nothing runs.
+        options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        with _without_cache():
+            program.compile(options)
+        # Numbered in the order of the passes. A program for one device has no such pass.
+        found = sorted(Path(folder).glob("*.spmd-partitioner.after_*"))
+        whole = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.before_optimizations.txt")]
+        if not found and len(whole) == 1 and "num_partitions=" not in whole[0].partition("\n")[0]:
+            return whole[0]
+        if not any("after_spmd-partitioning" in path.name for path in found):
+            raise RuntimeError("XLA wrote no partitioned program; compile it, and give communication_report its text")
+        return found[-1].read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Yield without JAX's cache on disk, with a program of which XLA would compile nothing, and so write nothing."""
+    cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX looks at the option only until it has opened a folder
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+        reset_cache()
+
+
+def count_rows(found: Sequence[Moved], mesh_shape: Mapping[str, int]) -> tuple[CollectiveCount, ...]:
+    """Return the sums of collectives by axes and kind."""
+    groups: dict[tuple, list[Moved]] = defaultdict(list)
+    for moved in found:
+        groups[moved.axes, moved.kind, moved.devices].append(moved)
+    order = list(mesh_shape)
+    rows = []
+    for axes, kind, devices in sorted(groups, key=lambda key: ([order.index(axis) for axis in key[0]], key[1:])):
+        alike = groups[axes, kind, devices]
+        rows.append(
+            CollectiveCount(
+                axes=axes,
+                kind=kind,
+                devices=devices,
+                count=sum(moved.times for moved in alike),
+                launches=_launches(alike),
+                bytes=sum(moved.times * moved.bytes for moved in alike),
+            )
+        )
+    return tuple(rows)
+
+
+def _launches(found: Sequence[Moved]) -> int:
+    together: dict[tuple, list[Moved]] = defaultdict(list)
+    for moved in found:
+        together[moved.alike, moved.level, moved.times].append(moved)
+    return sum(
+        times * min(len(parts), math.ceil(sum(part.bytes for part in parts) / COMBINED_BYTES))
+        for (_, _, times), parts in together.items()
+    )
+
+
+def _hosts(axes: Sequence[str], mesh_shape: Mapping[str, int], per_host: int) -> int:
+    """Return on how many hosts the devices of a group are, at most."""
+    sizes = tuple(mesh_shape.values())
+    numbers = np.arange(math.prod(sizes)).reshape(sizes) // per_host
+    along = [list(mesh_shape).index(axis) for axis in axes]
+    groups = np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1, math.prod(sizes[axis] for axis in along))
+    return int((np.diff(np.sort(groups, axis=1), axis=1) != 0).sum(axis=1).max(initial=0)) + 1
+
+
+def _sizes(rows: Sequence[CollectiveCount]) -> tuple[str, ...]:
+    numbers = (f"{sum(row.count for row in rows):,}", f"{sum(row.launches for row in rows):,}")
+    return (*numbers, *(f"{sum(size) / 2**20:,.1f}" for size in ((r.bytes for r in rows), (r.sent for r in rows))))
