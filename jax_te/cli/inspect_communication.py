@@ -42,7 +42,8 @@ def show_communication(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_values(report, config, notes), indent=2))
         return 0
-    print(f"{report}\n\n{sizes.num_devices} devices: {', '.join(f'{axis}={size}' for axis, size in shape.items())}")
+    devices = f"{sizes.num_devices} device{'s' * (sizes.num_devices != 1)}"
+    print(f"{report}\n\n{devices}: {', '.join(f'{axis}={size}' for axis, size in shape.items())}")
     print(
         f"network: {network.devices_per_host} devices on a host, each sends {network.intra_host / 1e9:g} GB/s there, "
         f"{network.inter_host / 1e9:g} GB/s to other hosts; {1e6 * network.latency:g} us a launch"

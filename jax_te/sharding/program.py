@@ -214,11 +214,13 @@ def _trips(instruction: _Instruction, computations: Mapping[str, list[_Instructi
     # XLA has not written it down yet. A loop of jax.lax.scan counts from 0, by 1, while it is below a constant.
     condition = re.search(r"condition=%([\w.\-]+)", instruction.rest)
     body = computations.get(condition[1], []) if condition else []
-    limits = {each.name: each.arguments for each in body if each.opcode == "constant"}
+    steps = {each.name: each for each in body}
     if body and body[-1].opcode == "compare" and "direction=LT" in body[-1].rest:
-        found = [limits[name] for name, _ in body[-1].operands if name in limits]
-        if len(found) == 1 and found[0].isdigit():
-            return int(found[0])
+        limit = steps.get(body[-1].operands[1][0])
+        while limit is not None and limit.opcode in ("copy", "convert", "bitcast", "reshape"):  # of Explicit meshes
+            limit = steps.get(limit.operands[0][0])
+        if limit is not None and limit.opcode == "constant" and limit.arguments.isdigit():
+            return int(limit.arguments)
     raise ValueError(f"the loop %{instruction.name} has collectives, and does not say how often it runs")
 
 

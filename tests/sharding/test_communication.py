@@ -105,8 +105,9 @@ def test_a_ring_of_context_ranks_passes_keys_and_values_on() -> None:
     assert len(found) == 1
 
 
-def test_a_scan_counts_as_often_as_it_runs() -> None:
-    mesh = make_mesh(ParallelConfig(data=2))
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_a_scan_counts_as_often_as_it_runs(mode: Any) -> None:
+    mesh = make_mesh(ParallelConfig(data=2), axis_type=mode)
 
     def body(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
         return total + jax.lax.psum(x * total, "data"), None
@@ -115,7 +116,8 @@ def test_a_scan_counts_as_often_as_it_runs() -> None:
         return jax.lax.scan(body, x[0], x)[0]
 
     inside = jax.shard_map(run, mesh=mesh, in_specs=jax.P(None, "data"), out_specs=jax.P("data"))
-    program = jax.jit(inside).lower(jax.ShapeDtypeStruct((7, 8), jnp.float32))
+    x = jax.ShapeDtypeStruct((7, 8), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(None, "data")))
+    program = jax.jit(inside).lower(x)
     (row,), (compiled,) = (communication_report(each, mesh).rows for each in (program, program.compile()))
     assert (
         row
@@ -241,6 +243,11 @@ def test_a_loop_that_does_not_say_how_often_it_runs_is_refused_if_it_communicate
         communication_report(program_text(loop, sums + test), MESH)
     known = loop + ', backend_config={"known_trip_count":{"n":"5"}}'
     assert communication_report(program_text(known, sums + test), MESH).rows[0].count == 5
+    limits = (
+        "  %q = f32[8]{0} parameter(0)\n  %n = s32[] constant(6)\n  %i = s32[] constant(0)\n  %m = s32[] copy(%n)\n"
+    )
+    counted = "%test (q: f32[8]) -> pred[] {\n" + limits + "  ROOT %c = pred[] compare(%i, %m), direction=LT\n}\n"
+    assert communication_report(program_text(loop, sums + counted), MESH).rows[0].count == 6
     alone = body + "  ROOT %r = f32[8]{0} negate(%q)\n}\n"
     assert communication_report(program_text(loop, alone + test), MESH).rows == ()
 
