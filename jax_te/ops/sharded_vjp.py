@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.quantize.internal import OpaqueTree
 from jax_te.sharding import auto_region
-from jax_te.sharding.internal import MeshAxes, reshard
+from jax_te.sharding.internal import MeshAxes, free_axes, reshard
 from jax_te.typing import LogicalAxes
 
 
@@ -33,7 +33,7 @@ class Shards:
         out_cotangents: of the output's cotangents; None in place of one that the backward rule does not read. None: as
             ``out``.
         sinks: of the sinks' cotangents.
-        axis_names: mesh axes that are manual inside of the rules; None: all.
+        axis_names: mesh axes that are manual inside of the rules; None: all that are not so already.
     """
 
     mesh: AbstractMesh
@@ -47,7 +47,7 @@ class Shards:
     @property
     def manual_axes(self) -> MeshAxes:
         """The mesh axes that are manual inside of the rules."""
-        return self.mesh.axis_names if self.axis_names is None else self.axis_names
+        return free_axes(self.mesh) if self.axis_names is None else self.axis_names
 
     @property
     def per_device(self) -> PartitionSpec:
@@ -178,9 +178,8 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
     arg_specs, sources, treedef = residuals.static
 
     def on_device(tree: tuple[tuple[Any, ...], OpaqueTree], g: Any) -> Any:
-        given, own, leaves = iter(tree[0]), iter(tree[1].unpack()), []
-        for source in sources:
-            leaves.append(next(own if source is None else given))
+        given, own = iter(tree[0]), iter(tree[1].unpack())
+        leaves = [next(own if source is None else given) for source in sources]
         return bwd(spec, jax.tree.unflatten(treedef, leaves), g)
 
     g_specs = shards.out

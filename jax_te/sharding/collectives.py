@@ -7,13 +7,14 @@ Engine's custom calls, Pallas kernels) see one device's arrays.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_te.sharding.rules import Dims, MeshAxes, current_mesh, flat
+from jax_te.sharding.rules import Dims, MeshAxes, current_mesh, flat, free_axes
 from jax_te.typing import Array
 
 REPLICATED = PartitionSpec()
@@ -21,12 +22,12 @@ REPLICATED = PartitionSpec()
 
 
 def device_mesh() -> AbstractMesh | None:
-    """Return the mesh in use, if it has several devices and no axis that a surrounding ``shard_map`` took; else None.
+    """Return the mesh in use, if it has several devices along the axes that no ``shard_map`` has taken; else None.
 
     >>> device_mesh()
     """
     mesh = current_mesh()
-    if mesh is None or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    if mesh is None or prod(mesh.shape[axis] for axis in free_axes(mesh)) == 1:
         return None
     return mesh
 

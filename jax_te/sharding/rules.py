@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_te.config import MESH_AXES
 from jax_te.config.internal import check_mesh_axis
@@ -40,7 +40,7 @@ class ShardingRules:
 
     Args:
         batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
-            compute the same.
+            compute the same. So would those of the pipeline axis where no pipeline runs, as in evaluation.
         sequence: positions of activations, over the context axis: everything but attention treats each position
             alone, so only attention communicates, and activations of a long sequence fit.
         sequence_parallel: positions between the tensor-parallel parts of a layer, over the context and tensor axes:
@@ -55,8 +55,9 @@ class ShardingRules:
             projections need one all-reduce together.
         vocab: rows of the embedding, columns of the head and of logits, over the tensor axis: the largest kernels and
             activations of a model with a large vocabulary. A loss needs a maximum and a sum over it, ``[b, s]`` each.
-        fsdp: the first axis of kernels, over the FSDP axis: a kernel is all-gathered where it is used, and shards of
-            its first axis are contiguous in memory, so that no copy follows an all-gather or precedes a reduce-scatter.
+        fsdp: the first axis of kernels, over the FSDP axis, and over the pipeline axis outside of a pipeline's stages:
+            a kernel is all-gathered where it is used, and shards of its first axis are contiguous in memory, so that no
+            copy follows an all-gather or precedes a reduce-scatter.
             Kernels that the tensor axis shards along that axis too (row-parallel ones) name it ``heads_fsdp``
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
@@ -71,14 +72,14 @@ class ShardingRules:
     Source: Megatron-Core's column/row rules; ``flax.linen.logical_axis_rules``.
     """
 
-    batch: MeshAxes = ("data", "fsdp")
+    batch: MeshAxes = ("data", "fsdp", "pipeline")
     sequence: MeshAxes = ("context",)
     sequence_parallel: MeshAxes = ("context", "tensor")
     hidden: MeshAxes = ()
     heads: MeshAxes = ("tensor",)
     ffn: MeshAxes = ("tensor",)
     vocab: MeshAxes = ("tensor",)
-    fsdp: MeshAxes = ("fsdp",)
+    fsdp: MeshAxes = ("fsdp", "pipeline")
     norm: MeshAxes = ()
     components: MeshAxes = ()
 
@@ -193,6 +194,7 @@ def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
 @functools.lru_cache(maxsize=4096)
 def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> PartitionSpec:
     known = {*rules.names(), *dict(getattr(rules, "others", ()))}
+    free = free_axes(mesh)
     taken: dict[str, str] = {}
     spec: list[Any] = []
     for name in axes:
@@ -220,7 +222,7 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
                 )
             taken[axis] = name
         # An axis of size 1 splits nothing, and naming it would make another type of the array on an Explicit mesh.
-        mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
+        mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1 and axis in free)
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
 
@@ -337,6 +339,18 @@ def current_mesh() -> AbstractMesh | None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
+
+
+def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
+    """Return the mesh axes that no surrounding ``shard_map`` has made manual.
+
+    Along those it has, an array is a device's own, and whole: no rule splits it there.
+
+    >>> free_axes(AbstractMesh((2, 2), ("data", "tensor")))
+    ('data', 'tensor')
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in types if kind != AxisType.Manual)
 
 
 def mesh_dims(axes: LogicalAxes, mesh: AbstractMesh) -> Dims:

@@ -13,7 +13,7 @@ from jax_te.ops.linear import gemms
 from jax_te.ops.linear.spec import LinearSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize.internal import OpaqueTree
-from jax_te.sharding.internal import reshard
+from jax_te.sharding.internal import ranks_of, reshard
 from jax_te.typing import Array
 
 
@@ -25,14 +25,14 @@ def deferred_sink(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...])
         operands: shapes and dtypes that the probe saw, on a mesh those of one device.
         lead: axes in front, of a kernel that a loop over layers takes slices of.
     """
-    mesh = spec.plan.mesh
+    mesh, axes = spec.plan.mesh, spec.plan.amax_axes
 
     def zeros(seen: Any) -> Array:
         if mesh is None:
             return jnp.zeros((*lead, *seen.shape), seen.dtype)
-        array = jnp.zeros((*lead, mesh.size, *seen.shape[1:]), seen.dtype)
+        array = jnp.zeros((*lead, ranks_of(axes, mesh)[1], *seen.shape[1:]), seen.dtype)
         # A cotangent has its primal's sharding, and on Explicit axes that is part of its type.
-        return reshard(array, PartitionSpec(*[None] * len(lead), mesh.axis_names), mesh)
+        return reshard(array, PartitionSpec(*[None] * len(lead), axes), mesh)
 
     return jax.tree.map(zeros, operands)
 

@@ -20,6 +20,7 @@ from jax_te.sharding.internal import (
     current_rules,
     device_mesh,
     flat,
+    free_axes,
     gathered_axes,
     local_shape,
     mesh_dims,
@@ -169,7 +170,7 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         feature_axes=flat(features),
         x_row_axes=flat(x[:-1]),
         out_row_axes=flat(out[:lead]),
-        amax_axes=mesh.axis_names,
+        amax_axes=free_axes(mesh),
         x_spec=partition_spec(x),
         kernel_spec=partition_spec(kernel),
         bias_spec=partition_spec(features),
@@ -177,7 +178,7 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
     )
     # What an all-gather joins has one scale.
     joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
-    shared = (mesh.axis_names if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
+    shared = (free_axes(mesh) if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
     plan = replace(plan, scale_axes=tuple(shared))
     # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
     # any other would leave devices with shards of different products.

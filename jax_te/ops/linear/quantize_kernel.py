@@ -16,7 +16,7 @@ from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantiz
 from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
 from jax_te.recipe import Recipe
 from jax_te.sharding import auto_region, current_mesh, logical_to_spec
-from jax_te.sharding.internal import REPLICATED, device_mesh, gathered_axes, local_shape, mesh_dims, reduce_max
+from jax_te.sharding.internal import device_mesh, free_axes, gathered_axes, local_shape, mesh_dims, reduce_max
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -93,8 +93,8 @@ def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state
         return None
     if not whole or local_shape(kernel.shape, mesh_dims(axes, mesh), mesh) is None:
         return None
-    specs, per_device = (logical_to_spec(axes, mesh), REPLICATED), PartitionSpec(mesh.axis_names)
-    return Shards(mesh=mesh, args=specs, out=(per_device, REPLICATED), cotangents=specs)
+    specs, per_device = (logical_to_spec(axes, mesh), PartitionSpec()), PartitionSpec(free_axes(mesh))
+    return Shards(mesh=mesh, args=specs, out=(per_device, PartitionSpec()), cotangents=specs)
 
 
 def _fwd(
