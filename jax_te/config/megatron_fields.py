@@ -28,15 +28,15 @@ batch_p2p_comm=True batch_p2p_sync=True use_ring_exchange_p2p=False deallocate_p
 overlap_p2p_comm_warmup_flush=False microbatch_group_size_per_vp_stage=None flash_decode=False
 mlp_chunks_for_prefill=1 mlp_chunks_for_training=1
 """
-"""Fields that choose kernels, or say something of pipeline stages, of which there is one."""
+"""Fields that choose kernels, or how pipeline stages communicate, which XLA chooses."""
 
 _REFUSED = {
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
     "num_layers_in_last_pipeline_stage=None pipeline_model_parallel_layout=None "
     "account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False "
     "defer_embedding_wgrad_compute=False wgrad_deferral_limit=0 "
-    "num_microbatches_with_partial_activation_checkpoints=None": "there are no pipeline stages; the mesh axis "
-    "'pipeline' is reserved, and the axes data, fsdp, context and tensor shard a model",
+    "num_microbatches_with_partial_activation_checkpoints=None": "the mesh axis "
+    "'pipeline' and jax_te.pipeline.PipelineConfig, an argument of make_train_step, split a model into stages",
     "num_moe_experts=None overlap_moe_expert_parallel_comm=False overlap_dispatch_backward_with_experts_wgrad=False "
     "ep_overlap_early_attn_memory_release=False use_grouped_gemm_for_shared_expert=False "
     "use_grouped_gemm_for_dense_mlp=False": "there is no dispatch of tokens to experts; the layers of an expert are",

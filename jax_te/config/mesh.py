@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from math import prod
 
 from jax_te.config.checks import check_positive
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
+MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 """Mesh axis names in the order devices are laid out; the last one changes fastest.
 
 Neighbouring devices have the fastest links, so the axes lie in the order of what they communicate: the tensor axis
-twice a block, the context axis once a block, FSDP once a layer, data parallelism once a step. It is Megatron's
-default order ``tp-cp-dp``, read from the last axis."""
+twice a block, the context axis once a block, FSDP once a layer, data parallelism once a step, and a pipeline's stages
+pass on activations alone. It is Megatron's default order ``tp-cp-dp-pp``, read from the last axis."""
 
-RESERVED_AXES = {"pipeline": "pipeline stages", "expert": "experts of a mixture"}
+RESERVED_AXES = {"expert": "experts of a mixture"}
 """Names that meshes will use, and what for. No mesh has them yet, and no other axis may be called so."""
 
 
@@ -34,11 +35,13 @@ class ParallelConfig:
     """Sizes of the device mesh's axes.
 
     Args:
+        pipeline: devices among which the layers are split (Megatron's pipeline-parallel size); `jax_te.training` runs
+            them as stages. Everywhere else it is one more ``fsdp`` axis.
         data: replicas that shard the batch and hold all parameters (Megatron's data-parallel ranks).
         fsdp: devices that shard the batch, and parameters, gradients and optimizer state too (ZeRO-3).
         context: devices that shard the sequence, in attention and everywhere else (Megatron's context-parallel size).
         tensor: devices that shard heads, feed-forward and vocabulary (Megatron's tensor-parallel size).
-        pipeline, expert: reserved; 1.
+        expert: reserved; 1.
 
     Raises:
         ValueError: for a size that is not an integer >= 1; for a reserved axis.
@@ -49,20 +52,19 @@ class ParallelConfig:
     8
     """
 
+    pipeline: int = 1
     data: int = 1
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    pipeline: InitVar[int] = 1
     expert: InitVar[int] = 1
     # As of jax.sharding.Mesh, for code that takes either.
     axis_names: tuple[str, ...] = field(default=MESH_AXES, init=False, repr=False)
 
-    def __post_init__(self, pipeline: int, expert: int) -> None:
-        # Reserved axes are arguments already, so that a program that asks for one is told why it cannot have it.
-        for name, size in {"pipeline": pipeline, "expert": expert}.items():
-            if size != 1:
-                check_mesh_axis(name)
+    def __post_init__(self, expert: int) -> None:
+        # The reserved axis is an argument already, so that a program that asks for it is told why it cannot have it.
+        if expert != 1:
+            check_mesh_axis("expert")
         check_positive(**{name: getattr(self, name) for name in MESH_AXES})
 
     @property
@@ -73,7 +75,7 @@ class ParallelConfig:
     @property
     def num_devices(self) -> int:
         """Devices the mesh takes."""
-        return self.data * self.fsdp * self.context * self.tensor
+        return prod(self.shape)
 
     @classmethod
     def parse(cls, text: str) -> ParallelConfig:
@@ -83,7 +85,7 @@ class ParallelConfig:
             ValueError: for an unknown, reserved or repeated axis, or a size that is not an integer >= 1.
 
         >>> ParallelConfig.parse("context=2,tensor=2")
-        ParallelConfig(data=1, fsdp=1, context=2, tensor=2)
+        ParallelConfig(pipeline=1, data=1, fsdp=1, context=2, tensor=2)
         """
         sizes: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):

@@ -18,7 +18,7 @@ def make_mesh(
     axis_type: Literal["auto", "explicit"] = "auto",
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Return a mesh with axes ``data``, ``fsdp``, ``context`` and ``tensor``, the last of neighbouring devices.
+    """Return a mesh with the axes of `jax_te.config.MESH_AXES`, the last of neighbouring devices.
 
     Set it with ``jax.set_mesh(mesh)``. Layers run the same on both axis types and with no mesh at all.
 
@@ -31,7 +31,7 @@ def make_mesh(
         ValueError: if there are fewer devices than the mesh takes, or an unknown axis type.
 
     >>> make_mesh(ParallelConfig(data=1)).axis_names
-    ('data', 'fsdp', 'context', 'tensor')
+    ('pipeline', 'data', 'fsdp', 'context', 'tensor')
     """
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     if axis_type not in types:

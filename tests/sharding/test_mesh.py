@@ -9,12 +9,12 @@ from tests.support.numerics import without_type_checker
 
 def test_axes_sizes_and_order():
     mesh = make_mesh(ParallelConfig(fsdp=2, context=2, tensor=2))
-    assert list(mesh.shape.items()) == [("data", 1), ("fsdp", 2), ("context", 2), ("tensor", 2)]
+    assert list(mesh.shape.items()) == [("pipeline", 1), ("data", 1), ("fsdp", 2), ("context", 2), ("tensor", 2)]
     assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()[:8]]
-    first = mesh.devices[0, 0, 0, 0].id
-    assert mesh.devices[0, 0, 0, 1].id == first + 1, "tensor ranks are neighbours"
-    assert mesh.devices[0, 0, 1, 0].id == first + 2, "context ranks are the next"
-    assert mesh.devices[0, 1, 0, 0].id == first + 4
+    first = mesh.devices[0, 0, 0, 0, 0].id
+    assert mesh.devices[0, 0, 0, 0, 1].id == first + 1, "tensor ranks are neighbours"
+    assert mesh.devices[0, 0, 0, 1, 0].id == first + 2, "context ranks are the next"
+    assert mesh.devices[0, 0, 1, 0, 0].id == first + 4
 
 
 @pytest.mark.parametrize(("name", "kind"), [("auto", AxisType.Auto), ("explicit", AxisType.Explicit)])
@@ -31,7 +31,8 @@ def test_takes_the_first_devices_or_those_given():
 
 def test_too_few_devices():
     with pytest.raises(
-        ValueError, match=r"the mesh data=8, .*context=1, tensor=2 takes 16 devices, but there are 8; .*device_count"
+        ValueError,
+        match=r"the mesh pipeline=1, data=8, .*context=1, tensor=2 takes 16 devices, but there are 8; .*device_count",
     ):
         make_mesh(ParallelConfig(data=8, tensor=2))
 
