@@ -14,6 +14,7 @@ from flax import nnx
 
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
+from jax_te.pipeline.internal import stack_of_layers
 from jax_te.quantize import QuantizerState
 from jax_te.quantize.internal import as_float32_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
@@ -104,6 +105,7 @@ def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | st
         )
 
 
+@stack_of_layers
 def run_layers(
     layers: Sequence[TransformerLayer],
     x: Array,
