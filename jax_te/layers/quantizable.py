@@ -329,6 +329,8 @@ def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
         if isinstance(sink, WgradProbe):
             # In the graph definition: layers with different probes differ, so that no loop runs them as one.
             setattr(module, name, nnx.static(sink))
+            # In the place of a cached kernel, without which the probe sees the same operands.
+            module.is_first_microbatch = None
         elif sink is not None:
             cache = getattr(module, name)
             setattr(module, name, CachedKernel((None if cache is None else cache.get_value()[0], sink)))

@@ -13,20 +13,30 @@ import optax
 from flax import nnx
 
 from jax_te.config.internal import check_positive, checked
+from jax_te.pipeline import PipelineConfig
+from jax_te.pipeline.internal import pipeline_stages, stage_rules
 from jax_te.quantize import write_back
-from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
-from jax_te.sharding.internal import ranks_of
+from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec, use_rules
+from jax_te.sharding.internal import current_rules, ranks_of
 from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
 from jax_te.training.masters import full_precision, parameters_of
 from jax_te.training.optimizer import select, transformed
+from jax_te.training.pipelined import pipelined_gradients
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
+
+_PIPELINE = PipelineConfig()
 
 
 @checked
 def make_train_step(
-    loss_fn: LossFn, tx: optax.GradientTransformation, *, microbatches: int = 1, keep_kernels: bool = True
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    keep_kernels: bool = True,
+    pipeline: PipelineConfig = _PIPELINE,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Return a jitted ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
 
@@ -50,6 +60,7 @@ def make_train_step(
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
             of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
             same.
+        pipeline: on a mesh with a ``pipeline`` axis, how the model's layers run as its stages.
 
     Returns:
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the
@@ -80,8 +91,12 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.rng, state.step)
+        if pipeline_stages() > 1:
+            with use_rules(stage_rules()):
+                batches = _shard_batch(batch, microbatches)
+            found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, pipeline)
         # A scan over one microbatch would hold fp32 sums beside its gradients.
-        if microbatches == 1:
+        elif microbatches == 1:
             found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
         else:
             batches = _shard_batch(batch, microbatches)
@@ -156,6 +171,10 @@ def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
     mesh = current_mesh()
     if mesh is not None:
         over, ranks = ranks_of(logical_to_spec(("batch",), mesh)[0], mesh)
+        if (size // parts) % ranks and pipeline_stages() > 1 and current_rules() != stage_rules():
+            # Outside of a pipeline its stages split a batch as well; too small a one they compute several times.
+            with use_rules(stage_rules()):
+                return _shard_batch(batch, microbatches)
         if (size // parts) % ranks:
             raise ValueError(
                 f"a microbatch of {size // parts} examples (batch size {size}, microbatches={parts}) does not divide "

@@ -1,0 +1,259 @@
+"""A pipelined train step as one of its stages runs it, tick by tick."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.pipeline.internal import AXIS, Flat
+from jax_te.quantize import merge_quantizers
+from jax_te.training.gradients import WeightedMean, as_created
+from jax_te.training.loss_scale import ConstantLossScale
+from jax_te.training.stage_model import OuterModel, Program, StageModel, arguments
+from jax_te.training.stage_residuals import Residuals
+from jax_te.typing import Array, PyTree
+
+
+class Sums(NamedTuple):
+    """What a stage sums up over microbatches.
+
+    Args:
+        loss: of the losses, times their weights; 0 but on the last stage.
+        weight: of the weights, on every stage.
+        layers, states: gradients and next quantizer states of the stage's layers, ``[v, ...]`` for each position.
+        outer, outer_states: the same of the Variables around the stack.
+    """
+
+    loss: Array
+    weight: Array
+    layers: list[Flat]
+    states: list[Flat]
+    outer: Flat
+    outer_states: Flat
+
+
+class _Carry(NamedTuple):
+    """What a stage carries from tick to tick: buffers with one place more than slots, and sums."""
+
+    inputs: Array
+    gradients: Array
+    losses: Array
+    residuals: list[Array]
+    operands: list[Array]
+    sums: Sums
+
+
+class _Task(NamedTuple):
+    """A pass of a microbatch through a chunk of layers; one that does not count runs for nothing.
+
+    Args:
+        counts: bool ``[]``.
+        number: of the microbatch.
+        chunk: of the stage.
+        starts, ends: the embedding is in front of it, the loss behind it.
+    """
+
+    counts: Array
+    number: Array
+    chunk: Array
+    starts: Array
+    ends: Array
+
+
+class Stage:
+    """One stage of a pipelined train step, inside of a ``shard_map`` over the pipeline axis.
+
+    Args:
+        program: what all stages run.
+        stacked: parameters and quantizer states of the stage's layers, ``[v, ...]`` for each position of a chunk.
+        outer: parameters and quantizer states around the stack.
+        batches: microbatches, leaves ``[m, b / m, ...]``.
+        key: of the step.
+    """
+
+    def __init__(self, program: Program, stacked: Any, outer: Any, batches: PyTree, key: Array):
+        self.model = StageModel(program, stacked, outer, batches, key)
+        self.kept = Residuals(self.model)
+        self.schedule, self.scaler = program.schedule, program.scaler
+
+    def run(self, rows: dict[str, Array]) -> Sums:
+        """Return the sums of the whole step; ``rows`` are the schedule's columns for this stage, ``[ticks]``."""
+        carry, _ = jax.lax.scan(lambda carry, row: (self._tick(carry, row), None), self._start(), rows)
+        return carry.sums
+
+    def _start(self) -> _Carry:
+        def buffer(count: int, shape: Any) -> Array:
+            return jnp.zeros((count + 1, *shape.shape), shape.dtype)
+
+        schedule, kept, model = self.schedule, self.kept, self.model
+        places = [slots.count for slots in (schedule.inputs, schedule.gradients, schedule.losses)]
+        weight = jnp.float32(schedule.microbatches) if model.weights is None else jnp.sum(model.weights)
+        like = model.params, model.states, model.outer, model.outer_states
+        sums = Sums(jnp.float32(0.0), weight, *map(_zeros, like))
+        return _Carry(
+            *(buffer(count, kept.x) for count in places),
+            residuals=[buffer(schedule.residuals.count, leaf) for leaf in kept.residuals],
+            operands=[buffer(schedule.operands.count, leaf) for leaf in kept.operands],
+            sums=sums._replace(layers=as_created(sums.layers), outer=as_created(sums.outer)),
+        )
+
+    def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
+        stages = self.schedule.stages
+        # Stages run the same passes in a tick, some of them for nothing, and the same holds for embedding and loss: a
+        # pass may hold exchanges among all devices (a ring along the context axis, which would wait for ever), and a
+        # tick is as long as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
+        column = "{}" if self.schedule.waits else "any_{}"
+        runs = {name: row[column.format(name)] >= 0 for name in ("forward", "backward")}
+        # Each branch gets and returns what it changes, so that the compiler updates buffers in place.
+        changed = carry.residuals, carry.losses, carry.sums.loss, carry.sums.outer, carry.sums.outer_states
+        y = jnp.zeros_like(carry.inputs[0])
+        changed, y = jax.lax.cond(
+            runs["forward"],
+            lambda changed: self._forward(changed, carry.inputs, row),
+            lambda changed: (changed, y),
+            changed,
+        )
+        residuals, losses, loss, outer, outer_states = changed
+        y = jax.lax.ppermute(y, AXIS, [(i, (i + 1) % stages) for i in range(stages)])
+        inputs = _put(carry.inputs, y, row["inputs_put"])
+
+        changed = carry.sums.layers, carry.sums.states, outer, outer_states, carry.operands
+        dx = jnp.zeros_like(carry.gradients[0])
+        kept = residuals, losses, carry.gradients
+        changed, dx = jax.lax.cond(
+            runs["backward"], lambda changed: self._backward(changed, kept, row), lambda changed: (changed, dx), changed
+        )
+        layers, states, outer, outer_states, operands = changed
+        dx = jax.lax.ppermute(dx, AXIS, [(i, (i - 1) % stages) for i in range(stages)])
+        gradients = _put(carry.gradients, dx, row["gradients_put"])
+        if self.schedule.waits:
+            layers = jax.lax.cond(
+                row["weight"] >= 0, lambda layers: self._weight(layers, operands, row), lambda layers: layers, layers
+            )
+        sums = Sums(loss, carry.sums.weight, layers, states, outer, outer_states)
+        return _Carry(inputs, gradients, losses, residuals, operands, sums)
+
+    def _task(self, task: Array) -> _Task:
+        counts, last = task >= 0, self.schedule.virtual_stages - 1
+        task = jnp.maximum(task, 0)
+        number, chunk = task // self.schedule.virtual_stages, task % self.schedule.virtual_stages
+        starts = counts & (self.model.index == 0) & (chunk == 0)
+        ends = counts & (self.model.index == self.schedule.stages - 1) & (chunk == last)
+        return _Task(counts, number, chunk, starts, ends)
+
+    def _forward(self, changed: Any, inputs: Array, row: dict[str, Array]) -> Any:
+        residuals, losses, loss, outer, outer_states = changed
+        _, number, chunk, starts, ends = self._task(row["forward"])
+        received = _get(inputs, row["inputs_take"])
+        call = self.model.call(self.model.outer_model(), number)
+        y, backward = self.model.forward(chunk, jnp.where(starts, call.x, received), *arguments(call))
+        residuals = _put(residuals, self.kept.varying(backward), row["residuals_put"])
+
+        def with_loss(changed: Any) -> Any:
+            losses, loss, outer, outer_states = changed
+
+            def of_output(outer: OuterModel) -> Array | WeightedMean:
+                return self.model.loss(outer.model, number, lambda call: outer.y[...])  # type: ignore[index]
+
+            # Forward and backward at once, so that logits are not kept.
+            found = self.model.differentiate(of_output, y, self.scaler)
+            grads = dict(nnx.to_flat_state(found.grads))
+            dy = grads.pop(("y",)).get_value().astype(y.dtype)
+            losses = _put(losses, dy, row["losses_put"])
+            added = jnp.where(ends, self.model.weighted(found.loss, number), 0.0)
+            sums = self._add_outer((outer, outer_states), grads, found.quantizers, number, ends)
+            return losses, loss + added, *sums
+
+        changed = jax.lax.cond(row["ends"] > 0, with_loss, lambda changed: changed, (losses, loss, outer, outer_states))
+        return (residuals, *changed), y
+
+    def _backward(self, changed: Any, kept: Any, row: dict[str, Array]) -> Any:
+        layers, states, outer, outer_states, operands = changed
+        residuals, losses, gradients = kept
+        task = self._task(row["backward"])
+        _, number, chunk, starts, ends = task
+        dy = jnp.where(ends, _get(losses, row["losses_take"]), _get(gradients, row["gradients_take"]))
+        half = self.kept.backward(_get(residuals, row["residuals_take"]), chunk)(dy)
+        dx = half.inputs[0]
+        layers = self._add_layers(layers, half.params, task)
+        if self.schedule.waits:
+            operands = _put(operands, jax.tree.leaves(half.backward_dw), row["operands_put"])
+        else:
+            layers = self._add_layers(layers, half.backward_dw(), task)
+        states = self._add_states(states, half.quantizers, task)
+
+        def with_embedding(changed: Any) -> Any:
+            # The gradient of what the stack was given, through all that is in front of it.
+            def of_input(outer: OuterModel) -> Array:
+                x = self.model.call(outer.model, number).x
+                return jnp.sum(x.astype(jnp.float32) * dx.astype(jnp.float32))
+
+            found = self.model.differentiate(of_input, None, ConstantLossScale())
+            return self._add_outer(changed, dict(nnx.to_flat_state(found.grads)), found.quantizers, number, starts)
+
+        sums = outer, outer_states
+        outer, outer_states = jax.lax.cond(row["starts"] > 0, with_embedding, lambda changed: changed, sums)
+        return (layers, states, outer, outer_states, operands), dx
+
+    def _weight(self, layers: list[Flat], operands: list[Array], row: dict[str, Array]) -> list[Flat]:
+        backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row["operands_take"]))
+        return self._add_layers(layers, backward_dw(), self._task(row["weight"]))
+
+    # --- sums
+
+    def _add_layers(self, layers: list[Flat], grads: nnx.State, task: _Task) -> list[Flat]:
+        layers = [dict(position) for position in layers]
+        for path, grad in nnx.to_flat_state(grads):
+            j, inner = _place(path)
+            total = layers[j][inner]
+            added = self.model.weighted(grad.get_value().astype(jnp.float32), task.number)
+            # Not times 0: what a pass for nothing gives may be nan.
+            added = jnp.where(task.counts, added, jnp.zeros_like(added))
+            layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
+        return as_created(layers)
+
+    def _add_states(self, states: list[Flat], found: nnx.State, task: _Task) -> list[Flat]:
+        states = [dict(position) for position in states]
+        for path, state in nnx.to_flat_state(found):
+            j, inner = _place(path)
+            old = states[j][inner]
+            before = old.get_value()[task.chunk]
+            merged = jnp.where(task.counts, merge_quantizers(jnp.stack([before, state.get_value()])), before)
+            states[j][inner] = old.replace(old.get_value().at[task.chunk].set(merged))
+        return states
+
+    def _add_outer(self, sums: Any, grads: Flat, quantizers: nnx.State, number: Array, counts: Array) -> Any:
+        """Return sums of gradients and next states around the stack with a microbatch's, if it ``counts``."""
+        outer, states = map(dict, sums)
+        for (_, *path), grad in grads.items():
+            total = outer[tuple(path)]
+            added = self.model.weighted(grad.get_value(), number)
+            outer[tuple(path)] = total.replace(total.get_value() + jnp.where(counts, added, jnp.zeros_like(added)))
+        for (_, *path), state in nnx.to_flat_state(quantizers):
+            old = states[tuple(path)]
+            merged = merge_quantizers(jnp.stack([old.get_value(), state.get_value()]))
+            states[tuple(path)] = old.replace(jnp.where(counts, merged, old.get_value()))
+        return outer, states
+
+
+def _place(path: Any) -> tuple[int, tuple[Any, ...]]:
+    """Return the position of a layer in `ChunkModel`, and the path of a Variable in that layer."""
+    _, position, *inner = path
+    return position, tuple(inner)
+
+
+def _zeros(tree: Any) -> Any:
+    """Return fp32 zeros in the shape of Variables."""
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return jax.tree.map(lambda v: v.replace(jnp.zeros(v.get_value().shape, jnp.float32)), tree, is_leaf=is_variable)
+
+
+def _put(buffer: Any, value: Any, slot: Array) -> Any:
+    return jax.tree.map(lambda b, v: jax.lax.dynamic_update_index_in_dim(b, v, slot, 0), buffer, value)
+
+
+def _get(buffer: Any, slot: Array) -> Any:
+    return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
