@@ -26,6 +26,7 @@ from jax_te.data import TextData, TrainBatches, heldout_batches
 from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel
 from jax_te.ops import use_backend
+from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import (
@@ -167,7 +168,8 @@ class Trainer:
     def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer):
         self.config, self.data, self.checkpointer = config, data, checkpointer
         self._parts = (model_builder(config), optimizer(config))
-        self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches)
+        pipeline = PipelineConfig.parse(config.pipeline)
+        self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches, pipeline=pipeline)
         self._eval_step = make_eval_step(loss_fn)
         self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
         self._sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
@@ -205,7 +207,11 @@ class Trainer:
 
     def evaluate(self, state: TrainState) -> float:
         """Return the mean loss over the held-out batches."""
-        parts = self.config.microbatches  # a whole batch might not fit into memory
+        parts, sizes = (
+            self.config.microbatches,
+            self.config.parallel_config(),
+        )  # all rows might not fit into memory
+        parts //= 1 if sizes is None else math.gcd(parts, sizes.pipeline)  # the stages of a pipeline split it as well
         batches = heldout_batches(
             self.data.heldout,
             batch_size=self.config.batch_size // parts,

@@ -20,6 +20,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.config import ACTIVATIONS, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
 from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
 from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES, brief, literal_names
+from jax_te.pipeline import SCHEDULES
 from jax_te.recipe import RECIPES, DelayedScaling, Format
 from jax_te.recipe.internal import GEMMS, MAX_MARGIN
 from jax_te.typing import BackendName, WriterName
@@ -166,9 +167,10 @@ SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
 POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) for above in (True, False))
 FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))
 MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
+_PIPELINE = Text("SCHEDULE", matching(rf"({'|'.join(SCHEDULES)})(,\w+=[1-9]\d*)*", f"one of {SCHEDULES}, and sizes"))
 FILE, TEXT = (Text(metavar, str) for metavar in ("FILE", "TEXT"))
-_MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
-_SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take 32 bits, and would drop higher ones
+# JAX and grain take seeds of 32 bits, and would drop higher ones.
+_MARGIN, _SEED = (Text("N", number(int, 0, below=below)) for below in (MAX_MARGIN + 1, 2**32))
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
@@ -302,8 +304,11 @@ class ExecutionOptions:
     """Where and how the steps run."""
 
     backend: str = _free(get_args(BackendName), "kernels; te runs or says why it cannot", "auto")
-    mesh: str | None = _on_mesh(MESH, "data, fsdp, context, tensor: e.g. data=2,tensor=4", None, shown="one device")
+    mesh: str | None = _on_mesh(
+        MESH, "pipeline, data, fsdp, context, tensor: e.g. data=2,tensor=4", None, shown="one device"
+    )
     mesh_axis_type: str = _on_mesh(("auto", "explicit"), "kind of mesh axes", "auto")
+    pipeline: str = _on_mesh(_PIPELINE, "of the pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble", "1f1b")
     sequence_parallel: bool = _on_mesh(FLAG, "shard activations over the tensor axis between blocks", False)
     cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how the context axis exchanges keys", "p2p")
     cp_load_balanced: bool = _on_mesh(FLAG, "context shards have tokens in zig-zag order", False)

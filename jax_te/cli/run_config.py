@@ -125,20 +125,17 @@ class RunConfig(RunOptions):
             "cp_load_balanced": ("context", mesh.context, "--no-cp-load-balanced"),
             "cp_comm_type": ("context", mesh.context, "--cp-comm-type p2p"),
             "sequence_parallel": ("tensor", mesh.tensor, "--no-sequence-parallel"),
+            "pipeline": ("pipeline", mesh.pipeline, "--pipeline 1f1b"),
         }
         for name, (axis, size, remedy) in ranks.items():
-            given = getattr(self, name)
-            if size == 1 and given not in (False, "p2p"):
+            if size == 1 and (given := getattr(self, name)) not in (False, "p2p", "1f1b"):
                 what = flag(name) if given is True else f"{flag(name)} {given}"
                 raise ValueError(
                     f"{what} is for {axis} ranks, and --mesh {self.mesh or '(none)'} has one; give --mesh with "
                     f"{axis}=N, or {remedy}"
                 )
         if self.mesh is None and self.mesh_axis_type != "auto":
-            raise ValueError(
-                f"--mesh-axis-type {self.mesh_axis_type} is of a mesh's axes, and there is no --mesh; give --mesh, "
-                "or leave it out"
-            )
+            raise ValueError(f"--mesh-axis-type {self.mesh_axis_type} is for the axes of a --mesh; give one, too")
 
     def _check_quantized_layers(self) -> None:
         """Raise ValueError for options of runs that quantize in one that does not, and for no layer to quantize."""
@@ -166,9 +163,10 @@ class RunConfig(RunOptions):
             size = f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads} ="
             yield size, head, 2, "2, as --position-embedding rope needs it"
         yield "--batch-size", self.batch_size, parts, f"--microbatches {parts}"
-        spread = f"data*fsdp = {ranks} ranks of --mesh {self.mesh}"
-        yield "--batch-size", self.batch_size, parts * ranks, f"--microbatches {parts} times {spread}"
-        kernels = "tensor*fsdp", mesh.tensor * mesh.fsdp  # one axis of a kernel is split over both
+        spread = f"--microbatches {parts} times data*fsdp = {ranks} of --mesh {self.mesh}"
+        yield "--batch-size", self.batch_size, parts * ranks, spread
+        # One axis of a kernel is split over all of these.
+        kernels = "tensor*fsdp*pipeline", mesh.tensor * mesh.fsdp * mesh.pipeline
         axes = {"num_query_groups": ("tensor", mesh.tensor), "ffn_hidden_size": kernels, "hidden_size": kernels}
         for name, (axis, ranks) in (axes | {"seq_len": ("context", mesh.context)}).items():
             yield flag(name), getattr(self, name), ranks, f"{axis}={ranks} of --mesh {self.mesh}"
