@@ -26,7 +26,13 @@ from jax_te.recipe import (
     autocast,
 )
 from jax_te.sharding import make_mesh
-from jax_te.training import DynamicLossScale, WeightedMean, create_train_state, make_train_step
+from jax_te.training import (
+    DynamicLossScale,
+    WeightedMean,
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+)
 
 STEPS, BATCH, SEQUENCE, VOCAB = 2, 16, 16, 64
 SIZES: dict[str, Any] = {
@@ -213,6 +219,24 @@ def test_megatrons_modules_recomputation_and_adapters():
     tx = optax.multi_transform({"lora": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, lora_labels)
     given: Options = {"build": adapted, "tx": tx}
     assert_same(train("pipeline=2", **given), train(None, **given), TOLERANCES["none"])
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_microbatches_in_flight():
+    def temporary(schedule: str, microbatches: int) -> int:
+        tx, config = optax.sgd(1e-2), PipelineConfig(schedule=schedule)
+        batch = jax.ShapeDtypeStruct((microbatches, SEQUENCE + 1), jnp.int32)
+        with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):
+            step: Any = make_train_step(next_token_loss, tx, microbatches=microbatches, pipeline=config)
+            compiled = step.lower(abstract_train_state(gpt(), tx), batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    gpipe, one_f_one_b = ([temporary(schedule, m) for m in (4, 8, 16)] for schedule in ("gpipe", "1f1b"))
+    each = (gpipe[2] - gpipe[1]) / 8  # residuals of a microbatch
+    assert each > 0
+    np.testing.assert_allclose(gpipe[1] - gpipe[0], 4 * each, rtol=0.1)
+    # 2 p - 1 = 3 microbatches in flight, whatever their number; the tables and keys of more ticks take some bytes.
+    np.testing.assert_allclose(one_f_one_b, gpipe[0] - each, rtol=0.05)
 
 
 def test_what_cannot_be_split():

@@ -181,10 +181,12 @@ def test_a_start_that_fails_in_one_process_ends_all_with_a_line(tmp_path):
         (2, 2, "tensor=2,context=2"),
         (4, 1, "data=2,tensor=2"),
         (4, 2, "data=2,fsdp=2,tensor=2"),
+        (2, 4, "pipeline=2,data=2,tensor=2"),
+        (2, 2, "data=2,pipeline=2"),
     ],
 )
 def test_every_axis_may_cross_processes(tmp_path, alone, count, devices, mesh):
-    options = ("--microbatches", "2") if mesh == "data=2,fsdp=2" else ()
+    options = ("--microbatches", "2") if mesh == "data=2,fsdp=2" or "pipeline" in mesh else ()
     if options:
         alone = tmp_path / "alone"
         assert jax_te("train", "--output", alone, *MICRO, "--batch-size", "8", *options).returncode == 0
