@@ -107,7 +107,7 @@ def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | st
 
 @stack_of_layers
 def run_layers(
-    layers: Sequence[TransformerLayer],
+    layers: Sequence[nnx.Module],
     x: Array,
     keys: Sequence[Array | None],
     *,
@@ -120,7 +120,8 @@ def run_layers(
     """Return the output ``[b, s, h]`` of a stack of layers.
 
     Args:
-        layers: of one stack.
+        layers: of one stack: `TransformerLayer`, or modules of your own that are called in the same way,
+            ``layer(x, dropout_key=key, **arrays)``.
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
         recompute: which layers, or which of their modules, backward recomputes.
@@ -169,14 +170,15 @@ def run_layers(
 def _run_group(
     mask_types: dict[str, str],
     x: Array,
-    layers: Sequence[TransformerLayer],
+    layers: Sequence[nnx.Module],
     keys: Sequence[Any],
     arrays: dict[str, Any],
     first: int | None = None,
 ) -> Array:
     """Run consecutive layers; ``first`` is the number of the first one, None inside a loop, where it varies."""
     rotary = arrays.get("rotary_pos_emb")
-    for i, (layer, key) in enumerate(zip(layers, keys, strict=True)):
+    each: Any = zip(layers, keys, strict=True)
+    for i, (layer, key) in enumerate(each):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
             if "rotary_pos_emb" in arrays:
                 arrays = arrays | {"rotary_pos_emb": rotary_of(layer, rotary)}
@@ -195,7 +197,7 @@ def rotary_of(layer: TransformerLayer, rotary: Rotary | tuple[Rotary, Rotary] | 
 def _run_scanned(
     calls: dict[bool, Callable[..., Array]],
     groups: Sequence[Group],
-    layers: Sequence[TransformerLayer],
+    layers: Sequence[nnx.Module],
     x: Array,
     keys: Sequence[Any],
     arrays: dict[str, Any],
