@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from jax_te.cli.main import explain
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.models import runs_scanned
+from jax_te.pipeline import PipelineConfig
 from jax_te.sharding import CollectiveCount, communication_report, named_sharding
 from jax_te.training import make_train_step
 
@@ -35,7 +37,8 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
 
     - A ``data`` axis of more than two devices is compiled with two, and as many examples for each: the arrays stay the
       same, and the groups have more devices.
-    - Unrolled layers are alike, so a deep stack is compiled with two small numbers of layers.
+    - Unrolled layers are alike, so a deep stack is compiled with two small numbers of layers; of a pipeline each stage
+      has as many.
     - Where more than `MAX_DEVICES` are left, the largest of the other axes is compiled with a half and a quarter of its
       devices. With ``n`` devices on it, bytes are ``a + b / n``, since an array is split over it or not, and numbers
       ``a + b * n``, since a ring has a step for each device.
@@ -96,13 +99,17 @@ def _axis_to_extend(config: RunConfig) -> str | None:
 
 def _layers_to_compile(config: RunConfig) -> tuple[int, ...]:
     """Return one number of layers, the model's, or two smaller ones whose difference the other layers repeat."""
+    stages, pipeline = (config.parallel_config() or ParallelConfig()).pipeline, PipelineConfig.parse(config.pipeline)
     single = config.precision_config is not None or config.architecture is not None  # which name single layers
+    single |= pipeline.first_layers is not None or pipeline.last_layers is not None
     if single or runs_scanned(config.scan_layers, config.num_layers):
         return (config.num_layers,)
     apart, group = config.bf16_layers_start + config.bf16_layers_end, 1
     if config.recompute_granularity == "full":
         number = config.recompute_num_layers or 1
         apart, group = (apart + number, 1) if config.recompute_method == "block" else (apart, number)
+    # As many layers more on each stage of a pipeline.
+    group = math.lcm(group, stages * pipeline.virtual_stages) if stages > 1 else group
     # Two groups between those that are special, so that neighbours are alike, too.
     few = apart + 2 * group + (config.num_layers - apart) % group
     return (few, few + group) if few + group < config.num_layers else (config.num_layers,)
@@ -183,7 +190,8 @@ def tables(configs: list[RunConfig]) -> Iterator[list[dict[str, Any]]]:
         print(f"compiling for {config.mesh}, {config.num_layers} layers", file=sys.stderr, flush=True)
         with contexts(config) as mesh:
             state = abstract_state(config)
-            step = make_train_step(loss_fn, optimizer(config), microbatches=config.microbatches)
+            pipeline = PipelineConfig.parse(config.pipeline)
+            step = make_train_step(loss_fn, optimizer(config), microbatches=config.microbatches, pipeline=pipeline)
             # Each process reads the rows of its own devices.
             assert mesh is not None
             rows = named_sharding(("batch", None), mesh)

@@ -67,6 +67,7 @@ class Gradients(NamedTuple):
         rest: the model's other state.
         weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
         aux: what else the loss function returned.
+        inputs: gradients of the function's other inputs, in their dtypes.
     """
 
     loss: Array
@@ -75,6 +76,7 @@ class Gradients(NamedTuple):
     rest: PyTree
     weight: Array | None = None
     aux: Any = None
+    inputs: tuple[Any, ...] = ()
 
 
 Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
@@ -195,9 +197,8 @@ def accumulated_gradients(
     def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
         total, sums, rest = carry
         batch, index = microbatch
-        loss, grads, quantizers, rest, weight, _ = _of_batch(
-            loss_fn, state, rest, batch, jax.random.fold_in(key, index), cached
-        )
+        found = _of_batch(loss_fn, state, rest, batch, jax.random.fold_in(key, index), cached)
+        loss, grads, quantizers, rest, weight = found[:5]
         if weight is not None:
             # Not gradients of the totals: these would be so much larger that fp16 overflows sooner.
             loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
@@ -231,13 +232,14 @@ def _of_batch(
 
 
 def differentiate(
-    fn: Callable[[Any], tuple[Array | WeightedMean, Any]],
+    fn: Callable[..., tuple[Array | WeightedMean, Any]],
     parts: Parts,
     split: Callable[[Any], Parts],
     scaler: LossScale,
     cached: list[QuantizedKernel | None] | None = None,
+    inputs: tuple[Array, ...] = (),
 ) -> Gradients:
-    """Return loss and gradients of ``fn(model) -> loss, aux``.
+    """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
     Args:
         fn: may change the model's other state.
@@ -245,6 +247,7 @@ def differentiate(
         split: gives the parts of a model.
         scaler: multiplies the loss.
         cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
+        inputs: other arrays to differentiate by.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
@@ -253,10 +256,10 @@ def differentiate(
     kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
     grad_sinks = {path: _grad_sink(value) if path in names else None for path, value in kernels}
 
-    def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree) -> tuple[Array, Any]:
+    def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         use_cached_kernels(model, [None] * len(kernels) if cached is None else cached, list(grad_sinks.values()))
-        value, aux = fn(model)
+        value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
         # The caches belong to this pass: they must not be among the model's other state that is returned.
@@ -264,9 +267,9 @@ def differentiate(
         return scaler.scale_loss(loss), (loss, split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is no ordinary float.
-    differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
-    (grads, sink_grads, quantizers), (loss, rest, weight, aux) = differentiated(
-        plain, grad_sinks, with_max_gradients(quantizers)
+    differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
+    (grads, sink_grads, quantizers, input_grads), (loss, rest, weight, aux) = differentiated(
+        plain, grad_sinks, with_max_gradients(quantizers), inputs
     )
     total = dict(nnx.to_flat_state(_wide(grads)))
     for path, grad in sink_grads.items():
@@ -274,7 +277,7 @@ def differentiate(
             # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
             total[path] = total[path].replace(total[path] + grad) if path in total else names[path].replace(grad)
     grads = as_created(nnx.from_flat_state(total.items()))
-    return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux)
+    return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads)
 
 
 def _grad_sink(kernel: Array | QuantizedKernel) -> Array | None:

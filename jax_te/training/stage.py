@@ -10,9 +10,9 @@ from flax import nnx
 
 from jax_te.pipeline.internal import AXIS, Flat
 from jax_te.quantize import merge_quantizers
-from jax_te.training.gradients import WeightedMean, as_created
+from jax_te.training.gradients import Gradients, WeightedMean, as_created
 from jax_te.training.loss_scale import ConstantLossScale
-from jax_te.training.stage_model import OuterModel, Program, StageModel, arguments
+from jax_te.training.stage_model import Program, StageModel, arguments
 from jax_te.training.stage_residuals import Residuals
 from jax_te.typing import Array, PyTree
 
@@ -155,16 +155,14 @@ class Stage:
         def with_loss(changed: Any) -> Any:
             losses, loss, outer, outer_states = changed
 
-            def of_output(outer: OuterModel) -> Array | WeightedMean:
-                return self.model.loss(outer.model, number, lambda call: outer.y[...])  # type: ignore[index]
+            def of_output(model: Any, y: Array) -> Array | WeightedMean:
+                return self.model.loss(model, number, lambda call: y)
 
             # Forward and backward at once, so that logits are not kept.
-            found = self.model.differentiate(of_output, y, self.scaler)
-            grads = dict(nnx.to_flat_state(found.grads))
-            dy = grads.pop(("y",)).get_value().astype(y.dtype)
-            losses = _put(losses, dy, row["losses_put"])
+            found = self.model.differentiate(of_output, self.scaler, y)
+            losses = _put(losses, found.inputs[0], row["losses_put"])
             added = jnp.where(ends, self.model.weighted(found.loss, number), 0.0)
-            sums = self._add_outer((outer, outer_states), grads, found.quantizers, number, ends)
+            sums = self._add_outer((outer, outer_states), found, number, ends)
             return losses, loss + added, *sums
 
         changed = jax.lax.cond(row["ends"] > 0, with_loss, lambda changed: changed, (losses, loss, outer, outer_states))
@@ -187,12 +185,12 @@ class Stage:
 
         def with_embedding(changed: Any) -> Any:
             # The gradient of what the stack was given, through all that is in front of it.
-            def of_input(outer: OuterModel) -> Array:
-                x = self.model.call(outer.model, number).x
+            def of_input(model: Any) -> Array:
+                x = self.model.call(model, number).x
                 return jnp.sum(x.astype(jnp.float32) * dx.astype(jnp.float32))
 
-            found = self.model.differentiate(of_input, None, ConstantLossScale())
-            return self._add_outer(changed, dict(nnx.to_flat_state(found.grads)), found.quantizers, number, starts)
+            found = self.model.differentiate(of_input, ConstantLossScale())
+            return self._add_outer(changed, found, number, starts)
 
         sums = outer, outer_states
         outer, outer_states = jax.lax.cond(row["starts"] > 0, with_embedding, lambda changed: changed, sums)
@@ -225,17 +223,17 @@ class Stage:
             states[j][inner] = old.replace(old.get_value().at[task.chunk].set(merged))
         return states
 
-    def _add_outer(self, sums: Any, grads: Flat, quantizers: nnx.State, number: Array, counts: Array) -> Any:
+    def _add_outer(self, sums: Any, found: Gradients, number: Array, counts: Array) -> Any:
         """Return sums of gradients and next states around the stack with a microbatch's, if it ``counts``."""
         outer, states = map(dict, sums)
-        for (_, *path), grad in grads.items():
-            total = outer[tuple(path)]
+        for path, grad in nnx.to_flat_state(found.grads):
+            total = outer[path]
             added = self.model.weighted(grad.get_value(), number)
-            outer[tuple(path)] = total.replace(total.get_value() + jnp.where(counts, added, jnp.zeros_like(added)))
-        for (_, *path), state in nnx.to_flat_state(quantizers):
-            old = states[tuple(path)]
+            outer[path] = total.replace(total.get_value() + jnp.where(counts, added, jnp.zeros_like(added)))
+        for path, state in nnx.to_flat_state(found.quantizers):
+            old = states[path]
             merged = merge_quantizers(jnp.stack([old.get_value(), state.get_value()]))
-            states[tuple(path)] = old.replace(jnp.where(counts, merged, old.get_value()))
+            states[path] = old.replace(jnp.where(counts, merged, old.get_value()))
         return outer, states
 
 

@@ -16,7 +16,7 @@ from jax_te.pipeline.internal import AXIS, Cut, Flat, StackCall, call_of_stack, 
 from jax_te.quantize import QuantizerState
 from jax_te.training import gradients
 from jax_te.training.deferred import deferred_vjp
-from jax_te.training.gradients import Gradients, LossFn, Parts, WeightedMean
+from jax_te.training.gradients import Gradients, LossFn, WeightedMean
 from jax_te.training.loss_scale import LossScale
 from jax_te.typing import Array, PyTree
 
@@ -46,14 +46,6 @@ class ChunkModel(nnx.Module):
 
     def __init__(self, layers: Sequence[nnx.Module]):
         self.layers = nnx.List(list(layers))
-
-
-class OuterModel(nnx.Module):
-    """A model whose layers have no arrays, and the output of its stack."""
-
-    def __init__(self, model: nnx.Module, y: Array | None):
-        self.model = model
-        self.y = None if y is None else nnx.Param(y)
 
 
 class StageModel:
@@ -130,21 +122,20 @@ class StageModel:
             found |= {(*path, *inner): variable for inner, variable in shapes.items()}
         return as_state(found)
 
-    def _parts(self, y: Array | None) -> Parts:
-        """Return the parts of `OuterModel`, its layers being in the last one."""
+    def differentiate(self, fn: Callable[..., Any], scaler: LossScale, *inputs: Array) -> Gradients:
+        """Return gradients of ``fn(model, *inputs) -> [ ]`` by the Variables around the stack, and by ``inputs``."""
 
         def of_layer(path: Any, value: Any) -> bool:
-            return path[0] == "model" and self.cut.layer_of(path[1:]) is not None
+            return self.cut.layer_of(path) is not None
 
-        outer = OuterModel(self.outer_model(), y)
-        graphdef, layers, params, states = nnx.split(outer, of_layer, nnx.Param, QuantizerState)
-        return graphdef, params, states, layers
-
-    def differentiate(self, fn: Callable[[OuterModel], Any], y: Array | None, scaler: LossScale) -> Gradients:
-        """Return the gradients of ``fn(outer) -> [ ]`` by the Variables around the stack, and by its output ``y``."""
         nothing = nnx.State({})
+        graphdef, layers, params, states = nnx.split(self.outer_model(), of_layer, nnx.Param, QuantizerState)
         return gradients.differentiate(
-            lambda outer: (fn(outer), None), self._parts(y), lambda outer: (None, nothing, nothing, nothing), scaler
+            lambda *args: (fn(*args), None),
+            (graphdef, params, states, layers),
+            lambda model: (None, nothing, nothing, nothing),
+            scaler,
+            inputs=inputs,
         )
 
     def microbatch(self, number: Array) -> tuple[PyTree, Array]:

@@ -184,6 +184,9 @@ def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
     def shard(leaf: Array) -> Array:
         if microbatches is None:
             return constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
+        if pipeline_stages() > 1:
+            # All-gathered along the pipeline axis first: XLA's partitioner warns of a reshape that would do it.
+            leaf = constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
         axes = (None, "batch", *(None,) * (leaf.ndim - 1))
         # An Explicit mesh cannot split a sharded axis by reshape, so its axes are Auto inside.
         cut = auto_region(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), axes)
