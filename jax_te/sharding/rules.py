@@ -96,7 +96,7 @@ class ShardingRules:
         """Return the mesh axes of one of these `names`.
 
         >>> ShardingRules().mesh_axes("ffn_fsdp")
-        ('tensor', 'fsdp')
+        ('tensor', 'fsdp', 'pipeline')
         """
         # Each axis once: batch and sequence_parallel may name the same, where no array has both.
         return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
