@@ -26,14 +26,16 @@ TIMEOUT_S = 600
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One ```python block: its first line in the file, its code, and the reason not to run it."""
+    """A fenced block: its language, its first line in the file, its code, and the reason not to run it."""
 
+    language: str
     line: int
     code: str
     skip: str | None
 
 
-def python_blocks(text: str) -> list[Block]:
+def find_blocks(text: str, *languages: str) -> list[Block]:
+    """Return the fenced blocks in these languages."""
     blocks: list[Block] = []
     lines = text.splitlines()
     above = ""  # the last line that was neither blank nor inside a fence
@@ -49,10 +51,10 @@ def python_blocks(text: str) -> list[Block]:
         end = next((j for j in range(i + 1, len(lines)) if closing.match(lines[j])), None)
         if end is None:
             raise SystemExit(f"line {i + 1}: this fence is never closed")
-        if opening["language"] == "python":
+        if opening["language"] in languages:
             reason = NOT_RUN.search(above)
             code = textwrap.dedent("\n".join(lines[i + 1 : end]))
-            blocks.append(Block(i + 2, code, reason["reason"] if reason else None))
+            blocks.append(Block(opening["language"], i + 2, code, reason["reason"] if reason else None))
         above = ""
         i = end + 1
     return blocks
@@ -62,14 +64,14 @@ def execute(path: pathlib.Path) -> None:
     """Run one file's blocks in this process, as the module `__main__`."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    for block in python_blocks(path.read_text(encoding="utf-8")):
+    for block in find_blocks(path.read_text(encoding="utf-8"), "python"):
         if block.skip is None:
             source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
             exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
 
 
 def check(path: pathlib.Path) -> bool:
-    blocks = python_blocks(path.read_text(encoding="utf-8"))
+    blocks = find_blocks(path.read_text(encoding="utf-8"), "python")
     for block in blocks:
         if block.skip is not None:
             print(f"  not run  {path}:{block.line}  {block.skip}", flush=True)
