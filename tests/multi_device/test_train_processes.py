@@ -160,6 +160,49 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path, alone, v
     assert_same_losses(tmp_path, alone, 12)
 
 
+@pytest.mark.slow
+def test_a_process_killed_in_a_save_leaves_the_checkpoint_before(tmp_path, alone):
+    checkpoints = tmp_path / "checkpoints"
+    with started(2, tmp_path, *LONG, "--save-every", "1") as running:
+        when_recorded(3, tmp_path, running)
+        deadline = time.monotonic() + 240
+        # A step's folder has another name until it counts.
+        while all(path.name.isdecimal() for path in checkpoints.iterdir()):
+            assert time.monotonic() < deadline
+        running[1].kill()
+        ended(running)
+    saved = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+    first, _ = train(2, tmp_path, "--mesh", "data=2", "--steps", str(max(12, saved + 2)))
+    assert f"resumed after step {saved}" in first[1]
+    assert_same_losses(tmp_path, alone, 12)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_takes_all_to_the_one_before(tmp_path, alone):
+    train(2, tmp_path, "--mesh", "data=2", "--save-every", "4")
+    newest = max(
+        (path for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda p: int(p.name)
+    )
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    first, _ = train(2, tmp_path, "--mesh", "data=2", "--steps", "14")
+    assert "resumed after step 8" in first[1]
+    assert_same_losses(tmp_path, alone, 12)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_process_that_is_slow(tmp_path, alone):
+    with started(2, tmp_path, "--mesh", "data=2") as running:
+        when_recorded(3, tmp_path, running)
+        running[1].send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        running[1].send_signal(signal.SIGCONT)
+        assert [status for status, _, _ in ended(running)] == [0, 0]
+    assert_same_losses(tmp_path, alone)
+
+
 def test_a_start_that_fails_in_one_process_ends_all_with_a_line(tmp_path):
     """The other one may have read its text by then."""
     with started(2, tmp_path, "--mesh", "data=2", others={0: ["--data", str(tmp_path / "none")]}) as running:
@@ -187,6 +230,7 @@ def test_a_start_that_fails_in_one_process_ends_all_with_a_line(tmp_path):
 )
 def test_every_axis_may_cross_processes(tmp_path, alone, count, devices, mesh):
     options = ("--microbatches", "2") if mesh == "data=2,fsdp=2" or "pipeline" in mesh else ()
+    options += ("--num-layers", "2") if "pipeline" in mesh else ()
     if options:
         alone = tmp_path / "alone"
         assert jax_te("train", "--output", alone, *MICRO, "--batch-size", "8", *options).returncode == 0
