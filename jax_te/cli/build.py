@@ -207,11 +207,9 @@ class Trainer:
 
     def evaluate(self, state: TrainState) -> float:
         """Return the mean loss over the held-out batches."""
-        parts, sizes = (
-            self.config.microbatches,
-            self.config.parallel_config(),
-        )  # all rows might not fit into memory
-        parts //= 1 if sizes is None else math.gcd(parts, sizes.pipeline)  # the stages of a pipeline split it as well
+        # All rows at once might not fit into memory. Those of a part are split over the stages of a pipeline as well.
+        parts, sizes = self.config.microbatches, self.config.parallel_config()
+        parts //= 1 if sizes is None else math.gcd(parts, sizes.pipeline)
         batches = heldout_batches(
             self.data.heldout,
             batch_size=self.config.batch_size // parts,

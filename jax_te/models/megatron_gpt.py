@@ -30,14 +30,14 @@ _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache")
 _CACHE = "give cache=model.init_cache(batch, length)"
 _FIXED: dict[str, tuple[Any, str]] = {
-    "pre_process": (True, "there are no pipeline stages, so the model has its embedding"),
-    "post_process": (True, "there are no pipeline stages, so the model has its head"),
+    "pre_process": (True, "no module is one stage of a pipeline, so the model has its embedding"),
+    "post_process": (True, "no module is one stage of a pipeline, so the model has its head"),
     "fp16_lm_cross_entropy": (False, "the loss is in fp32"),
     "logit_dtype": (None, "logits are in config.compute_dtype"),
     "scatter_embedding_sequence_parallel": (True, "config.sequence_parallel says how activations are sharded"),
     "mtp_block_spec": (None, "there is no multi-token prediction"),
     "decoder_input": (None, "call model.decoder with hidden states"),
-    "input_tensor": (None, "there are no pipeline stages that give one; call model.decoder with hidden states"),
+    "input_tensor": (None, "no module is one stage of a pipeline; call model.decoder with hidden states"),
     "inference_context": (None, _CACHE),
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from jax_te.pipeline.schedule import PipelineConfig, split_layers
@@ -33,7 +34,8 @@ def pipeline_stages() -> int:
 def stage_rules() -> ShardingRules:
     """Return the rules in use without the pipeline axis: those of arrays that a stage has to itself."""
     rules = current_rules()
-    without = {name: tuple(axis for axis in getattr(rules, name) if axis != AXIS) for name in ("batch", "fsdp")}
+    names = [rule.name for rule in dataclasses.fields(ShardingRules)]
+    without = {name: tuple(axis for axis in getattr(rules, name) if axis != AXIS) for name in names}
     return dataclasses.replace(rules, **without)
 
 
@@ -114,23 +116,11 @@ def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, con
     """Return where a model is cut whose one stack of layers ``call_model()`` runs.
 
     Raises:
-        ValueError: if it runs none or several, or if layers differ between stages.
+        ValueError: if it runs none or several, inside of another transformation, or layers that are not the model's own
+            or share parameters; if layers differ between stages.
     """
-    calls: list[StackCall] = []
-
-    def note(call: StackCall) -> Array:
-        calls.append(call)
-        return call.x
-
-    with replace_stack(note):
-        call_model()
-    if len(calls) != 1:
-        raise ValueError(
-            f"a pipeline splits one stack of layers, and loss_fn runs {len(calls)} (calls of "
-            "jax_te.models.run_layers); take a mesh without a pipeline axis"
-        )
-    call, places = calls[0], {id(module): path for path, module in nnx.iter_modules(model)}
-    paths, chunks = [places[id(layer)] for layer in call.layers], config.virtual_stages
+    call, chunks = _only_call(call_model), config.virtual_stages
+    paths = _paths(model, call.layers)
     sizes = split_layers(len(paths), stages * chunks, first=config.first_layers, last=config.last_layers)
     numbers = np.zeros((stages, chunks, max(sizes)), np.int32)
     for at, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
@@ -148,6 +138,54 @@ def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, con
     counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
     static = {name: value for name, value in call.options.items() if not is_array_tree(value)}
     return Cut(paths, [definitions[i] for i in numbers[0, 0]], numbers, counts, call.run, static)
+
+
+def _only_call(call_model: Callable[[], Any]) -> StackCall:
+    """Return the call of the one stack of layers that ``call_model()`` runs."""
+    calls: list[StackCall] = []
+    outside = get_opaque_trace_state()
+
+    def note(call: StackCall) -> Array:
+        # A stage takes the call's arrays out of the function around it, which JAX allows in the same trace only.
+        if get_opaque_trace_state() != outside:
+            raise ValueError(
+                "a pipeline cuts loss_fn where it runs the layers, and there they are inside of another transformation "
+                "(jax.jit, jax.checkpoint, jax.grad, jax.vmap, jax.lax.cond or scan, or one of nnx); call the model "
+                "outside of it, or take a mesh without a pipeline axis"
+            )
+        calls.append(call)
+        return call.x
+
+    with replace_stack(note):
+        call_model()
+    if len(calls) != 1:
+        raise ValueError(
+            f"a pipeline splits one stack of layers, and loss_fn runs {len(calls)} (calls of "
+            "jax_te.models.run_layers); take a mesh without a pipeline axis"
+        )
+    return calls[0]
+
+
+def _paths(model: nnx.Module, layers: Sequence[nnx.Module]) -> list[tuple[Any, ...]]:
+    """Return the path of each layer in the model; raise ValueError for one that has not all Variables to itself."""
+    places = {id(module): path for path, module in nnx.iter_modules(model)}
+    if any(id(layer) not in places for layer in layers):
+        raise ValueError(
+            "loss_fn runs layers that are not those of its model, such as a copy's (nnx.clone, nnx.merge), and stages "
+            "of a pipeline have the model's own; run the model itself, or take a mesh without a pipeline axis"
+        )
+    paths = [places[id(layer)] for layer in layers]
+    # A Variable that is in several places has one path: elsewhere it is missing.
+    known = {path for path, _ in nnx.to_flat_state(nnx.state(model))}
+    for number, (path, layer) in enumerate(zip(paths, layers, strict=True)):
+        missing = [inner for inner, _ in nnx.to_flat_state(nnx.state(layer)) if (*path, *inner) not in known]
+        if missing or path in paths[:number]:
+            what = "/".join(map(str, missing[0])) if missing else "everything"
+            raise ValueError(
+                f"layer {number} shares parameters with another part of the model ({what}), and each stage of a "
+                "pipeline has its own layers alone; build them apart, or take a mesh without a pipeline axis"
+            )
+    return paths
 
 
 def is_array_tree(value: Any) -> bool:

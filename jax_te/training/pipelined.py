@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.pipeline import PipelineConfig, Schedule, make_schedule
-from jax_te.pipeline.internal import AXIS, Cut, Flat, cut_model, pipeline_stages
+from jax_te.pipeline.internal import AXIS, Cut, Flat, cut_model, pipeline_stages, replace_stack
 from jax_te.quantize import merge_quantizers
 from jax_te.sharding import auto_region, current_mesh
 from jax_te.sharding.internal import leaves_with_axes
-from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created
+from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
 from jax_te.training.stage import Stage, Sums
-from jax_te.training.stage_model import Program, as_state
+from jax_te.training.stage_model import Program, as_state, depends
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
@@ -48,7 +48,8 @@ def pipelined_gradients(
 
     Raises:
         ValueError: for a model that has no stack of layers, several, or one whose layers differ between stages; for a
-            model with state beside parameters and quantizers.
+            model with state beside parameters and quantizers; for a loss that reads parameters of layers itself, or
+            whose weight depends on the layers' output.
     """
     _check(state, config)
     cut, weighted = _cut(loss_fn, state, jax.tree.map(lambda leaf: leaf[0], batches), key, config)
@@ -112,7 +113,36 @@ def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: 
         found = cut, isinstance(losses[0], WeightedMean)
 
     jax.eval_shape(look, state.params, state.quantizers, batch, key)
+    _check_around(loss_fn, state, batch, key, found[0])
     return found
+
+
+def _check_around(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> None:
+    """Raise ValueError if what ``loss_fn`` does around the stack needs what is on other stages."""
+    flat = dict(nnx.to_flat_state(state.params))
+    layers = {path: variable for path, variable in flat.items() if cut.layer_of(path) is not None}
+
+    def around(layers: Flat, added: Array) -> Array | WeightedMean:
+        model = nnx.merge(state.graphdef, as_state(flat | layers), state.quantizers, state.rest)
+        with replace_stack(lambda call: call.x + added.astype(call.x.dtype)):
+            return loss_fn(model, batch, key)
+
+    def weight(added: Array) -> list[Array]:
+        value = around(layers, added)
+        return [jnp.asarray(value.weight)] if isinstance(value, WeightedMean) else []
+
+    zero = jnp.float32(0.0)
+    if any(depends(lambda layers: [mean_loss(around(layers, zero))], layers)[0]):
+        raise ValueError(
+            "loss_fn reads parameters of the layers outside of their stack, such as for a penalty on all parameters, "
+            "and no stage of a pipeline has those of the others; leave it to the optimizer (weight_decay of "
+            "optax.adamw), or take a mesh without a pipeline axis"
+        )
+    if any(depends(weight, zero)[0]):
+        raise ValueError(
+            "the weight of loss_fn's WeightedMean depends on the layers' output, and a pipeline's stages need it "
+            "before that; compute it from the batch, or take a mesh without a pipeline axis"
+        )
 
 
 def _like(state: TrainState) -> tuple[Any, Flat, Flat]:

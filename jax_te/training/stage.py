@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.pipeline.internal import AXIS, Flat
-from jax_te.quantize import merge_quantizers
+from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.training.gradients import Gradients, WeightedMean, as_created
 from jax_te.training.loss_scale import ConstantLossScale
 from jax_te.training.stage_model import Program, StageModel, arguments
@@ -91,8 +91,9 @@ class Stage:
         schedule, kept, model = self.schedule, self.kept, self.model
         places = [slots.count for slots in (schedule.inputs, schedule.gradients, schedule.losses)]
         weight = jnp.float32(schedule.microbatches) if model.weights is None else jnp.sum(model.weights)
-        like = model.params, model.states, model.outer, model.outer_states
-        sums = Sums(jnp.float32(0.0), weight, *map(_zeros, like))
+        chunks = schedule.virtual_stages
+        of_layers = _zeros(model.params, chunks), _zeros(model.states, chunks)
+        sums = Sums(jnp.float32(0.0), weight, *of_layers, _zeros(model.outer), _zeros(model.outer_states))
         return _Carry(
             *(buffer(count, kept.x) for count in places),
             residuals=[buffer(schedule.residuals.count, leaf) for leaf in kept.residuals],
@@ -243,10 +244,16 @@ def _place(path: Any) -> tuple[int, tuple[Any, ...]]:
     return position, tuple(inner)
 
 
-def _zeros(tree: Any) -> Any:
-    """Return fp32 zeros in the shape of Variables."""
-    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    return jax.tree.map(lambda v: v.replace(jnp.zeros(v.get_value().shape, jnp.float32)), tree, is_leaf=is_variable)
+def _zeros(tree: Any, chunks: int | None = None) -> Any:
+    """Return fp32 zeros in the shape of Variables; with ``chunks``, of those stacked over a stage's chunks."""
+
+    def zeros(variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_value()
+        # A kernel that is stored quantized says the shape of one layer's, also where its arrays are stacked.
+        stacked = chunks is not None and isinstance(value, QuantizedKernel)
+        return variable.replace(jnp.zeros((chunks, *value.shape) if stacked else value.shape, jnp.float32))
+
+    return jax.tree.map(zeros, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _put(buffer: Any, value: Any, slot: Array) -> Any:

@@ -108,7 +108,13 @@ class StageModel:
                 x = jnp.where(j < count, y, x)
             return x
 
-        return deferred_vjp(run, model, x, wgrad_dtype=jnp.float32)
+        y, backward = deferred_vjp(run, model, x, wgrad_dtype=jnp.float32)
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"stages of a pipeline pass on activations of one kind, and the layers get {x.dtype}{list(x.shape)} "
+                f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
+            )
+        return y, backward
 
     def outer_model(self) -> Any:
         """Return the model with the Variables around the stack; those of its layers hold no arrays."""

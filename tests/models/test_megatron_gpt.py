@@ -260,7 +260,7 @@ def test_wrappers_have_its_names_and_precision():
     half.load_state_dict(checkpoint)
     assert_bitwise(half.state_dict()[name], checkpoint[name].astype(jnp.bfloat16))
     half.set_input_tensor([None])
-    with pytest.raises(ValueError, match=r"input_tensor must be None, got .*: there are no pipeline stages"):
+    with pytest.raises(ValueError, match=r"input_tensor must be None, got .*: no module is one stage"):
         half.set_input_tensor(jnp.ones(1))
 
 
@@ -351,7 +351,7 @@ def test_a_layer_class_of_ones_own():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"pre_process": False}, ValueError, "pre_process must be True, got False: there are no pipeline stages"),
+        ({"pre_process": False}, ValueError, "pre_process must be True, got False: no module is one stage"),
         ({"fp16_lm_cross_entropy": True}, ValueError, "fp16_lm_cross_entropy must be False, got True: the loss is in"),
         ({"logit_dtype": jnp.float32}, ValueError, "logit_dtype must be None"),
         ({"rope_scaling": True, "seq_len_interpolation_factor": 2.0}, ValueError, "both scale rotation; give one"),

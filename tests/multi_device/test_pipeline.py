@@ -239,6 +239,22 @@ def test_memory_is_that_of_the_microbatches_in_flight():
     np.testing.assert_allclose(one_f_one_b, gpipe[0] - each, rtol=0.05)
 
 
+def lower(
+    build: Any,
+    loss_fn: Any = next_token_loss,
+    *,
+    mesh: str = "pipeline=2",
+    pipeline: str = "1f1b",
+    recipe: str = "none",
+    **options: Any,
+) -> None:
+    """Trace a step, without a compilation."""
+    tx, config = optax.sgd(1e-2), PipelineConfig.parse(pipeline)
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh))), autocast(RECIPES[recipe]):
+        step: Any = make_train_step(loss_fn, tx, microbatches=2, pipeline=config)
+        step.lower(abstract_train_state(build, tx, **options), jnp.zeros((4, SEQUENCE + 1), jnp.int32))
+
+
 def test_what_cannot_be_split():
     def t5(rngs: nnx.Rngs) -> T5Model:
         return T5Model(TransformerConfig(**SIZES), vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=rngs)
@@ -250,10 +266,49 @@ def test_what_cannot_be_split():
         return gpt(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)(rngs)
 
     with pytest.raises(ValueError, match="one stack of layers, and loss_fn runs 2"):
-        train("pipeline=2", build=t5, loss_fn=seq2seq)
+        lower(t5, seq2seq)
     with pytest.raises(ValueError, match="differ in their options"):
-        train("pipeline=2", build=differing, recipe="current")
+        lower(differing, recipe="current")
     with pytest.raises(ValueError, match="do not split into 8"):
-        train("pipeline=2", "1f1b,virtual_stages=4")
+        lower(gpt(), pipeline="1f1b,virtual_stages=4")
     with pytest.raises(ValueError, match=r"zero_bubble.*context"):
-        train("pipeline=2,context=2", "zero_bubble")
+        lower(gpt(), mesh="pipeline=2,context=2", pipeline="zero_bubble")
+
+
+def penalized(model: Any, batch: Any, key: Any) -> Any:
+    return next_token_loss(model, batch, key) + sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def weighted_by_output(model: Any, batch: Any, key: Any) -> WeightedMean:
+    logits = model(batch[:, :-1], dropout_key=key)
+    return WeightedMean(jnp.sum(logits), jnp.sum(logits > 0))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (penalized, "reads parameters of the layers outside of their stack"),
+        (weighted_by_output, "depends on the layers' output"),
+        (lambda model, batch, key: jax.checkpoint(next_token_loss, static_argnums=0)(model, batch, key), "checkpoint"),
+        (lambda model, batch, key: next_token_loss(nnx.clone(model), batch, key), "not those of its model"),
+    ],
+)
+def test_losses_that_stages_cannot_compute(loss_fn, message):
+    with pytest.raises(ValueError, match=message):
+        lower(gpt(num_layers=2), loss_fn)
+
+
+def test_layers_that_share_parameters_are_refused():
+    def shared(rngs: nnx.Rngs) -> GPTModel:
+        model = gpt(num_layers=2)(rngs)
+        model.layers[1].layernorm_mlp = model.layers[0].layernorm_mlp
+        return model
+
+    with pytest.raises(ValueError, match="layer 1 shares parameters"):
+        lower(shared)
+
+
+def test_kernels_that_are_stored_quantized():
+    # Each stage sums fp32 gradients in the shape of its kernels, of which it has a stack.
+    half = gpt(num_layers=2, params_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    lower(half, recipe="current", fp8_param=True)
