@@ -127,8 +127,9 @@ def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, con
         own = list(range(end - size, end))
         numbers[at % stages, at // stages] = own + own[:1] * (max(sizes) - size)
     definitions = [nnx.split(layer)[0] for layer in call.layers]
+    kinds = [_without_number(layer) for layer in call.layers]
     for column in numbers.reshape(-1, max(sizes)).T.tolist():
-        other = next((i for i in column if definitions[i] != definitions[column[0]]), None)
+        other = next((i for i in column if kinds[i] != kinds[column[0]]), None)
         if other is not None:
             raise ValueError(
                 f"layers {column[0]} and {other} stand at the same place of two pipeline stages and differ in their "
@@ -138,6 +139,16 @@ def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, con
     counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
     static = {name: value for name, value in call.options.items() if not is_array_tree(value)}
     return Cut(paths, [definitions[i] for i in numbers[0, 0]], numbers, counts, call.run, static)
+
+
+def _without_number(layer: nnx.Module) -> Any:
+    """Return a layer's graph definition without its number, by which this package's layers compute nothing."""
+    copy = nnx.clone(layer)
+    for _, module in nnx.iter_modules(copy):
+        # A layer of the user's own may read its number, and then it differs from another.
+        if hasattr(module, "layer_number") and type(module).__module__.startswith("jax_te."):
+            setattr(module, "layer_number", None)  # noqa: B010
+    return nnx.split(copy)[0]
 
 
 def _only_call(call_model: Callable[[], Any]) -> StackCall:

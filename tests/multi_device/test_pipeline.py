@@ -308,6 +308,28 @@ def test_layers_that_share_parameters_are_refused():
         lower(shared)
 
 
+def test_numbers_of_layers_make_no_difference_but_in_layers_of_ones_own():
+    def megatron(rngs: nnx.Rngs) -> MegatronGPTModel:
+        sizes: Options = SIZES | {"num_layers": 2}
+        return MegatronGPTModel(TransformerConfig(**sizes), None, VOCAB, SEQUENCE, rngs=rngs)
+
+    class Scaled(nnx.Module):
+        def __init__(self, layer: Any, number: int):
+            self.layer, self.layer_number = layer, number
+
+        def __call__(self, x: Any, **options: Any) -> Any:
+            return self.layer(x, **options) / self.layer_number
+
+    def scaled(rngs: nnx.Rngs) -> GPTModel:
+        model = gpt(num_layers=2)(rngs)
+        model.layers = nnx.List([Scaled(layer, i) for i, layer in enumerate(model.layers, start=1)])
+        return model
+
+    lower(megatron)
+    with pytest.raises(ValueError, match="layers 0 and 1 stand at the same place"):
+        lower(scaled)
+
+
 def test_kernels_that_are_stored_quantized():
     # Each stage sums fp32 gradients in the shape of its kernels, of which it has a stack.
     half = gpt(num_layers=2, params_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
