@@ -54,9 +54,9 @@ class TensorParallel:
         Raises:
             ValueError: if a size was asked for, and a mesh is set whose tensor axis has another one.
         """
-        ranks = axis_ranks("ffn")
-        # Without a mesh one device computes the whole layer, whatever size it was built for.
-        if self.size not in (1, ranks) and current_mesh() is not None:
+        ranks, mesh = axis_ranks("ffn"), current_mesh()
+        # Without a mesh, and in a shard_map over the axis, one device computes the whole layer, whatever its size.
+        if self.size not in (1, ranks) and mesh is not None and TENSOR_AXIS not in mesh.manual_axes:
             raise ValueError(
                 f"the layer was built with tp_size={self.size}, and the mesh in use has {ranks} tensor ranks; set a "
                 "mesh with that many (jax.set_mesh), or build the layer with tp_size=1, which leaves it to the mesh"
@@ -81,8 +81,8 @@ def check_context_size(size: int) -> None:
 
     >>> check_context_size(4)  # without a mesh one device has the whole sequence
     """
-    ranks = axis_ranks("sequence")
-    if size not in (1, ranks) and current_mesh() is not None:
+    ranks, mesh = axis_ranks("sequence"), current_mesh()
+    if size not in (1, ranks) and mesh is not None and "context" not in mesh.manual_axes:
         raise ValueError(
             f"context_parallel_size is {size}, and the mesh in use has {ranks} context ranks; set a mesh with that "
             "many (jax.set_mesh), or leave it 1, which takes the mesh's"

@@ -176,13 +176,13 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     """
     check_choice(SCHEDULES, schedule=name)
     check_positive(stages=stages, microbatches=microbatches, virtual_stages=virtual_stages)
+    if virtual_stages > 1 and name == "zero_bubble":
+        raise ValueError("zero_bubble has one chunk of layers a stage; take virtual_stages=1, or the schedule '1f1b'")
     if virtual_stages > 1 and microbatches % stages:
         raise ValueError(
             f"microbatches={microbatches} must be a multiple of the {stages} pipeline stages with "
             f"virtual_stages={virtual_stages}; change one of them, or take virtual_stages=1"
         )
-    if virtual_stages > 1 and name == "zero_bubble":
-        raise ValueError("zero_bubble has one chunk of layers a stage; take virtual_stages=1, or the schedule '1f1b'")
     run = _Run(stages, microbatches, virtual_stages)
     while not run.done:
         run.tick(backward=name != "gpipe" or run.all_forward, waits=name == "zero_bubble")

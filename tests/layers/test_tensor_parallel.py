@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, make_norm, parameter_axes
@@ -152,6 +153,10 @@ def test_group_and_size_are_the_meshs(build: Any) -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(data=4, tensor=2))):
         jax.eval_shape(layer, x)
         assert_close(jax.jit(lambda layer, x: layer(x))(layer, x), alone, TOLERANCE["float32"])
+        # So it does in a shard_map that has the tensor axis.
+        everywhere = PartitionSpec()
+        own = jax.shard_map(lambda x: layer(x), in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        assert jax.eval_shape(own, x) == jax.eval_shape(layer, x)
     with jax.set_mesh(make_mesh(ParallelConfig(data=2, tensor=4))):
         with pytest.raises(ValueError, match=r"built with tp_size=2, and the mesh in use has 4 tensor ranks"):
             jax.eval_shape(layer, x)
