@@ -42,8 +42,7 @@ def pipelined_gradients(
         loss_fn, state: of the run.
         batches: leaves ``[m, b / m, ...]``.
         key: of the step.
-        microbatches: m.
-        keep_kernels: quantize each kernel once a step.
+        microbatches, keep_kernels: as for `make_train_step`.
         config: schedule and split.
 
     Raises:

@@ -114,9 +114,9 @@ def assert_same(found: tuple[np.ndarray, Any], expected: tuple[np.ndarray, Any],
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "recipe"),
     [
-        ("pipeline=2", "gpipe", "none"),
+        pytest.param("pipeline=2", "gpipe", "none", marks=pytest.mark.slow),
         ("pipeline=2,fsdp=2,tensor=2", "1f1b", "delayed"),
-        ("pipeline=2,data=2", "zero_bubble", "current"),
+        pytest.param("pipeline=2,data=2", "zero_bubble", "current", marks=pytest.mark.slow),
     ],
 )
 def test_schedules_train_to_one_devices_losses(mesh, pipeline, recipe):
