@@ -178,8 +178,9 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
     arg_specs, sources, treedef = residuals.static
 
     def on_device(tree: tuple[tuple[Any, ...], OpaqueTree], g: Any) -> Any:
-        given, own = iter(tree[0]), iter(tree[1].unpack())
-        leaves = [next(own if source is None else given) for source in sources]
+        given, own, leaves = iter(tree[0]), iter(tree[1].unpack()), []
+        for source in sources:
+            leaves.append(next(own if source is None else given))
         return bwd(spec, jax.tree.unflatten(treedef, leaves), g)
 
     g_specs = shards.out
@@ -187,8 +188,8 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
         # Dropped, not passed on as zeros: Shardy crashes on inputs of a shard_map that nothing reads (jax 0.11.2, GPU).
         g_specs = shards.out_cotangents
         g = jax.tree.map(lambda spec, x: None if spec is None else x, g_specs, g, is_leaf=lambda node: node is None)
-    in_specs = ((arg_specs, shards.per_device), g_specs)
-    return shards.map(on_device, in_specs, (shards.cotangents, shards.sinks))(residuals.tree, g)
+    in_specs, out_specs = ((arg_specs, shards.per_device), g_specs), (shards.cotangents, shards.sinks)
+    return shards.map(on_device, in_specs, out_specs)(residuals.tree, g)
 
 
 _VALUE, _PERTURBED, _DTYPE = map(operator.attrgetter, ("value", "perturbed", "dtype"))

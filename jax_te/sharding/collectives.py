@@ -27,7 +27,9 @@ def device_mesh() -> AbstractMesh | None:
     >>> device_mesh()
     """
     mesh = current_mesh()
-    if mesh is None or prod(mesh.shape[axis] for axis in free_axes(mesh)) == 1:
+    if mesh is None or mesh.size == 1:
+        return None
+    if AxisType.Manual in mesh.axis_types and prod([mesh.shape[axis] for axis in free_axes(mesh)]) == 1:
         return None
     return mesh
 

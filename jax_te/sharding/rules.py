@@ -341,6 +341,7 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
+@functools.lru_cache(maxsize=256)
 def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     """Return the mesh axes that no surrounding ``shard_map`` has made manual.
 
@@ -349,8 +350,10 @@ def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     >>> free_axes(AbstractMesh((2, 2), ("data", "tensor")))
     ('data', 'tensor')
     """
+    if AxisType.Manual not in mesh.axis_types:
+        return mesh.axis_names
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in types if kind != AxisType.Manual)
+    return tuple([name for name, kind in types if kind != AxisType.Manual])
 
 
 def mesh_dims(axes: LogicalAxes, mesh: AbstractMesh) -> Dims:

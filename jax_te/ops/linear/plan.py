@@ -214,8 +214,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
         return Plan(constrained=current_mesh() is not None)
     if axes is None or out_axes is None:
         return _partitioned("the call does not name the logical axes of its output (out_axes)")
-    dims = mesh_dims(axes, mesh)
-    spec = partition_spec(dims)
+    spec = partition_spec(dims := mesh_dims(axes, mesh))
     # A norm's statistics are of whole rows.
     if flat(dims[len(dims) - whole :]):
         return _partitioned(f"its rows are split over devices: {spec}")
