@@ -10,9 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
 
 from jax_te.config.internal import checked
-from jax_te.layers.internal import drop_cached_kernels, quantizable_kernels, quantize_kernels, use_cached_kernels
+from jax_te.layers.internal import (
+    drop_cached_kernels,
+    quantizable_kernels,
+    quantize_kernels,
+    set_grad_sinks,
+    use_cached_kernels,
+)
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -278,6 +285,44 @@ def differentiate(
             total[path] = total[path].replace(total[path] + grad) if path in total else names[path].replace(grad)
     grads = as_created(nnx.from_flat_state(total.items()))
     return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads)
+
+
+def vjp_of_model(fn: Callable[..., Array], model: nnx.Module, x: Array) -> tuple[Array, Partial]:
+    """Return ``fn(model, x)`` and its backward pass.
+
+    Args:
+        fn: differentiable. It gets a copy of the model.
+        model: may have cached kernels, and kernels that are stored quantized.
+        x: an array.
+
+    Returns:
+        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32, the next
+        quantizer states and the gradient of ``x``. A pytree of its residuals, as `deferred_vjp`'s.
+    """
+    graphdef, params, quantizers, rest = split_model(model)
+    plain, quantized = split_parameters(params)
+    names = dict(nnx.to_flat_state(params))
+    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
+    grad_sinks = {path: _grad_sink(value) for path, value in kernels if path in names}
+
+    def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: Array) -> Array:
+        used = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
+        set_grad_sinks(used, grad_sinks)
+        return fn(used, x)
+
+    y, vjp = jax.vjp(run, plain, grad_sinks, with_max_gradients(quantizers), x)
+    return y, Partial(_backward, vjp)
+
+
+# No closure: the function of a Partial is part of its tree structure.
+def _backward(vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
+    grads, sink_grads, quantizers, dx = vjp(dy)
+    total = {path: grad.get_value() for path, grad in nnx.to_flat_state(_wide(grads))}
+    for path, grad in sink_grads.items():
+        if grad is not None:
+            # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.
+            total[path] = total[path] + grad if path in total else grad
+    return nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in total.items()]), as_float32(quantizers), dx
 
 
 def _grad_sink(kernel: Array | QuantizedKernel) -> Array | None:

@@ -175,14 +175,14 @@ class Stage:
         task = self._task(row["backward"])
         _, number, chunk, starts, ends = task
         dy = jnp.where(ends, _get(losses, row["losses_take"]), _get(gradients, row["gradients_take"]))
-        half = self.kept.backward(_get(residuals, row["residuals_take"]), chunk)(dy)
-        dx = half.inputs[0]
-        layers = self._add_layers(layers, half.params, task)
+        backward = self.kept.backward(_get(residuals, row["residuals_take"]), chunk)
         if self.schedule.waits:
-            operands = _put(operands, jax.tree.leaves(half.backward_dw), row["operands_put"])
+            (dx,), grads, next_states, later = backward(dy)
+            operands = _put(operands, jax.tree.leaves(later), row["operands_put"])
         else:
-            layers = self._add_layers(layers, half.backward_dw(), task)
-        states = self._add_states(states, half.quantizers, task)
+            grads, next_states, dx = backward(dy)
+        layers = self._add_layers(layers, grads, task)
+        states = self._add_states(states, next_states, task)
 
         def with_embedding(changed: Any) -> Any:
             # The gradient of what the stack was given, through all that is in front of it.

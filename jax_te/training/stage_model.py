@@ -90,7 +90,10 @@ class StageModel:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def forward(self, chunk: Array | int, x: Array, arrays: dict[str, Any], keys: Array | None) -> tuple[Array, PyTree]:
-        """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass."""
+        """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass.
+
+        That is one of `deferred_vjp` where kernel gradients wait, else one of `vjp_of_model`.
+        """
         model = self._module(chunk)
         if self._cached is not None:
             cached = self.chunk(self._cached, chunk)
@@ -108,7 +111,12 @@ class StageModel:
                 x = jnp.where(j < count, y, x)
             return x
 
-        y, backward = deferred_vjp(run, model, x, wgrad_dtype=jnp.float32)
+        # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
+        y, backward = (
+            deferred_vjp(run, model, x, wgrad_dtype=jnp.float32)
+            if self.schedule.waits
+            else gradients.vjp_of_model(run, model, x)
+        )
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(
                 f"stages of a pipeline pass on activations of one kind, and the layers get {x.dtype}{list(x.shape)} "

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.training.deferred import FirstHalf
 from jax_te.training.stage_model import StageModel, arguments, depends
 from jax_te.typing import Array, PyTree
 
@@ -49,8 +48,11 @@ class Residuals:
             found = jax.tree.leaves(model.forward(chunk, x, arrays, key)[1])
             each.append(self._chosen(found, varying=False))
         self._fixed = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        half = jax.eval_shape(lambda args: model.forward(0, *args)[1](jnp.zeros(self.x.shape, self.x.dtype)), args)
-        self.operands, self.later = jax.tree.flatten(half.backward_dw) if model.schedule.waits else ([], None)
+        self.operands, self.later = [], None
+        if model.schedule.waits:
+            dy = jnp.zeros(self.x.shape, self.x.dtype)
+            half = jax.eval_shape(lambda args: model.forward(0, *args)[1](dy), args)
+            self.operands, self.later = jax.tree.flatten(half.backward_dw)
 
     def varying(self, backward: PyTree) -> list[Array]:
         """Return the residuals that differ between microbatches, as arrays of numbers."""
@@ -60,7 +62,7 @@ class Residuals:
         chosen = [leaf for leaf, varies in zip(leaves, self._varies, strict=True) if varies == varying]
         return [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in chosen]
 
-    def backward(self, residuals: list[Array], chunk: Array) -> Callable[[Array], FirstHalf]:
+    def backward(self, residuals: list[Array], chunk: Array) -> Callable[[Array], Any]:
         """Return the backward pass whose `varying` residuals are given."""
         fixed, varying = iter(self._model.chunk(self._fixed, chunk)), iter(residuals)
         leaves = [next(varying if varies else fixed) for varies in self._varies]

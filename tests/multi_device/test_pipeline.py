@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.layers import LoRA, lora_labels
-from jax_te.models import GPTModel, MegatronGPTModel, T5Model
+from jax_te.layers import Linear, LoRA, lora_labels
+from jax_te.models import GPTModel, MegatronGPTModel, T5Model, run_layers
 from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import (
     DelayedScaling,
@@ -219,6 +219,37 @@ def test_megatrons_modules_recomputation_and_adapters():
     tx = optax.multi_transform({"lora": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, lora_labels)
     given: Options = {"build": adapted, "tx": tx}
     assert_same(train("pipeline=2", **given), train(None, **given), TOLERANCES["none"])
+
+
+class Own(nnx.Module):
+    """A layer that reads its kernel beside the op, and calls it in a loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x: Any, dropout_key: Any = None) -> Any:
+        x, _ = jax.lax.scan(lambda x, _: (x + jnp.tanh(self.inner(x)), None), x, length=2)
+        return x + x @ self.inner.kernel[...]
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([Own(rngs) for _ in range(2)])
+
+    def __call__(self, x: Any) -> Any:
+        return run_layers(self.layers, x, [None, None])
+
+
+def test_layers_of_ones_own_do_what_they_do_without_a_pipeline():
+    def first_step(mesh: ParallelConfig | None) -> list[float]:
+        tx, x = optax.sgd(0.1), jax.random.normal(jax.random.key(1), (4, 2, 16))
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+            state = create_train_state(Layers, tx, key=jax.random.key(0))
+            step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx, microbatches=2)
+            _, metrics = step(state, x)
+        return [float(metrics["loss"]), float(metrics["grad_norm"])]
+
+    np.testing.assert_allclose(first_step(ParallelConfig(pipeline=2)), first_step(None), rtol=TOLERANCES["none"])
 
 
 @pytest.mark.slow
