@@ -259,13 +259,11 @@ def differentiate(
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
     names = dict(nnx.to_flat_state(params))
-    model = nnx.merge(graphdef, params, quantizers, rest)
-    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
-    grad_sinks = {path: _grad_sink(value) if path in names else None for path, value in kernels}
+    grad_sinks = _grad_sinks(nnx.merge(graphdef, params, quantizers, rest), params)
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
-        use_cached_kernels(model, [None] * len(kernels) if cached is None else cached, list(grad_sinks.values()))
+        use_cached_kernels(model, [None] * len(grad_sinks) if cached is None else cached, list(grad_sinks.values()))
         value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
@@ -301,9 +299,7 @@ def vjp_of_model(fn: Callable[..., Array], model: nnx.Module, x: Array) -> tuple
     """
     graphdef, params, quantizers, rest = split_model(model)
     plain, quantized = split_parameters(params)
-    names = dict(nnx.to_flat_state(params))
-    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
-    grad_sinks = {path: _grad_sink(value) for path, value in kernels if path in names}
+    grad_sinks = _grad_sinks(model, params)
 
     def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: Array) -> Array:
         used = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
@@ -323,6 +319,13 @@ def _backward(vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
             # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.
             total[path] = total[path] + grad if path in total else grad
     return nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in total.items()]), as_float32(quantizers), dx
+
+
+def _grad_sinks(model: nnx.Module, params: nnx.State) -> dict[Any, Array | None]:
+    """Return a sink for each kernel of `quantizable_kernels`; None where there is none, and outside of ``params``."""
+    names = {path for path, _ in nnx.to_flat_state(params)}
+    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
+    return {path: _grad_sink(value) if path in names else None for path, value in kernels}
 
 
 def _grad_sink(kernel: Array | QuantizedKernel) -> Array | None:

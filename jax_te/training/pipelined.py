@@ -18,7 +18,7 @@ from jax_te.sharding import auto_region, current_mesh
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
 from jax_te.training.stage import Stage, Sums
-from jax_te.training.stage_model import Program, as_state, depends
+from jax_te.training.stage_model import Program, StageModel, as_state, depends
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
@@ -57,7 +57,7 @@ def pipelined_gradients(
     program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels)
 
     def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
-        stage = Stage(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key)
+        stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)

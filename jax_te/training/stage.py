@@ -12,19 +12,20 @@ from jax_te.pipeline.internal import AXIS, Flat
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.training.gradients import Gradients, WeightedMean, as_created
 from jax_te.training.loss_scale import ConstantLossScale
-from jax_te.training.stage_model import Program, StageModel, arguments
+from jax_te.training.stage_model import StageModel, arguments
 from jax_te.training.stage_residuals import Residuals
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array
 
 
 class Sums(NamedTuple):
-    """What a stage sums up over microbatches.
+    """What a stage adds up over microbatches.
 
     Args:
-        loss: of the losses, times their weights; 0 but on the last stage.
-        weight: of the weights, on every stage.
-        layers, states: gradients and next quantizer states of the stage's layers, ``[v, ...]`` for each position.
-        outer, outer_states: the same of the Variables around the stack.
+        loss: sum of the losses times their weights; 0 on all stages but the last.
+        weight: sum of the weights, on every stage.
+        layers: sums of the gradients of the stage's layers, ``[v, ...]`` for each position of a chunk.
+        states: maxima of the next quantizer states of the stage's layers.
+        outer, outer_states: the same for the Variables around the stack.
     """
 
     loss: Array
@@ -67,17 +68,12 @@ class Stage:
     """One stage of a pipelined train step, inside of a ``shard_map`` over the pipeline axis.
 
     Args:
-        program: what all stages run.
-        stacked: parameters and quantizer states of the stage's layers, ``[v, ...]`` for each position of a chunk.
-        outer: parameters and quantizer states around the stack.
-        batches: microbatches, leaves ``[m, b / m, ...]``.
-        key: of the step.
+        model: the stage's part of the model, and its batches.
     """
 
-    def __init__(self, program: Program, stacked: Any, outer: Any, batches: PyTree, key: Array):
-        self.model = StageModel(program, stacked, outer, batches, key)
-        self.kept = Residuals(self.model)
-        self.schedule, self.scaler = program.schedule, program.scaler
+    def __init__(self, model: StageModel):
+        self.model, self.kept = model, Residuals(model)
+        self.schedule, self.scaler = model.schedule, model.program.scaler
 
     def run(self, rows: dict[str, Array]) -> Sums:
         """Return the sums of the whole step; ``rows`` are the schedule's columns for this stage, ``[ticks]``."""

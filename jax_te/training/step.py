@@ -60,7 +60,7 @@ def make_train_step(
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
             of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
             same.
-        pipeline: on a mesh with a ``pipeline`` axis, how the model's layers run as its stages.
+        pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the

@@ -30,7 +30,7 @@ from jax_te.ops.attention.spec import (
 )
 from jax_te.ops.backend import Backend, ambient_backend, primitives, select
 from jax_te.sharding import auto_region, constrain
-from jax_te.sharding.internal import current_rules
+from jax_te.sharding.internal import current_rules, free_axes
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -180,7 +180,7 @@ def _resolve(
                 raise
             # Without context parallelism the compiler can partition plain JAX, also into shards of different sizes.
             sharding, reason = None, str(error)
-    elif prod([size for name, size in mesh.shape.items() if name not in mesh.manual_axes]) > 1:
+    elif prod([mesh.shape[name] for name in free_axes(mesh)]) > 1:
         reason = f"out_axes {axes} do not say how heads and examples are split"
     if sharding is None:
         return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from jax_te.config import CP_COMM_TYPES
 from jax_te.ops.attention.spec import AttentionSpec, MaskType
-from jax_te.sharding import logical_to_spec
-from jax_te.sharding.internal import MeshAxes
+from jax_te.sharding.internal import MeshAxes, free_axes, mesh_dims
 from jax_te.typing import LogicalAxes
 
 
@@ -126,16 +125,10 @@ def attention_sharding(
     The result is None if a surrounding ``shard_map`` has made all axes larger than 1 manual, and if head sizes are
     sharded.
     """
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    # Axes that a surrounding shard_map made manual are its own: a device's arrays are the whole call along them.
-    free = tuple([name for name, kind in types if kind != AxisType.Manual])
+    free = free_axes(mesh)
     if len(axes) != 4 or all(mesh.shape[name] == 1 for name in free):
         return None
-    dims: list[MeshAxes] = []
-    for entry in logical_to_spec(axes, mesh):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        dims.append(tuple([name for name in names if name in free and mesh.shape[name] > 1]))
-    batch, context, heads, head_dim = dims
+    batch, context, heads, head_dim = dims = mesh_dims(axes, mesh)
     # Scores contract the head size: sharded, every block would need an all-reduce, which the compiler can place.
     if head_dim:
         return None
