@@ -7,7 +7,6 @@ Engine's custom calls, Pallas kernels) see one device's arrays.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import jax
@@ -22,16 +21,14 @@ REPLICATED = PartitionSpec()
 
 
 def device_mesh() -> AbstractMesh | None:
-    """Return the mesh in use, if it has several devices along the axes that no ``shard_map`` has taken; else None.
+    """Return the mesh in use, if it has several devices and axes that no ``shard_map`` has taken; else None.
 
     >>> device_mesh()
     """
     mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
-        return None
-    if AxisType.Manual in mesh.axis_types and prod([mesh.shape[axis] for axis in free_axes(mesh)]) == 1:
-        return None
-    return mesh
+    # Beside manual axes those of size 1 count, too: TE's kernels have a partitioning of their own, and where some axes
+    # are manual and others are not, JAX cannot read the shardings that XLA calls it with.
+    return None if mesh is None or mesh.size == 1 or not free_axes(mesh) else mesh
 
 
 def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:

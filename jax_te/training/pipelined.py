@@ -61,12 +61,15 @@ def pipelined_gradients(
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
-    # Other axes of the mesh stay the compiler's, or those of the ops' own shard_map, inside of a stage.
+    # Axes that split arrays of a stage stay the compiler's, or those of the ops' own shard_map. Those of size 1 are
+    # manual, so that where nothing else is split a stage is one device's program, without a shard_map for each op.
+    mesh = current_mesh()
+    manual = {AXIS} if mesh is None else {AXIS, *[name for name, size in mesh.shape.items() if size == 1]}
     on_stages = jax.shard_map(
         on_stage,
         in_specs=(per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, AXIS)),
         out_specs=per_stage,
-        axis_names={AXIS},
+        axis_names=manual,
         check_vma=False,
     )
     treedef: Any = None

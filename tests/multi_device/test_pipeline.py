@@ -12,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import Array
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import Linear, LoRA, lora_labels
@@ -235,24 +237,46 @@ class Own(nnx.Module):
         return x + x @ self.inner.kernel[...]
 
 
+@custom_partitioning
+def doubled(x: Array) -> Array:
+    return 2 * x
+
+
+doubled.def_partition(
+    partition=lambda mesh, args, result: (mesh, lambda x: 2 * x, result.sharding, (args[0].sharding,)),
+    sharding_rule="... -> ...",
+)
+
+
+class Partitioned(Own):
+    """A layer with an op that has a partitioning of its own, as the kernels of Transformer Engine have."""
+
+    def __call__(self, x: Any, dropout_key: Any = None) -> Any:
+        y: Any = self.inner(x)
+        return y + doubled(jax.lax.stop_gradient(y))
+
+
 class Layers(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([Own(rngs) for _ in range(2)])
+    def __init__(self, layer: type[Own], rngs: nnx.Rngs):
+        self.layers = nnx.List([layer(rngs) for _ in range(2)])
 
     def __call__(self, x: Any) -> Any:
         return run_layers(self.layers, x, [None, None])
 
 
-def test_layers_of_ones_own_do_what_they_do_without_a_pipeline():
-    def first_step(mesh: ParallelConfig | None) -> list[float]:
-        tx, x = optax.sgd(0.1), jax.random.normal(jax.random.key(1), (4, 2, 16))
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
-            state = create_train_state(Layers, tx, key=jax.random.key(0))
-            step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx, microbatches=2)
-            _, metrics = step(state, x)
-        return [float(metrics["loss"]), float(metrics["grad_norm"])]
+def first_step(layer: type[Own], mesh: ParallelConfig | None) -> list[float]:
+    tx, x = optax.sgd(0.1), jax.random.normal(jax.random.key(1), (4, 2, 16))
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+        state = create_train_state(functools.partial(Layers, layer), tx, key=jax.random.key(0))
+        step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx, microbatches=2)
+        _, metrics = step(state, x)
+    return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
-    np.testing.assert_allclose(first_step(ParallelConfig(pipeline=2)), first_step(None), rtol=TOLERANCES["none"])
+
+@pytest.mark.parametrize("layer", [Own, Partitioned])
+def test_layers_of_ones_own_do_what_they_do_without_a_pipeline(layer):
+    found = first_step(layer, ParallelConfig(pipeline=2))
+    np.testing.assert_allclose(found, first_step(layer, None), rtol=TOLERANCES["none"])
 
 
 @pytest.mark.slow

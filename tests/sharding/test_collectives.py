@@ -38,7 +38,7 @@ def test_local_shapes() -> None:
     assert partition_spec((("data", "tensor"), (), ("data",))) == P(("data", "tensor"), None, "data")
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"data": 2, "tensor": 4}])
 def test_which_mesh(sizes: dict[str, int]) -> None:
     """One device is no mesh, and neither is one that a shard_map has taken."""
     assert device_mesh() is None
@@ -50,8 +50,10 @@ def test_which_mesh(sizes: dict[str, int]) -> None:
             return x
 
         jax.jit(jax.shard_map(look, in_specs=P(), out_specs=P()))(jnp.ones(8))
+        jax.jit(jax.shard_map(look, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False))(jnp.ones(8))
     assert (found[0] is None) == (not sizes)
     assert found[1] is None
+    assert (found[2] is None) == (not sizes)  # an op takes the other axes then, those of size 1 as well
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
