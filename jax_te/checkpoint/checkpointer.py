@@ -22,7 +22,7 @@ from jax_te.checkpoint.read import (
     DamagedError,
     chain,
     quiet_orbax,
-    read_metadata,
+    read_back,
     say,
 )
 from jax_te.checkpoint.restore import Target, load
@@ -171,7 +171,7 @@ class TrainCheckpointer:
                 if not self._read_back:
                     # A folder in which Orbax writes something else than it reads is noticed before much is lost.
                     self._damaged.add(step)
-                    read_metadata(self._directory / str(step))
+                    read_back(self._directory / str(step))
                     self._damaged.remove(step)
                     self._read_back = True
 
@@ -342,7 +342,7 @@ class TrainCheckpointer:
                 # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
                 for step in self._steps():
                     try:
-                        read_metadata(self._directory / str(step))
+                        read_back(self._directory / str(step))
                     except DamagedError as error:
                         self._report_damaged(step, str(error))
                 self._rename_damaged()

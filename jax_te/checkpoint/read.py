@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorstore
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
@@ -147,10 +148,24 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
+    # Orbax's own file. Its function for it also reads what it stored of each array, one by one.
+    return dict(json.loads((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"] or {})
+
+
+def read_back(path: Path) -> None:
+    """Read all that is stored of a checkpoint but the arrays' values, through Orbax.
+
+    Raises:
+        DamagedError: if something is not there.
+    """
+    read_metadata(path)
+    _reading(_array_metadata, path)
+
+
+def _array_metadata(path: Path) -> None:
     found: Any = ocp.checkpointables_metadata(Folder(path))
     if None in found.metadata.values():  # a failed read, although Orbax raises nothing
         raise DamagedError("its arrays are not there")
-    return dict(found.custom_metadata or {})
 
 
 def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int, ...], str]]]:
@@ -178,6 +193,12 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
         raise ValueError(f"{path} is no checkpoint that can be read ({error})") from None
 
 
+def _read_index(path: Path) -> None:
+    """Read where the arrays are. Of a damaged index each of Orbax's many reads would say something else."""
+    base = {"driver": "file", "path": f"{path}/"}
+    tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+
+
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
     """Return arrays of a checkpoint, in the shardings of ``wanted``; others are not read.
 
@@ -193,6 +214,7 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Na
         alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
     with context:
         for part, target in stored_parts(wanted).items():
+            _reading(_read_index, path / part)
             # One by one, because Orbax leaves the others hanging when one fails.
             found |= named_leaves(_reading(ocp.load_checkpointables, Folder(path), {part: target})[part])
     # Of an array that its own metadata lacks, Orbax gives the description back.

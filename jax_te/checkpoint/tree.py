@@ -108,10 +108,20 @@ def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, 
     >>> checksums({("a",): jnp.arange(4)}) == checksums({("a",): jnp.arange(4)[::-1]})
     False
     """
-    # One program for each leaf, because leaves may be on different meshes. Each is waited for before the next starts:
-    # XLA's CPU runtime aborts when programs with collectives wait too long for one of its threads.
+    sums: dict[str, Any] = {}
     with jax.set_mesh(NO_MESH):
-        return {"/".join(name): int(_checksum(leaf, ordered=version > 1)) for name, leaf in leaves.items()}
+        # Copies of what the host computes with start together, and are there when it comes to them.
+        arrays = {name: _data(leaf) for name, leaf in leaves.items()}
+        for leaf in filter(_on_host, arrays.values()):
+            leaf.copy_to_host_async()
+        # One program for each leaf, because leaves may be on different meshes. A GPU has them all in its queue before
+        # the first result is asked for; XLA's CPU runtime aborts when programs with collectives wait too long for one
+        # of its threads, so there each is waited for before the next starts.
+        for name, leaf in arrays.items():
+            value = _checksum(leaf, ordered=version > 1)
+            queued = isinstance(value, jax.Array) and all(device.platform != "cpu" for device in value.devices())
+            sums["/".join(name)] = value if queued else int(value)
+    return {name: int(value) for name, value in jax.device_get(sums).items()}
 
 
 def crc32(body: dict[str, Any]) -> int:
@@ -124,11 +134,18 @@ def crc32(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
+def _data(leaf: Any) -> Array:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.asarray(leaf)
+
+
+def _on_host(leaf: Array) -> bool:
+    """Return whether the host computes the checksum: it reads a small array sooner than a program is compiled."""
+    return leaf.size <= SMALL and (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
 def _checksum(leaf: Array, *, ordered: bool) -> Array | np.uint32:
-    leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.asarray(leaf)
-    if leaf.size > SMALL or not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+    if not _on_host(leaf):
         return _sum_on_devices(leaf, ordered)
-    # To compile a program takes far longer than to read a small array.
     values = np.asarray(leaf).reshape(-1)
     words = values.view({1: np.uint8, 2: np.uint16}.get(values.itemsize, np.uint32)).astype(np.uint32)
     return np.sum(_mix(words, np.arange(words.size, dtype=np.uint32)) if ordered else words, dtype=np.uint32)
