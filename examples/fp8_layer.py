@@ -53,7 +53,7 @@ def f8_multiplications(text):
     """Count the matrix multiplications of a lowered program that read each type of FP8."""
     found = {}
     for line in text.splitlines():
-        if "dot_general" in line:
+        if "dot_general" in line or "@te_gemm" in line:  # XLA's, and Transformer Engine's
             for name in set(re.findall(r"f8E\d+M\d+\w*", line)):
                 found[name] = found.get(name, 0) + 1
     return found

@@ -167,6 +167,7 @@ def train(model, steps=STEPS):
 
 
 def main():
+    jax.config.update("jax_platforms", "cpu")  # also where there are GPUs, of which the mesh would need eight
     jax.config.update("jax_num_cpu_devices", 8)
     model = LM(Config(scan=True, remat=True, dropout=0.05))
     with (

@@ -137,6 +137,7 @@ def train(model, steps=STEPS):
 
 
 def main():
+    jax.config.update("jax_platforms", "cpu")  # also where there are GPUs, of which the mesh would need eight
     jax.config.update("jax_num_cpu_devices", 8)
     config = Config(scan=True, remat=True)
     with (
