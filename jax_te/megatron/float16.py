@@ -143,8 +143,9 @@ class Float16Module(MegatronModule):
     Args:
         config: its attribute ``fp16`` or ``bf16`` is True; hashable.
         module: the model; cast in place.
-        pre_process: this is the first pipeline stage, so inputs are cast. JAX has no process groups that could tell.
-        post_process: this is the last pipeline stage, so outputs are cast back.
+        pre_process: this is the first pipeline stage, so inputs are cast. None: what the module's own ``pre_process``
+            says, and without one True; JAX has no process groups that could tell.
+        post_process: this is the last pipeline stage, so outputs are cast back. None: likewise.
         vp_size: virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
         vp_stage: number of this virtual stage, from 0. Inputs are cast on the first, outputs on the last.
 
@@ -169,8 +170,8 @@ class Float16Module(MegatronModule):
         config: Any,
         module: nnx.Module,
         *,
-        pre_process: bool = True,
-        post_process: bool = True,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
         vp_size: int | None = None,
         vp_stage: int | None = None,
     ):
@@ -184,8 +185,9 @@ class Float16Module(MegatronModule):
         # In an interleaved pipeline a rank has several stages, of which only one begins or ends the model.
         first, last = _virtual_ends(vp_size, vp_stage)
         self.vp_size, self.vp_stage = vp_size, vp_stage
-        self.pre_process, self.post_process = pre_process, post_process
-        self.casts_inputs, self.casts_outputs = pre_process and first, post_process and last
+        self.pre_process = getattr(module, "pre_process", True) if pre_process is None else pre_process
+        self.post_process = getattr(module, "post_process", True) if post_process is None else post_process
+        self.casts_inputs, self.casts_outputs = self.pre_process and first, self.post_process and last
         self.dtype = jnp.dtype(jnp.float16 if self.fp16 else jnp.bfloat16)
         convert_module_to_dtype_except_fp32_marked(module, self.dtype)
         for _, submodule in nnx.iter_modules(module):

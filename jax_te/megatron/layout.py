@@ -88,7 +88,8 @@ def megatron_layout(
     if outside == len(path):
         return ".".join(map(str, path)), None
     owner, attribute, value = owners[path[:-1]], str(path[-1]), variable.get_value()
-    where = ".".join([*map(str, path[:outside]), megatron_path(".".join(map(str, path[outside:-1])))])
+    shown = _numbered(path, owners)
+    where = ".".join([*map(str, shown[:outside]), megatron_path(".".join(map(str, shown[outside:-1])))])
     names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
     one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
     name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
@@ -100,3 +101,9 @@ def megatron_layout(
     groups = core.num_gqa_groups if core is not None and several else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
     return name, Layout(tuple(value.shape), axes, attribute == "kernel", groups)
+
+
+def _numbered(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], Any]) -> tuple[Any, ...]:
+    """Return a path in which the layers of a pipeline's stage have their numbers in the whole model."""
+    firsts = [getattr(owners.get(path[: max(n - 1, 0)]), "first_layer", 0) for n in range(len(path))]
+    return tuple([part + first if isinstance(part, int) else part for part, first in zip(path, firsts, strict=True)])

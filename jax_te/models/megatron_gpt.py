@@ -10,19 +10,15 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import checked
-from jax_te.layers import Embedding, LinearScaling, Llama3Scaling, Rotary
-from jax_te.layers.internal import parameter
-from jax_te.megatron import (
-    GraphableMegatronModule,
-    MegatronModule,
-    TENorm,
-    TransformerLayer,
-    apply_quantization_config,
-)
+from jax_te.layers import LinearScaling, Llama3Scaling
+from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.megatron.internal import check_groups
 from jax_te.models.gpt import Cache, GPTModel
+from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
 from jax_te.models.options import Execution, RotaryPositions
-from jax_te.models.stack import run_layers
+from jax_te.models.stack import layer_keys
+from jax_te.models.tokens import caller_order, model_order
+from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
 from jax_te.typing import Array
 
@@ -30,14 +26,10 @@ _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache")
 _CACHE = "give cache=model.init_cache(batch, length)"
 _FIXED: dict[str, tuple[Any, str]] = {
-    "pre_process": (True, "no module is one stage of a pipeline, so the model has its embedding"),
-    "post_process": (True, "no module is one stage of a pipeline, so the model has its head"),
     "fp16_lm_cross_entropy": (False, "the loss is in fp32"),
     "logit_dtype": (None, "logits are in config.compute_dtype"),
     "scatter_embedding_sequence_parallel": (True, "config.sequence_parallel says how activations are sharded"),
     "mtp_block_spec": (None, "there is no multi-token prediction"),
-    "decoder_input": (None, "call model.decoder with hidden states"),
-    "input_tensor": (None, "no module is one stage of a pipeline; call model.decoder with hidden states"),
     "inference_context": (None, _CACHE),
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
@@ -47,81 +39,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "output_processor_context": (None, "it is for an output_processor"),
 }
 """Arguments of Megatron's that have one value here, and why."""
-
-
-class LanguageModelEmbedding(MegatronModule):
-    """Tables ``word_embeddings [v, h]`` and, for learned positions, ``position_embeddings``.
-
-    Source: ``megatron.core.models.common.embeddings.LanguageModelEmbedding``.
-    """
-
-    megatron_names = True
-
-    def __init__(
-        self, config: TransformerConfig, vocab_size: int, max_sequence_length: int, learned: bool, *, rngs: nnx.Rngs
-    ):
-        super().__init__(config)
-        common: Any = {"init_method": config.init_method, "params_dtype": config.params_dtype, "rngs": rngs}
-        self.word_embeddings = Embedding(vocab_size, config.hidden_size, **common)
-        self.position_embeddings = (
-            Embedding(max_sequence_length, config.hidden_size, axes=(None, "fsdp"), **common) if learned else None
-        )
-
-    def __call__(self, input_ids: Array, position_ids: Array | None = None) -> Array:
-        """Return ``[b, s, h]`` of tokens ``[b, s]``; of learned positions ``[b, s]`` the sum, if they are given."""
-        x = self.word_embeddings(input_ids)
-        if position_ids is None or self.position_embeddings is None:
-            return x
-        return x + self.position_embeddings(position_ids)
-
-    # The name under which LanguageModel knows the table.
-    embedding = property(lambda self: self.word_embeddings.embedding)
-
-
-class TransformerBlock(MegatronModule):
-    """The ``layers`` and ``final_layernorm`` of a `MegatronGPTModel`.
-
-    Source: ``megatron.core.transformer.transformer_block.TransformerBlock``.
-    """
-
-    megatron_names = True
-
-    def __init__(
-        self, config: TransformerConfig, layer_class: type[TransformerLayer], execution: Execution, *, rngs: nnx.Rngs
-    ):
-        super().__init__(config)
-        self.execution = execution
-        self.layers = nnx.List([layer_class(config, number + 1, rngs=rngs) for number in range(config.num_layers)])
-        self.final_layernorm = TENorm(config, config.hidden_size, config.layernorm_epsilon)
-
-    def __call__(
-        self,
-        hidden_states: Array,
-        attention_mask: None = None,
-        rotary_pos_emb: Rotary | tuple[Rotary, Rotary] | None = None,
-        *,
-        keys: Sequence[Array | None] | None = None,
-    ) -> Array:
-        """Return the head's input ``[b, s, h]``; ``keys`` turn each layer's dropout on."""
-        del attention_mask  # the layers are causal
-        keys = [None] * len(self.layers) if keys is None else keys
-        how: Any = {"policy": self.execution.recompute_policy, "scan": self.execution.scan_layers}
-        x = run_layers(self.layers, hidden_states, keys, recompute=self.config, rotary_pos_emb=rotary_pos_emb, **how)
-        return self.final_layernorm(x)
-
-
-class OutputLayer(MegatronModule):
-    """The head's kernel ``[h, v]``; None if the head is tied to the embedding. No recipe quantizes it.
-
-    Source: ``megatron.core.tensor_parallel.ColumnParallelLinear``.
-    """
-
-    megatron_names = True
-
-    def __init__(self, config: TransformerConfig, vocab_size: int, tied: bool, *, rngs: nnx.Rngs):
-        super().__init__(config)
-        shape, dtype = (config.hidden_size, vocab_size), config.params_dtype
-        self.kernel = None if tied else parameter(config.init_method, rngs, shape, dtype, ("fsdp", "vocab"))
 
 
 @checked
@@ -142,7 +59,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         transformer_layer_spec: the class of the layers: `jax_te.megatron.TransformerLayer`, or one derived from it.
             None: `TransformerLayer`. Megatron's takes a ``ModuleSpec``.
         vocab_size, max_sequence_length: as in `GPTModel`.
-        pre_process, post_process: True: the model has its embedding and its head. (Pipeline stages have not.)
+        pre_process, post_process: whether it has the embedding, and the head with the norm before it. A stage of a
+            pipeline that lacks one of them is for schedules of your own, see below.
         fp16_lm_cross_entropy: False: the loss is in fp32.
         logit_dtype: None: logits are in the compute dtype.
         parallel_output: False: logits are whole on every tensor rank.
@@ -153,23 +71,38 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         scatter_embedding_sequence_parallel: True.
         seq_len_interpolation_factor: divides positions, see `LinearScaling`.
         mtp_block_spec, pg_collection: None.
-        vp_stage: stored, without effect.
+        vp_stage: stored; ``stage_layers`` says which layers the stage has.
         execution: as in `GPTModel`.
+        stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
+            process groups, of which JAX has none; `jax_te.pipeline.split_layers` counts them.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for an argument that differs from what is said above; as `GPTModel`.
+        ValueError: for an argument that differs from what is said above; for ``stage_layers`` that the stack has not,
+            or that do not begin or end where the embedding and the head are; for a tied head without the embedding; as
+            `GPTModel`.
         TypeError: for a ``transformer_layer_spec`` that is no such class.
 
     Source: ``megatron.core.models.gpt.GPTModel``.
 
-    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    `jax_te.training.make_train_step` takes a whole model and makes the stages by itself. A stage that is built as such
+    has the weights, dropout masks and names of its part of the whole model, so that its `state_dict` is a part of that
+    model's, too. It takes ``decoder_input``, or what `set_input_tensor` was given, and gives hidden states
+    ``[b, s, h]``, or logits if it is the last.
+
+    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     >>> model = MegatronGPTModel(config, None, 100, 16, rngs=nnx.Rngs(0))
     >>> model.decoder.layers[0].self_attention.linear_qkv
     TELayerNormColumnParallelLinear(in_features=32, out_features=96, bias=True, TP=1)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
     >>> model(tokens).shape, model(tokens, labels=tokens).shape
     ((2, 8, 100), (2, 8))
+    >>> first, last = (
+    ...     MegatronGPTModel(config, None, 100, 16, n == 0, n == 1, stage_layers=range(n, n + 1), rngs=nnx.Rngs(0))
+    ...     for n in (0, 1)
+    ... )
+    >>> bool(jnp.all(last(decoder_input=first(tokens)) == model(tokens)))
+    True
     """
 
     megatron_names = True
@@ -198,6 +131,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         vp_stage: int | None = None,
         *,
         execution: Execution = _EXECUTION,
+        stage_layers: range | None = None,
         rngs: nnx.Rngs,
     ):
         GraphableMegatronModule.__init__(self, config, vp_stage)
@@ -212,19 +146,24 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             raise ValueError("rope_scaling and seq_len_interpolation_factor both scale rotation; give one of the two")
         check_groups(pg_collection)
         self._configure(config, vocab_size, max_sequence_length, execution, follows=_FOLLOWED)
-        self.pre_process, self.post_process, self.parallel_output = True, True, parallel_output
+        self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
+        numbers = range(config.num_layers) if stage_layers is None else stage_layers
+        tied = share_embeddings_and_output_weights
+        _check_stage(numbers, config.num_layers, (pre_process, post_process), tied)
         self.position_embedding_type = position_embedding_type
-        self.share_embeddings_and_output_weights = tied = share_embeddings_and_output_weights
+        self.share_embeddings_and_output_weights = tied
         scaling: Any = Llama3Scaling(factor=rope_scaling_factor) if rope_scaling else None
         if seq_len_interpolation_factor is not None:
             scaling = LinearScaling(factor=seq_len_interpolation_factor)
         rope, learned = (position_embedding_type == name for name in ("rope", "learned_absolute"))
         self.rotary = RotaryPositions(float(rotary_base), rotary_percent, scaling) if rope else None
         # The order of the lines below is that of `GPTModel`, so that the same ``rngs`` draw the same weights.
-        self.embedding = LanguageModelEmbedding(config, vocab_size, max_sequence_length, learned, rngs=rngs)
-        self.decoder = TransformerBlock(config, layer_class, execution, rngs=rngs)
+        embedding = LanguageModelEmbedding(config, vocab_size, max_sequence_length, learned, rngs=rngs)
+        self.embedding = embedding if pre_process else None
+        self.decoder = TransformerBlock(config, layer_class, execution, numbers, post_process, rngs=rngs)
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
-        self.output_layer = OutputLayer(config, vocab_size, tied, rngs=rngs)
+        self.output_layer = OutputLayer(config, vocab_size, tied, rngs=rngs) if post_process else None
+        self.input_tensor: Array | None = nnx.data(None)
         if config.quant_recipe is not None:
             apply_quantization_config(self, config.quant_recipe)
 
@@ -233,6 +172,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     final_norm = property(lambda self: self.decoder.final_layernorm)
     position_embedding = property(lambda self: self.embedding.position_embeddings)
     output_kernel = property(lambda self: self.output_layer.kernel)
+    _is_whole = property(lambda self: self.pre_process and self.post_process)
 
     def _decode(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> Array:
         return self.decoder(x, rotary_pos_emb=self._angles(positions), keys=keys)
@@ -243,10 +183,10 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
 
     def forward(
         self,
-        input_ids: Array,
+        input_ids: Array | None = None,
         position_ids: Array | None = None,
         attention_mask: Array | None = None,
-        decoder_input: None = None,
+        decoder_input: Array | None = None,
         labels: Array | None = None,
         *,
         runtime_gather_output: bool | None = None,
@@ -254,29 +194,39 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         cache: Cache | None = None,
         **others: Any,
     ) -> Any:
-        """Return logits, or the losses of the labels.
+        """Return logits, or the losses of the labels; hidden states ``[b, s, h]`` of a stage that is not the last.
 
         Args:
-            input_ids: integers ``[b, s]``.
+            input_ids: integers ``[b, s]``; without effect behind the first stage.
             position_ids: ``[s]`` or ``[b, s]``; None: 0, 1, 2, …. They also rotate, where Megatron's rotation counts
                 positions by itself.
             attention_mask: without effect: the layers are causal, as in Megatron.
-            labels: integers ``[b, s]``.
+            decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
+                given. The first stage takes none.
+            labels: integers ``[b, s]``; without effect before the last stage.
             runtime_gather_output: True: logits whole on every tensor rank. None: as ``parallel_output`` says.
             dropout_key: turns dropout on; None is evaluation.
-            cache: as in `GPTModel`; ``inference_context`` is Megatron's way.
-            decoder_input, others: Megatron's other arguments, None; ``loss_mask`` has no effect, as in Megatron, where
+            cache: as in `GPTModel`, of a whole model; ``inference_context`` is Megatron's way.
+            others: Megatron's other arguments, None; ``loss_mask`` has no effect, as in Megatron, where
                 the caller weights the losses. `GPTModel.loss` takes weights.
 
         Returns:
             Logits ``[b, s, v]``, with a ``cache`` ``(logits, cache)``; with ``labels`` losses, fp32 ``[b, s]``.
 
         Raises:
-            ValueError: for an argument that must be None; as `GPTModel`.
+            ValueError: for an argument that must be None; for a stage without its input; as `GPTModel`.
             TypeError: for an argument that Megatron has not.
         """
         others.pop("loss_mask", None)
-        _check_fixed({**others, "decoder_input": decoder_input})
+        _check_fixed(others)
+        if not self._is_whole:
+            if cache is not None:
+                raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
+            return self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
+        if decoder_input is not None or input_ids is None:
+            raise ValueError(
+                "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
+            )
         if labels is not None:
             return self.loss(input_ids, labels, None, dropout_key, reduction="none", positions=position_ids)
         out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
@@ -286,16 +236,65 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         logits = constrain(logits, ("batch", "sequence", None))
         return (logits, *more) if more else logits
 
+    def _stage(
+        self,
+        tokens: Array | None,
+        positions: Array | None,
+        x: Array | None,
+        labels: Array | None,
+        dropout_key: Array | None,
+    ) -> Array:
+        """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
+        *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
+        if not self.pre_process:
+            x = self._taken_input() if x is None else x
+            tokens = jnp.zeros(x.shape[:2], jnp.int32)
+        elif tokens is None or x is not None:
+            raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
+        self._check(tokens, positions)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
+        if x is None:
+            x = self._embed(tokens, positions, embedding_key)
+        first = self.decoder.first_layer
+        x = self._decode(constrain(x, self._axes), positions, keys[first : first + len(self.layers)])
+        if not self.post_process:
+            return x
+        if labels is None:
+            return self._head(caller_order(self.config, x, self._axes))
+        loss = self._loss(x, model_order(self.config, labels), None, LossOptions(), "none")
+        return caller_order(self.config, loss, ("batch", "sequence"))
+
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Check that no stage of a pipeline comes before this model.
+        """Give a stage of a pipeline the hidden states that its next call takes.
+
+        The call takes them away. They are state of the module until then: in a jitted function set them on the module
+        that the function was given, or pass ``decoder_input``.
 
         Args:
-            input_tensor: None or ``[None]``, as Megatron's schedules give to a first stage.
+            input_tensor: ``[b, s, h]``, also in a list of one, as Megatron's schedules give it. None for a first stage.
 
         Raises:
-            ValueError: for an array: the model is no later stage of a pipeline.
+            ValueError: for an array on a first stage, and for another shape.
         """
-        _check_fixed({"input_tensor": input_tensor[0] if isinstance(input_tensor, list) else input_tensor})
+        if isinstance(input_tensor, list | tuple):
+            (input_tensor,) = input_tensor
+        shape, size = getattr(input_tensor, "shape", None), self.config.hidden_size
+        if self.pre_process and input_tensor is not None:
+            raise ValueError(f"input_tensor must be None, got shape {shape}: pre_process=True, which takes input_ids")
+        if input_tensor is not None and (shape is None or len(shape) != 3 or shape[-1] != size):
+            raise ValueError(f"input_tensor must be hidden states [b, s, {size}], got shape {shape}")
+        self.input_tensor = nnx.data(input_tensor)
+
+    def _taken_input(self) -> Array:
+        x = self.input_tensor
+        if x is None:
+            raise ValueError(
+                "a stage without the embedding (pre_process=False) needs its input: call set_input_tensor before each "
+                "call, or give decoder_input"
+            )
+        self.input_tensor = nnx.data(None)
+        return x
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
         """Return ``input_ids`` of zeros, int32 ``[b, s]``."""
@@ -306,6 +305,25 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """Return the arguments of a graph, tokens first."""
         first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
         return super()._get_te_cuda_graph_replay_args(*first, *args, **kwargs)
+
+
+def _check_stage(numbers: range, num_layers: int, ends: tuple[bool, bool], tied: bool) -> None:
+    """Raise ValueError for layers that are not a stage's, and for a tied head on a stage without its table."""
+    if numbers.step != 1 or not 0 <= numbers.start < numbers.stop <= num_layers:
+        raise ValueError(
+            f"stage_layers must be a range of one or more of {num_layers} layers, such as range(0, 1), got {numbers}"
+        )
+    # The first and the last layer's stages, and no others.
+    if ends != (numbers.start == 0, numbers.stop == num_layers):
+        raise ValueError(
+            f"pre_process={ends[0]} and post_process={ends[1]} do not go with stage_layers={numbers} of {num_layers}: "
+            "the embedding stands before the first layer, and the head behind the last"
+        )
+    if tied and ends == (False, True):
+        raise ValueError(
+            "share_embeddings_and_output_weights=True needs pre_process=True where post_process is: the table is on "
+            "the first stage; take False, or make_train_step on a mesh with a pipeline axis, which ties them"
+        )
 
 
 def _check_fixed(given: dict[str, Any]) -> None:

@@ -61,31 +61,36 @@ def pipelined_gradients(
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
-    # Axes that split arrays of a stage stay the compiler's, or those of the ops' own shard_map. Those of size 1 are
-    # manual, so that where nothing else is split a stage is one device's program, without a shard_map for each op.
-    mesh = current_mesh()
-    manual = {AXIS} if mesh is None else {AXIS, *[name for name, size in mesh.shape.items() if size == 1]}
     on_stages = jax.shard_map(
         on_stage,
         in_specs=(per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, AXIS)),
         out_specs=per_stage,
-        axis_names=manual,
+        axis_names=_manual_axes(),
         check_vma=False,
     )
-    treedef: Any = None
 
     def run(params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
-        nonlocal treedef
         flat = [dict(nnx.to_flat_state(part)) for part in (params, quantizers)]
         stacked, outer = [cut.stacked(part) for part in flat], [cut.around(part) for part in flat]
         sums = on_stages(stacked, outer, batches, key, _rows(schedule))
-        leaves, treedef = jax.tree.flatten(_joined(cut, schedule, weighted, sums))
-        return leaves
+        return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
 
-    axes = [axes for _, _, axes in leaves_with_axes(_like(state))]
-    leaves = auto_region(run, axes)(state.params, state.quantizers, batches, key)
-    loss, grads, quantizers = jax.tree.unflatten(treedef, leaves)
+    like = _like(state)
+    leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
+        state.params, state.quantizers, batches, key
+    )
+    loss, grads, quantizers = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return Gradients(loss, as_created(as_state(grads)), as_state(quantizers), state.rest)
+
+
+def _manual_axes() -> set[str]:
+    """Return the mesh axes that are manual in a stage.
+
+    Axes that split a stage's arrays stay the compiler's, or those of the ops' own shard_map. Those of size 1 are
+    manual, so that where nothing else is split a stage is one device's program, without a shard_map for each op.
+    """
+    mesh = current_mesh()
+    return {AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
 
 
 def _check(state: TrainState, config: PipelineConfig) -> None:

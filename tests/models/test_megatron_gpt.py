@@ -260,7 +260,7 @@ def test_wrappers_have_its_names_and_precision():
     half.load_state_dict(checkpoint)
     assert_bitwise(half.state_dict()[name], checkpoint[name].astype(jnp.bfloat16))
     half.set_input_tensor([None])
-    with pytest.raises(ValueError, match=r"input_tensor must be None, got .*: no module is one stage"):
+    with pytest.raises(ValueError, match=r"input_tensor must be None, got shape \(1,\): pre_process=True"):
         half.set_input_tensor(jnp.ones(1))
 
 
@@ -314,6 +314,102 @@ def test_it_trains_in_a_train_step_and_in_a_loop_over_layers():
     assert losses[-1] < losses[0] - 0.5
 
 
+STAGES: list[dict[str, Any]] = [
+    {"stage_layers": range(1), "post_process": False},
+    {"stage_layers": range(1, 2), "pre_process": False, "post_process": False, "vp_stage": 1},
+    {"stage_layers": range(2, 3), "pre_process": False},
+]
+
+
+def stages(form: str, **fields: Any) -> tuple[Any, list[Any]]:
+    """A model of three layers, and the same one in three stages."""
+    config = dataclasses.replace(FORMS[form][0], num_layers=3, hidden_dropout=0.5, attention_dropout=0.5, **fields)
+    options: dict[str, Any] = {"config": config, "share_embeddings_and_output_weights": False}
+    return build(form, **options), [build(form, **options, **stage) for stage in STAGES]
+
+
+@pytest.mark.wide("gpt2-delayed", "llama-none")
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_stages_are_the_whole_model(form: str, recipe: str):
+    """Values, gradients and quantizer states under dropout, by a schedule of one's own."""
+    key = jax.random.key(1)
+    with autocast(RECIPES[recipe]):
+        whole, parts = stages(form)
+
+        def call(model: Any, x: Any) -> Any:
+            if model.pre_process:
+                return model(x, dropout_key=key)
+            model.set_input_tensor([x])
+            return model(labels=TOKENS, dropout_key=key) if model.post_process else model(dropout_key=key)
+
+        def pull(model: Any, x: Any, dy: Any) -> Any:
+            graphdef, state = nnx.split(model)
+            if model.pre_process:
+                return jax.vjp(lambda state: call(nnx.merge(graphdef, state), x), state)[1](dy)[0], None
+            return jax.vjp(lambda state, x: call(nnx.merge(graphdef, state), x), state, x)[1](dy)
+
+        inputs = [TOKENS]
+        for part in parts:
+            inputs.append(quick_jit(call)(part, inputs[-1]))
+        graphdef, state = nnx.split(whole)
+
+        def at_once(state: nnx.State) -> Any:
+            losses, back = jax.vjp(lambda s: nnx.merge(graphdef, s)(TOKENS, labels=TOKENS, dropout_key=key), state)
+            return losses, back(jnp.ones_like(losses))[0]
+
+        expected, gradients = quick_jit(at_once)(state)
+        assert_close(inputs[-1], expected, 64 * EPS)
+        dy, wanted = jnp.ones_like(expected), nnx.merge(graphdef, gradients).state_dict()
+        found: dict[str, Any] = {}
+        for part, x in reversed(list(zip(parts, inputs[:-1], strict=True))):
+            gradients, dy = quick_jit(pull)(part, x, dy)
+            found |= nnx.merge(nnx.graphdef(part), gradients).state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if not jnp.issubdtype(value.dtype, jax.dtypes.float0):
+            assert_close(found[name], value, 512 * EPS)
+
+
+def test_names_of_stages_are_those_of_the_whole_model():
+    whole, parts = stages("llama")
+    arrays, described = whole.state_dict(), whole.sharded_state_dict()
+    own: list[dict[str, Any]] = [part.state_dict() for part in parts]
+    assert sorted(name for part in own for name in part) == sorted(arrays)
+    for part, mine in zip(parts, own, strict=True):
+        assert {name: described[name] for name in mine} == part.sharded_state_dict()
+        for name, value in mine.items():  # the same rngs draw the same weights
+            assert_bitwise(value, arrays[name])
+        part.load_state_dict({name: value + 1 for name, value in mine.items()})
+        assert all(bool(jnp.all(value == mine[name] + 1)) for name, value in part.state_dict().items())
+    assert "decoder.layers.2.mlp.linear_fc2.weight" in own[2]
+    assert own[0].keys() & {"output_layer.weight", "decoder.final_layernorm.weight"} == set()
+    assert own[2].keys() & {"embedding.word_embeddings.weight"} == set()
+    half = [Float16Module(dataclasses.replace(LLAMA, bf16=True, params_dtype="float32"), part) for part in parts]
+    assert [(part.casts_inputs, part.casts_outputs) for part in half] == [(True, False), (False, False), (False, True)]
+    assert [f"stage.{name}" for name in own[2]] == list(half[2].state_dict(prefix="stage."))
+
+
+def test_what_stages_refuse():
+    _, (first, middle, last) = stages("llama")
+    x = jnp.ones((B, S, LLAMA.hidden_size))
+    for call, message in (
+        (lambda: middle(TOKENS), "needs its input: call set_input_tensor before each call"),
+        (lambda: first(decoder_input=x), "first stage takes input_ids, and no decoder_input"),
+        (lambda: first.set_input_tensor(x), "input_tensor must be None"),
+        (lambda: last.set_input_tensor(TOKENS), r"input_tensor must be hidden states \[b, s, 32\], got shape \(2, 8\)"),
+        (lambda: last(decoder_input=x, cache=()), "a stage of a pipeline takes no cache"),
+        (lambda: build()(decoder_input=x), "a whole model takes input_ids"),
+        (lambda: build("gpt2", config=dataclasses.replace(GPT2, num_layers=3), **STAGES[2]), "on the first stage"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    middle.set_input_tensor(x)
+    middle()
+    with pytest.raises(ValueError, match="needs its input"):  # each call takes its own
+        middle()
+
+
 def test_calls_are_captured():
     model = build(config=dataclasses.replace(LLAMA, cuda_graph_impl="transformer_engine"))
     expected = quick_jit(lambda model: model.forward(TOKENS))(model)
@@ -351,7 +447,9 @@ def test_a_layer_class_of_ones_own():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"pre_process": False}, ValueError, "pre_process must be True, got False: no module is one stage"),
+        ({"pre_process": False}, ValueError, r"pre_process=False .* do not go with stage_layers=range\(0, 1\) of 1"),
+        ({"stage_layers": range(2)}, ValueError, r"stage_layers .* of 1 layers, .* got range\(0, 2\)"),
+        ({"stage_layers": range(1, 1)}, ValueError, r"stage_layers .* got range\(1, 1\)"),
         ({"fp16_lm_cross_entropy": True}, ValueError, "fp16_lm_cross_entropy must be False, got True: the loss is in"),
         ({"logit_dtype": jnp.float32}, ValueError, "logit_dtype must be None"),
         ({"rope_scaling": True, "seq_len_interpolation_factor": 2.0}, ValueError, "both scale rotation; give one"),

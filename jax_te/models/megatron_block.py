@@ -1,0 +1,101 @@
+"""What a `MegatronGPTModel` is made of: embeddings, a block of layers and a head, under Megatron-Core's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.layers import Embedding, Rotary
+from jax_te.layers.internal import parameter
+from jax_te.megatron import MegatronModule, TENorm, TransformerLayer
+from jax_te.models.options import Execution
+from jax_te.models.stack import run_layers
+from jax_te.typing import Array
+
+
+class LanguageModelEmbedding(MegatronModule):
+    """Tables ``word_embeddings [v, h]`` and, for learned positions, ``position_embeddings``.
+
+    Source: ``megatron.core.models.common.embeddings.LanguageModelEmbedding``.
+    """
+
+    megatron_names = True
+
+    def __init__(
+        self, config: TransformerConfig, vocab_size: int, max_sequence_length: int, learned: bool, *, rngs: nnx.Rngs
+    ):
+        super().__init__(config)
+        common: Any = {"init_method": config.init_method, "params_dtype": config.params_dtype, "rngs": rngs}
+        self.word_embeddings = Embedding(vocab_size, config.hidden_size, **common)
+        self.position_embeddings = (
+            Embedding(max_sequence_length, config.hidden_size, axes=(None, "fsdp"), **common) if learned else None
+        )
+
+    def __call__(self, input_ids: Array, position_ids: Array | None = None) -> Array:
+        """Return ``[b, s, h]`` of tokens ``[b, s]``; of learned positions ``[b, s]`` the sum, if they are given."""
+        x = self.word_embeddings(input_ids)
+        if position_ids is None or self.position_embeddings is None:
+            return x
+        return x + self.position_embeddings(position_ids)
+
+    # The name under which LanguageModel knows the table.
+    embedding = property(lambda self: self.word_embeddings.embedding)
+
+
+class TransformerBlock(MegatronModule):
+    """The ``layers`` of a `MegatronGPTModel`, those with ``numbers``, and its last stage's ``final_layernorm``.
+
+    Source: ``megatron.core.transformer.transformer_block.TransformerBlock``.
+    """
+
+    megatron_names = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_class: type[TransformerLayer],
+        execution: Execution,
+        numbers: range,
+        post_layer_norm: bool,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config)
+        self.execution, self.first_layer = execution, numbers.start
+        # Layers of other stages are drawn, too, so that each stage has the weights that the whole model would have.
+        layers = (layer_class(config, number + 1, rngs=rngs) for number in range(config.num_layers))
+        self.layers = nnx.List([layer for number, layer in enumerate(layers) if number in numbers])
+        epsilon = config.layernorm_epsilon
+        self.final_layernorm = TENorm(config, config.hidden_size, epsilon) if post_layer_norm else None
+
+    def __call__(
+        self,
+        hidden_states: Array,
+        attention_mask: None = None,
+        rotary_pos_emb: Rotary | tuple[Rotary, Rotary] | None = None,
+        *,
+        keys: Sequence[Array | None] | None = None,
+    ) -> Array:
+        """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` turn each layer's dropout on."""
+        del attention_mask  # the layers are causal
+        keys = [None] * len(self.layers) if keys is None else keys
+        how: Any = {"policy": self.execution.recompute_policy, "scan": self.execution.scan_layers}
+        x = run_layers(self.layers, hidden_states, keys, recompute=self.config, rotary_pos_emb=rotary_pos_emb, **how)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+
+class OutputLayer(MegatronModule):
+    """The head's kernel ``[h, v]``; None if the head is tied to the embedding. No recipe quantizes it.
+
+    Source: ``megatron.core.tensor_parallel.ColumnParallelLinear``.
+    """
+
+    megatron_names = True
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, tied: bool, *, rngs: nnx.Rngs):
+        super().__init__(config)
+        shape, dtype = (config.hidden_size, vocab_size), config.params_dtype
+        self.kernel = None if tied else parameter(config.init_method, rngs, shape, dtype, ("fsdp", "vocab"))
