@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jax_te.bench.contestants import Contestant, SharedState, rows_of
 from jax_te.bench.layers import TE_RECIPES
@@ -18,7 +19,9 @@ from jax_te.bench.settings import Row, Settings
 from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
+from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import Recipe, autocast
+from jax_te.sharding import named_sharding
 from jax_te.training import abstract_train_state, create_train_state, make_train_step
 from jax_te.typing import BackendName
 
@@ -33,16 +36,19 @@ class Variant:
         name: of its row.
         recipe: that it runs under, or None.
         build: makes the model. Those of one measurement have the same arrays.
+        pipeline: its schedule, on a mesh with a pipeline axis.
     """
 
     name: str
     recipe: Recipe | None
     build: Callable[[nnx.Rngs], GPTModel]
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     @contextlib.contextmanager
-    def context(self, backend: BackendName) -> Iterator[None]:
-        """Yield inside of the variant's recipe and a backend."""
-        with autocast(self.recipe), use_backend(backend):
+    def context(self, backend: BackendName, mesh: Mesh | None) -> Iterator[None]:
+        """Yield inside of the variant's recipe, a backend and a mesh."""
+        place = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+        with autocast(self.recipe), use_backend(backend), place:
             yield
 
 
@@ -54,12 +60,16 @@ class Sizes:
         config: of the model's layers.
         vocabulary: rows of the embedding.
         batch, sequence: sizes of a step's tokens.
+        microbatches: of a step.
+        mesh: that it runs on, or None.
     """
 
     config: TransformerConfig
     vocabulary: int
     batch: int
     sequence: int
+    microbatches: int = 1
+    mesh: Mesh | None = None
 
 
 def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: bool) -> list[Row]:
@@ -74,13 +84,15 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     first = variants[0]
 
     def create() -> Any:
-        with first.context(settings.backend):
+        with first.context(settings.backend, sizes.mesh):
             return create_train_state(first.build, _TX, key=jax.random.key(0))
 
     # A state of billions of parameters fits once: all contestants step the same one.
     state = SharedState(create)
     tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
-    contestants = [_contestant(variant, state, tokens, settings.backend) for variant in variants]
+    if sizes.mesh is not None:
+        tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
+    contestants = [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
     if peer:
         contestants.insert(0, _peer(first.recipe, sizes, tokens))
     for contestant in contestants:
@@ -91,13 +103,14 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     return rows_of(contestants, sizes.batch * sizes.sequence)
 
 
-def _contestant(variant: Variant, state: SharedState, tokens: Any, backend: BackendName) -> Contestant:
-    with variant.context(backend):
+def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes, backend: BackendName) -> Contestant:
+    with variant.context(backend, sizes.mesh):
         abstract = abstract_train_state(variant.build, _TX)  # shapes only: compiling needs no arrays
-    step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX)
+    options: dict[str, Any] = {"microbatches": sizes.microbatches, "pipeline": variant.pipeline}
+    step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX, **options)
 
     def lower() -> Any:
-        with variant.context(backend):
+        with variant.context(backend, sizes.mesh):
             return step.lower(abstract, tokens)
 
     # Variants differ in the static graph definition alone: so a state passes from one to the next without a copy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +35,7 @@ from jax_te.config import RECOMPUTE_MODULES, ParallelConfig
 from jax_te.models import Execution
 from jax_te.ops import BACKENDS
 from jax_te.ops.internal import te
+from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import recipe_from_name
 from jax_te.sharding import make_mesh
 
@@ -47,6 +49,8 @@ MODEL_DEFAULTS = {
     "vocabulary": RunConfig.vocab_size,
     "loss_chunks": 1,
     "peer": None,
+    "batch": None,
+    "pipeline": ["1f1b"],
 }
 """Options that go with ``--model`` only, and their values where they are not given."""
 
@@ -79,7 +83,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--sequence-parallel", action="store_true", help="with --mesh: sequence parallelism")
     steps = "measure instead train steps of a GPT of 4 such layers over M microbatches of B sequences, its kernels "
-    add("--microbatches", type=SIZE.parse, metavar="M", help=steps + "quantized once a step beside in every microbatch")
+    steps += "quantized once a step beside in every microbatch; with --model: microbatches of its steps"
+    add("--microbatches", type=SIZE.parse, metavar="M", help=steps)
     attention = "measure instead causal attention alone, its sequences sharded over the context axis of --mesh in "
     attention += f"these ways: {', '.join(CP_COMM_TYPES)}; te.jax has the first two"
     add("--context-parallel", nargs="+", choices=CP_COMM_TYPES, metavar="WAY", help=attention)
@@ -88,9 +93,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "measure instead train steps of this preset of jax-te train (AdamW on fp32 masters, bf16 parameters, its own "
     )
     model += (
-        "batch), every --stack with every --recompute, all of a recipe on one state. Ratios are to a recipe's first "
+        "batch), every --stack with every --recompute and --pipeline, all of a recipe on one state, on --mesh if it is "
     )
-    model += "row that ran, peak_gib is arguments and temporary arrays"
+    model += "given. Ratios are to a recipe's first row that ran, peak_gib is a device's arguments and temporary arrays"
     add("--model", choices=tuple(PRESETS), help=model)
     add("--rounds", type=SIZE.parse, default=7, help="rounds of measurement; the median counts")
     add("--calls", type=SIZE.parse, default=10, help="calls in a round")
@@ -111,6 +116,22 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
     add("--peer", choices=("te",), help="beside a GPT of te.jax's own layers, the first row (default: none)")
+    add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
+    schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
+    add("--pipeline", nargs="+", type=schedule, metavar="SCHEDULE", help=schedules)
+
+
+def schedule(text: str) -> str:
+    """Return a pipeline's schedule: an argparse type.
+
+    >>> schedule("1f1b,virtual_stages=2")
+    '1f1b,virtual_stages=2'
+    """
+    try:
+        PipelineConfig.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def recompute(text: str) -> str:
@@ -169,14 +190,14 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
     if args.model is None and given:
         raise ValueError(f"{flag(given[0])} is for whole train steps of a preset; give --model")
     # Another measurement: its options would be ignored by this one.
-    elsewhere = args.context_parallel is not None or args.microbatches is not None
-    if args.model is not None and (layers or elsewhere or args.mesh or args.shape != [*DEFAULT_SHAPE]):
+    other = bool(args.hlo or args.context_parallel or args.modules != MODULES[:1] or args.shape != [*DEFAULT_SHAPE])
+    if args.model is not None and other:
         raise ValueError(
-            "--model measures whole train steps at the preset's sizes on one device; leave out --modules, --shape, "
-            "--mesh, --sequence-parallel, --microbatches and --hlo"
+            "--model measures whole train steps at the preset's sizes; leave out --modules, --shape, "
+            "--context-parallel and --hlo"
         )
     if args.peer is not None and args.model is not None:
-        _check_peer(args.model)
+        _check_peer(args.model, alone=args.mesh is None and args.microbatches is None)
     if args.context_parallel is None and args.groups is not None:
         raise ValueError("--groups is of --context-parallel, which measures attention alone")
     if args.context_parallel is not None:
@@ -187,7 +208,7 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
             )
         if sizes.context == 1:
             raise ValueError("--context-parallel shards sequences over the context axis; give --mesh with context=N")
-    if args.microbatches is not None and (layers or args.mesh):
+    if args.model is None and args.microbatches is not None and (layers or args.mesh):
         raise ValueError(
             "--microbatches measures whole train steps; leave out --modules, --mesh, --sequence-parallel and --hlo"
         )
@@ -212,7 +233,9 @@ def _check_shape(args: argparse.Namespace) -> None:
     check_fits(2 * values // devices, devices, "--shape, or give a larger --mesh")
 
 
-def _check_peer(preset: str) -> None:
+def _check_peer(preset: str, alone: bool) -> None:
+    if not alone:
+        raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
     ok, reason = te.available()
     if not ok:
         raise ValueError(f"--peer te: {reason}")
@@ -245,31 +268,44 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> list[Row]:
     """Return the rows of one recipe."""
-    variants = []
-    for stack in args.stack:
-        for way in args.recompute:
-            config = replace(train_step_config(args.model, recipe, way, args.layers), vocab_size=args.vocabulary)
-            check_fits(least_memory(config, training=False), 1, "--layers or --vocabulary, or take a smaller --model")
-            execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
-            build = build_model(config, execution=execution)
-            name = f"{recipe}, {stack}, recompute {way}"
-            variants.append(Variant(name=name, recipe=config.make_recipe(), build=build))
-    model, batch, sequence = config.transformer_config(), config.batch_size, config.seq_len
-    sizes = Sizes(config=model, vocabulary=args.vocabulary, batch=batch, sequence=sequence)
+    variants, parallel = [], None if args.mesh is None else ParallelConfig.parse(args.mesh)
+    fields = {"num_layers": args.layers, "batch_size": args.batch, "microbatches": args.microbatches, "mesh": args.mesh}
+    fields |= {"sequence_parallel": args.sequence_parallel or None}
+    for stack, way, schedule in itertools.product(args.stack, args.recompute, args.pipeline):
+        config = train_step_config(args.model, recipe, way, **fields, pipeline=schedule)
+        config = replace(config, vocab_size=args.vocabulary)
+        devices = 1 if parallel is None else parallel.num_devices
+        check_fits(least_memory(config, training=False), devices, "--layers or --vocabulary, or take a smaller --model")
+        execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
+        stages = f", {schedule}" if parallel is not None and parallel.pipeline > 1 else ""
+        variant = Variant(
+            name=f"{recipe}, {stack}, recompute {way}{stages}",
+            recipe=config.make_recipe(),
+            build=build_model(config, execution=execution),
+            pipeline=PipelineConfig.parse(schedule),
+        )
+        variants.append(variant)
+    sizes = Sizes(
+        config=config.transformer_config(),
+        vocabulary=args.vocabulary,
+        batch=config.batch_size,
+        sequence=config.seq_len,
+        microbatches=config.microbatches,
+        mesh=None if parallel is None else make_mesh(parallel),
+    )
     return bench_train_steps(variants, sizes, settings, peer=args.peer is not None)
 
 
-def train_step_config(preset: str, recipe: str, way: str, layers: int | None) -> RunConfig:
+def train_step_config(preset: str, recipe: str, way: str, **fields: object) -> RunConfig:
     """Return the configuration of a preset in bf16 under a recipe, with a way of recomputation as `recompute` reads it.
 
     Args:
         preset, recipe, way: their names.
-        layers: of the stack. None: the preset's.
+        fields: others of `RunConfig`. None: the preset's.
     """
     # The dtype of a GPU, also where this runs on a CPU.
     given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
-    if layers is not None:
-        given["num_layers"] = layers
+    given |= {name: value for name, value in fields.items() if value is not None}
     if way in POLICIES:
         given |= {"recompute_granularity": "full", "recompute_policy": way}
     elif ":" in way:

@@ -106,6 +106,19 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     assert states[0].step.is_deleted()
 
 
+def test_train_steps_on_a_mesh(capsys, states):
+    """Schedules of one pipeline step one state, and a batch of one's own."""
+    mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--layers", "2", "--batch", "4"]
+    schedules = ["--microbatches", "2", "--pipeline", "1f1b", "gpipe"]
+    status, found, _ = model_rows(capsys, *mesh, *schedules, "--recipes", "none")
+    assert status == 0
+    assert [row["name"] for row in found] == [f"none, unrolled, recompute none, {name}" for name in schedules[3:]]
+    assert all("error" not in row for row in found)
+    assert found[0]["tokens_s"] == pytest.approx(4 * LENGTH / found[0]["ms"] * 1e3, rel=1e-3)
+    assert len(states) == 1
+    assert len(states[0].step.sharding.device_set) == 4
+
+
 def test_one_row_has_no_ratio():
     def contestant(name, seconds):
         state = bench_contestants.SharedState(lambda: None)
@@ -118,7 +131,7 @@ def test_one_row_has_no_ratio():
 
 def test_what_a_row_stands_for():
     def config(way):
-        return bench.train_step_config("gpt-1.3b", "current", way, 3).transformer_config()
+        return bench.train_step_config("gpt-1.3b", "current", way, num_layers=3).transformer_config()
 
     assert config("none").recompute_granularity is None
     assert (config("none").num_layers, jnp.dtype(config("none").compute_dtype)) == (3, jnp.bfloat16)
@@ -169,9 +182,11 @@ def test_nothing_to_measure_is_an_error(capsys):
     ("argv", "message"),
     [
         (["--shape", "4", "32", "64", "4", "64"], "--model measures whole train steps at the preset's sizes"),
-        (["--microbatches", "2"], "leave out --modules, --shape, --mesh"),
-        (["--mesh", "tensor=2"], "leave out --modules, --shape, --mesh"),
+        (["--hlo", "somewhere"], "leave out --modules, --shape, --context-parallel and --hlo"),
+        (["--pipeline", "gpipe"], "--pipeline gpipe is for pipeline ranks, and --mesh (none) has one"),
+        (["--batch", "3", "--microbatches", "2"], "--batch-size 3 is not divisible by --microbatches 2"),
         (["--peer", "te"], "--peer te: not here"),
+        (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
