@@ -145,12 +145,23 @@ def _own_collectives(
         if devices == 1:
             continue  # a group of one device moves nothing
         size = sum(map(_bytes, arrays)) * (devices if kind == "all-gather" else 1)
+        if kind == "all-reduce" and _is_sliced(instruction, body, size // devices):
+            kind = "reduce-scatter"
         reducer = re.search(r"to_apply=%([\w.\-]+)", instruction.rest)
         # XLA makes one of several only if dtype and reduction are the same.
         reduced = computations[reducer[1]][-1].opcode if reducer and reducer[1] in computations else ""
         alike = (kind, *axes, str(devices), arrays[0].partition("[")[0], reduced)
         found.append((instruction.name, Moved(kind, axes, devices, size, 1, alike, 0)))
     return _with_levels(body, dict(found))
+
+
+def _is_sliced(reduced: _Instruction, body: list[_Instruction], size: int) -> bool:
+    """Return whether nothing but a slice of so many bytes is used of a sum: a GPU's compiler scatters it."""
+    users = [each for each in body if any(name == reduced.name for name, _ in each.operands)]
+    while len(users) == 1 and users[0].opcode in ("bitcast", "copy", "reshape"):
+        (user,) = users
+        users = [each for each in body if any(name == user.name for name, _ in each.operands)]
+    return len(users) == 1 and users[0].opcode == "dynamic-slice" and _bytes(users[0].type) == size
 
 
 def _with_levels(body: list[_Instruction], found: dict[str, Moved]) -> list[Moved]:

@@ -81,9 +81,9 @@ def test_fsdp_gathers_kernels_in_each_direction_and_scatters_their_gradients() -
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2))):
         found = counts(communication_report(lowered()))
     assert found["fsdp", "all-gather"] == (11, 4 * (2 * sum(KERNELS) + V * H))
-    assert found["fsdp", "reduce-scatter"] == (5, 4 * sum(KERNELS))
-    # The gradients of embedding and norms.
-    assert found.pop(("fsdp", "all-reduce"))[1] - 4 * (V * H + 3 * H) in range(SCALARS)
+    assert found["fsdp", "reduce-scatter"] == (6, 4 * (sum(KERNELS) + V * H))
+    # The gradients of norms.
+    assert found.pop(("fsdp", "all-reduce"))[1] - 4 * 3 * H in range(SCALARS)
     assert len(found) == 2
 
 
@@ -190,6 +190,19 @@ def test_bytes_are_those_of_the_whole_array_in_its_dtype() -> None:
         ("tensor", "reduce-scatter"): (1, 32),
         ("tensor", "all-to-all"): (1, 4),
     }
+
+
+@pytest.mark.parametrize(
+    ("size", "also", "kind"),
+    [(4, "", "reduce-scatter"), (4, "  %more = f32[8]{0} negate(%sum)\n", "all-reduce"), (2, "", "all-reduce")],
+)
+def test_a_sum_of_which_each_device_uses_its_slice_is_scattered(size: int, also: str, kind: str) -> None:
+    lines = [
+        "  %sum = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add",
+        "  %same = f32[8]{0} copy(%sum)",
+        f"{also}  ROOT %mine = f32[{size}]{{0}} dynamic-slice(%same, %start), dynamic_slice_sizes={{{size}}}",
+    ]
+    assert of_text(P + "\n".join(lines)) == {("tensor", kind): (1, 32)}
 
 
 def test_asynchronous_collectives_count_once() -> None:
