@@ -1,10 +1,11 @@
 """Names of `jax_te.bench` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.bench.attention import bench_attention
+from jax_te.bench.checkpoints import bench_checkpoints
 from jax_te.bench.layers import MODULES, Case, bench_layer
 from jax_te.bench.microbatches import bench_microbatches
 from jax_te.bench.settings import Row, Settings, Shape
-from jax_te.bench.train_steps import Sizes, Variant, bench_train_steps
+from jax_te.bench.train_steps import Sizes, Variant, bench_train_steps, created
 
 __all__ = [
     "MODULES",
@@ -15,7 +16,9 @@ __all__ = [
     "Sizes",
     "Variant",
     "bench_attention",
+    "bench_checkpoints",
     "bench_layer",
     "bench_microbatches",
     "bench_train_steps",
+    "created",
 ]

@@ -22,7 +22,7 @@ from jax_te.ops import use_backend
 from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
-from jax_te.training import abstract_train_state, create_train_state, make_train_step
+from jax_te.training import TrainState, abstract_train_state, create_train_state, make_train_step
 from jax_te.typing import BackendName
 
 _TX = optax.adamw(1e-4)
@@ -83,12 +83,8 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     """
     first = variants[0]
 
-    def create() -> Any:
-        with first.context(settings.backend, sizes.mesh):
-            return create_train_state(first.build, _TX, key=jax.random.key(0))
-
     # A state of billions of parameters fits once: all contestants step the same one.
-    state = SharedState(create)
+    state = SharedState(lambda: created(first, sizes, settings.backend))
     tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
     if sizes.mesh is not None:
         tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
@@ -101,6 +97,12 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         for contestant in contestants:
             contestant.round(tokens, settings.calls)
     return rows_of(contestants, sizes.batch * sizes.sequence)
+
+
+def created(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
+    """Return the state at step 0 that a variant's train step takes: AdamW, fp32 masters."""
+    with variant.context(backend, sizes.mesh):
+        return create_train_state(variant.build, _TX, key=jax.random.key(0))
 
 
 def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes, backend: BackendName) -> Contestant:

@@ -20,9 +20,11 @@ from jax_te.bench.internal import (
     Sizes,
     Variant,
     bench_attention,
+    bench_checkpoints,
     bench_layer,
     bench_microbatches,
     bench_train_steps,
+    created,
 )
 from jax_te.cli.build import build_model
 from jax_te.cli.compile_cache import keep_compiled_programs
@@ -51,6 +53,7 @@ MODEL_DEFAULTS = {
     "peer": None,
     "batch": None,
     "pipeline": ["1f1b"],
+    "checkpoints": None,
 }
 """Options that go with ``--model`` only, and their values where they are not given."""
 
@@ -119,6 +122,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
     schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
     add("--pipeline", nargs="+", type=schedule, metavar="SCHEDULE", help=schedules)
+    saving = "measure instead, in this folder, how its state is saved and restored, beside Orbax alone; "
+    add("--checkpoints", metavar="DIR", help=saving + "blocked_s is the time until a save returns")
 
 
 def schedule(text: str) -> str:
@@ -195,6 +200,10 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
         raise ValueError(
             "--model measures whole train steps at the preset's sizes; leave out --modules, --shape, "
             "--context-parallel and --hlo"
+        )
+    if args.checkpoints is not None and {"stack", "recompute", "peer", "loss_chunks", "pipeline"} & {*given}:
+        raise ValueError(
+            "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --pipeline"
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args.model, alone=args.mesh is None and args.microbatches is None)
@@ -293,6 +302,9 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
         microbatches=config.microbatches,
         mesh=None if parallel is None else make_mesh(parallel),
     )
+    if args.checkpoints is not None:
+        state = created(variants[0], sizes, settings.backend)
+        return bench_checkpoints(state, Path(args.checkpoints), settings.rounds, recipe)
     return bench_train_steps(variants, sizes, settings, peer=args.peer is not None)
 
 

@@ -107,9 +107,9 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
 
 
 def test_train_steps_on_a_mesh(capsys, states):
-    """Schedules of one pipeline step one state, and a batch of one's own."""
+    """With a batch of one's own."""
     mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--layers", "2", "--batch", "4"]
-    schedules = ["--microbatches", "2", "--pipeline", "1f1b", "gpipe"]
+    schedules = ["--microbatches", "2", "--pipeline", "gpipe"]
     status, found, _ = model_rows(capsys, *mesh, *schedules, "--recipes", "none")
     assert status == 0
     assert [row["name"] for row in found] == [f"none, unrolled, recompute none, {name}" for name in schedules[3:]]
@@ -117,6 +117,19 @@ def test_train_steps_on_a_mesh(capsys, states):
     assert found[0]["tokens_s"] == pytest.approx(4 * LENGTH / found[0]["ms"] * 1e3, rel=1e-3)
     assert len(states) == 1
     assert len(states[0].step.sharding.device_set) == 4
+
+
+def test_checkpoints(capsys, tmp_path):
+    status, found, _ = model_rows(capsys, "--recipes", "delayed", "--checkpoints", str(tmp_path / "new" / "folder"))
+    assert status == 0
+    orbax, own = found
+    assert (orbax["name"], own["name"]) == ("delayed, Orbax", "delayed, jax_te")
+    assert orbax["gib"] == own["gib"] > 0
+    for row in found:
+        assert 0 < row["blocked_s"] < row["save_s"]
+        assert row["restore_ratio"] == pytest.approx(orbax["restore_s"] / row["restore_s"], rel=0.05)
+        assert row["save_ratio"] == pytest.approx(orbax["save_s"] / row["save_s"], rel=0.05)
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
 def test_one_row_has_no_ratio():
@@ -187,6 +200,7 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--batch", "3", "--microbatches", "2"], "--batch-size 3 is not divisible by --microbatches 2"),
         (["--peer", "te"], "--peer te: not here"),
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
+        (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):

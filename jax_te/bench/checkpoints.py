@@ -1,0 +1,95 @@
+"""Saving and restoring the state of a training run, beside Orbax alone."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from jax_te.bench.settings import GIB, Row
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.training import TrainState
+
+_NUMBERS = ("blocked_s", "save_s", "restore_s")
+
+
+def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -> list[Row]:
+    """Return two rows: of Orbax, which saves and restores the state's arrays as a list, and of `TrainCheckpointer`.
+
+    They take turns. Each round of each writes a folder of its own, which is removed. ``blocked_s`` is the time until
+    a save returns, when a step may donate the state: that of a copy from the devices and of what stalls a loop.
+    ``save_s`` is the time until all is written, ``restore_s`` that until it is on the devices again. Numbers are
+    medians, ratios those of Orbax's time to the row's. The first save of a run, which does more, does not count.
+
+    Args:
+        state: a run's. Orbax gets random keys as data, since it has no form for them.
+        folder: on the file system to measure; made if missing.
+        rounds: of each.
+        name: of the state.
+
+    Raises:
+        OSError: if the folder cannot be written.
+
+    >>> bench_checkpoints(state, Path("/scratch"), 3, "delayed")[1]["restore_ratio"]  # doctest: +SKIP
+    """
+    arrays = [_data(leaf) for leaf in jax.tree.leaves(state)]
+    size = sum(leaf.nbytes for leaf in arrays) / GIB
+    folder.mkdir(parents=True, exist_ok=True)
+    ways: dict[str, Callable[[Path], list[float]]] = {
+        "Orbax": lambda path: _orbax(arrays, path),
+        "jax_te": lambda path: _jax_te(state, path),
+    }
+    times: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, measure in ways.items():
+            path = Path(tempfile.mkdtemp(dir=folder))
+            try:
+                times[way].append(measure(path / "checkpoint"))
+            finally:
+                shutil.rmtree(path)
+    medians = {way: [statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in times.items()}
+    rows = []
+    for way, numbers in medians.items():
+        row: Row = {"name": f"{name}, {way}", "gib": round(size, 3), "arrays": len(arrays)}
+        row |= {key: round(number, 3) for key, number in zip(_NUMBERS, numbers, strict=True)}
+        ratios = zip(("save_ratio", "restore_ratio"), medians["Orbax"][1:], numbers[1:], strict=True)
+        rows.append(row | {key: round(orbax / own, 3) for key, orbax, own in ratios})
+    return rows
+
+
+def _orbax(arrays: list[Any], path: Path) -> list[float]:
+    target = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in arrays]
+    start = time.perf_counter()
+    response: Any = ocp.save_checkpointables_async(f"{path}", {"state": arrays})
+    blocked = time.perf_counter()
+    response.result()
+    written = time.perf_counter()
+    jax.block_until_ready(ocp.load_checkpointables(f"{path}", {"state": target}))
+    return [blocked - start, written - start, time.perf_counter() - written]
+
+
+def _jax_te(state: TrainState, path: Path) -> list[float]:
+    with TrainCheckpointer(path) as checkpointer:
+        # A run's first save also opens Orbax's writer and is read back, whatever its size.
+        checkpointer.save({"first": jnp.zeros(1)}, None, step=0)
+        checkpointer.wait()
+        start = time.perf_counter()
+        checkpointer.save(state, None, step=1)
+        blocked = time.perf_counter()
+        checkpointer.wait()
+        written = time.perf_counter()
+        restored, _, _ = checkpointer.restore(state)
+        jax.block_until_ready(jax.tree.leaves(restored))
+        return [blocked - start, written - start, time.perf_counter() - written]
+
+
+def _data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
