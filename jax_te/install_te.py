@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     user = " as root" if os.geteuid() == 0 else ""
     print(f"installing into {sys.prefix}{user}; other versions of these packages there are replaced")
     if options.cuda == "12":
-        print("note: the recipe was tried with CUDA 13 only")
+        print("note: TE for CUDA 12 was built and imported, but not run on a GPU")
     for problem in (problems := _problems(options.system)):
         print(f"problem: {problem}", file=sys.stderr)
     if problems and not options.dry_run:

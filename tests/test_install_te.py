@@ -1,6 +1,8 @@
 """The command that installs Transformer Engine, with a pip that only writes down what it is told."""
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -42,7 +44,7 @@ def test_runs_the_recipe(cuda, calls, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert f"installing into {sys.prefix}" in out
     assert f"done: Transformer Engine 2.20.2 for CUDA {cuda}" in out
-    assert ("tried with CUDA 13 only" in out) == (cuda == "12")
+    assert ("not run on a GPU" in out) == (cuda == "12")
 
 
 def test_a_step_that_fails_ends_it(calls, monkeypatch, capsys):
@@ -82,3 +84,27 @@ def test_the_extras_and_the_page_have_the_same_versions():
     for requirement in install_te.REQUIREMENTS["13"]:
         assert requirement in page
     assert "safetensors" not in str(extras)
+
+
+@pytest.mark.parametrize(
+    ("wheels", "given", "seen"),
+    [
+        (["curand", "cuda_runtime"], None, "curand"),  # of CUDA 12, whose runtime TE would look for elsewhere
+        (["curand", "cuda_runtime"], "mine", "mine"),
+        (["curand", "cuda_runtime", "cu13"], None, None),
+        (["curand"], None, None),
+    ],
+)
+def test_te_finds_the_libraries_of_cuda_12s_wheels(wheels, given, seen, tmp_path):
+    """In an environment that ends with the import."""
+    for wheel in wheels:
+        (tmp_path / "nvidia" / wheel / "lib").mkdir(parents=True)
+    for name in ("transformer_engine", "transformer_engine/jax"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("import os; print(os.environ.get('CURAND_HOME'))\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "CURAND_HOME")}
+    environment |= {"PYTHONPATH": f"{tmp_path}:{ROOT}"} | ({} if given is None else {"CURAND_HOME": given})
+    code = "import jax_te.ops, os; print(os.environ.get('CURAND_HOME'))"
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    expected = str(tmp_path / "nvidia" / "curand") if seen == "curand" else str(seen)
+    assert found.stdout.split() == [expected, expected, str(given)]

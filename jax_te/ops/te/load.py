@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -32,22 +34,48 @@ def available() -> tuple[bool, str]:
 
 
 def _import_te() -> None:
-    _preload_nccl()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _cuda_12_wheels():
+        _preload("nccl", "libnccl.so.*")  # which TE looks for on the system's library path only
         # It speaks of TE's PyTorch half, which nothing here uses; under warnings-as-errors it would stop the import.
         warnings.filterwarnings("ignore", message="Detected a PyTorch installation", category=RuntimeWarning)
         importlib.import_module("transformer_engine.jax")
 
 
-def _preload_nccl() -> None:
-    """Load the NCCL of the ``nvidia-nccl`` wheel: TE needs it but looks for it on the system's library path only."""
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
+@contextlib.contextmanager
+def _cuda_12_wheels() -> Iterator[None]:
+    """Let TE find the libraries of CUDA 12's wheels while it is imported.
+
+    It looks for the runtime under the name that its wheel has for CUDA 13 alone, unless it takes CUDA for installed on
+    the system, which a folder of cuRAND makes it do. Then it expects the runtime and cuBLAS to be loaded.
+    """
+    curand = _wheel("curand")
+    if _wheel("cu13") is not None or _wheel("cuda_runtime") is None or curand is None or "CURAND_HOME" in os.environ:
+        yield
         return
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for library in Path(folder).glob("lib/libnccl.so.*"):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    _preload("cuda_runtime", "libcudart.so.*")
+    _preload("cublas", "libcublas*.so.*")
+    os.environ["CURAND_HOME"] = str(curand)
+    try:
+        yield
+    finally:
+        del os.environ["CURAND_HOME"]
+
+
+def _preload(wheel: str, libraries: str) -> None:
+    """Load libraries of an ``nvidia`` wheel, if it is installed, so that those that need them find them."""
+    folder = _wheel(wheel)
+    # cuBLAS needs cuBLASLt, which comes first in this order.
+    for library in sorted((folder / "lib").glob(libraries), reverse=True) if folder is not None else ():
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _wheel(name: str) -> Path | None:
+    """Return the folder of an ``nvidia`` wheel, or None."""
+    try:
+        spec = importlib.util.find_spec(f"nvidia.{name}")
+    except ModuleNotFoundError:
+        return None
+    return None if spec is None else Path(next(iter(spec.submodule_search_locations or ()), ""))
 
 
 def runs_as_plain_jax() -> bool:
