@@ -88,7 +88,8 @@ with tempfile.TemporaryDirectory() as work:
     save_huggingface(state.model, tuned, like=base)
     print("written:", ", ".join(sorted(path.name for path in tuned.iterdir())))
     tokens, _ = batch(jax.random.key(1000))
-    ours = np.asarray(load_huggingface(tuned)(tokens))
+    with jax.default_matmul_precision("highest"):  # a GPU would round fp32 operands to TF32
+        ours = np.asarray(load_huggingface(tuned)(tokens))
     if HAS_TRANSFORMERS:
         import torch
         from transformers import LlamaForCausalLM
