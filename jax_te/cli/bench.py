@@ -104,6 +104,10 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--calls", type=SIZE.parse, default=10, help="calls in a round")
     add("--output", metavar="FILE", help="write the rows to this JSON file")
     add("--hlo", metavar="DIR", help="write the compiled programs to this folder")
+    _add_model_options(parser)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
     # Only what is given is set, so that it can be refused where there is no --model.
     add = parser.add_argument_group("with --model", argument_default=argparse.SUPPRESS).add_argument
     add("--stack", nargs="+", choices=STACKS, help="forms of the layer stack (default: unrolled)")
