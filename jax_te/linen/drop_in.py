@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,7 +92,8 @@ def dequantize_model(model: nn.Module) -> Any:
 def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
     """Return which layers of a model recipes quantize, and why others stay in high precision.
 
-    Call it under the recipe that is to be in force.
+    Call it under the recipe that is to be in force. It warns of rules that fit no layer, which `quantize_model` cannot:
+    a Linen model has its layers when it is called.
 
     Args:
         model: of `quantize_model`. It is traced, not run.
@@ -114,7 +116,10 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
         if leaf.ndim > 1 and str(path[-1].key) not in ("scale", "bias") and not ours and owner not in found:
             found[owner] = DropInLayer(owner, "-", why="it is none of Flax's linear layers")
-    return report_of([layer for layer in found.values() if layer is not None], rules)
+    report = report_of([layer for layer in found.values() if layer is not None], rules)
+    if report.unused_rules:
+        warnings.warn(f"rules that fit no layer: {', '.join(report.unused_rules)}", stacklevel=2)
+    return report
 
 
 def _unboxed(tree: Any) -> Any:
