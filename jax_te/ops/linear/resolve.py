@@ -188,7 +188,7 @@ def _linear_spec(
     if plan.reason is not None and stored and kernel.is_opaque and kernel.form.per_device:
         raise ValueError(
             f"{label}: its kernel was quantized on each device of a mesh, and here the devices cannot run it by "
-            f"themselves: {plan.reason}. Quantize it again where it is used (is_first_microbatch=None)"
+            f"themselves: {plan.reason}. Take another size, or quantize it where it is used (is_first_microbatch=None)"
         )
     sizes = {"input size": shape[-1], "output size": prod(kernel.shape[1:])}
     if lead is not None and state is not None and state["x"]["scale"].ndim:
