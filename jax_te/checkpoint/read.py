@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import json
 import logging
 import sys
@@ -45,26 +46,33 @@ class _QuietIfGivenUp(logging.Filter):
     They end at any time after that, in threads that nobody can wait for, so it stays in a process where a read failed.
     """
 
+    _stays = False
+
     def __enter__(self) -> None:
-        self._hook = sys.unraisablehook
-        sys.unraisablehook = self._tell
-        logging.getLogger("asyncio").addFilter(self)
+        self._hook = None if _QuietIfGivenUp._stays else sys.unraisablehook
+        if self._hook is not None:
+            sys.unraisablehook = self._tell
+            logging.getLogger("asyncio").addFilter(self)
 
     def __exit__(self, failed: object, *_: object) -> None:
-        if not failed:
+        if failed:
+            _QuietIfGivenUp._stays = True
+        elif self._hook is not None:
             sys.unraisablehook = self._hook
             logging.getLogger("asyncio").removeFilter(self)
 
     def _tell(self, found: sys.UnraisableHookArgs) -> None:
-        # Of TensorStore's threads: Python's own errors of this name have the object that could not be deleted.
-        if found.object is not None or not self._given_up(found.exc_value):
+        # Of TensorStore's threads there is no object, of what Orbax awaits the coroutine: Python's own errors of this
+        # name have the object that could not be deleted.
+        ours = found.object is None or inspect.iscoroutine(found.object)
+        if self._hook is not None and not (ours and self._given_up(found.exc_value)):
             self._hook(found)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not ("never retrieved" in record.msg and record.exc_info and self._given_up(record.exc_info[1]))
 
     def _given_up(self, error: BaseException | None) -> bool:
-        return any(text in str(error) for text in ("tensorstore", "Event loop is closed"))
+        return any(text in str(error).lower() for text in ("tensorstore", "event loop is closed"))
 
 
 def _damage(error: Exception) -> str:

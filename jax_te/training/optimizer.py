@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from jax_te.config.internal import checked
-from jax_te.quantize import QuantizedKernel
+from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created
@@ -103,7 +103,8 @@ class Optimizer(nnx.Optimizer):
 
         Args:
             model: as given at creation, with the values of now.
-            grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled.
+            grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled. Those of quantizer
+                states, which `nnx.value_and_grad` gives beside the others if it is asked for, are their next values.
             kwargs: what ``tx`` asks for besides, e.g. ``value=loss``.
 
         Returns:
@@ -117,6 +118,10 @@ class Optimizer(nnx.Optimizer):
         tx = optax.with_extra_args_support(self.tx)
         new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **nnx.as_pure(kwargs))
         nnx.update(model, as_created(select(finite, parameters_of(new, params, model), params)))
+        states = nnx.state(grads, QuantizerState)
+        if jax.tree.leaves(states):
+            before = nnx.state(model, QuantizerState)
+            nnx.update(model, select(finite, write_back(before, states), before))
         values = dict(nnx.to_flat_state(new))
         _write(self.masters, [values[path] for path, _ in nnx.to_flat_state(self.masters)], finite)
         _write(self.opt_state, new_opt_state, finite)

@@ -194,7 +194,7 @@ def test_a_mismatch_is_no_damage(folder):
 RESTORE = """
 import sys, jax, jax.numpy as jnp
 from jax_te.checkpoint import TrainCheckpointer
-part = {str(i): jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(30)}
+part = {str(i): jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(30)}
 for _ in range(3):
     with TrainCheckpointer(sys.argv[1]) as checkpointer:
         print(checkpointer.restore({"params": part, "opt": part})[2])
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
     """And not what Orbax's other reads say, which end at any time after the one that failed."""
     with TrainCheckpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3):
-            part = {str(i): jnp.full((64, 64), float(i)) for i in range(30)}
+            part = {str(i): jnp.full((512, 512), float(i)) for i in range(30)}
             checkpointer.save({"params": part, "opt": part}, None, step)
     for step, damage in ((2, os.unlink), (3, truncate)):
         for file in (tmp_path / str(step)).glob("*/d/*"):

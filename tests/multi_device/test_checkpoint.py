@@ -171,7 +171,7 @@ def test_damage_is_agreed_upon(saved, tmp_path):
     for case in CASES:
         shutil.copytree(saved / "host", tmp_path / case)
     values = max(
-        (tmp_path / CASES[1] / "2" / "params").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size
+        (tmp_path / CASES[1] / "2" / "params").rglob("d/*"), key=lambda path: path.is_file() and path.stat().st_size
     )
     values.write_bytes(bytes(values.stat().st_size))
     told = [finished.result for finished in run_processes(2, restore_damaged, (tmp_path,), devices=2)]

@@ -215,3 +215,20 @@ def test_what_is_refused():
         value_and_grad(lambda model, x: model(x))(build(), X)
     with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match=r"wi_kernel is stored quantized.*fp8_param"):
         Optimizer(quantize_parameters(build()), optax.sgd(0.1))
+
+
+def test_next_quantizer_states_among_the_gradients_are_written_back():
+    """Of Flax's own ``value_and_grad``, asked for them as well."""
+    x, wrt = jnp.linspace(-2.0, 3.0, 16 * 16).reshape(16, 16), nnx.DiffState(0, nnx.Any(nnx.Param, QuantizerState))
+    ways: list[Any] = [value_and_grad, lambda loss: nnx.value_and_grad(loss, argnums=wrt)]
+    states = []
+    with autocast(DelayedScaling(amax_history_len=4)):
+        for differentiated in ways:
+            model = Linear(16, 16, rngs=nnx.Rngs(0))
+            optimizer = Optimizer(model, optax.sgd(0.1))
+            for _ in range(3):
+                _, grads = differentiated(lambda model: jnp.mean(model(x) ** 2))(model)
+                optimizer.update(model, grads)
+            states.append(nnx.to_pure_dict(nnx.state(model)))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, *states))
+    assert max(float(leaf.max()) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, QuantizerState)))) > 1
