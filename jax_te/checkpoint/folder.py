@@ -40,6 +40,8 @@ def checked_folder(given: str | os.PathLike[str]) -> Path:
         refused = "has a backslash, or a character that is not Unicode, in its absolute path"
     elif f"{path}/".startswith(CLOUDS) or any(part.endswith(":") for part in path.parts):
         refused = "looks like the address of a service, not a folder"
+    elif not os.fspath(given):  # pathlib reads it as the working directory, which nobody means by it
+        refused = "names none"
     if refused:
-        raise ValueError(f"checkpoints need a folder, and {given} {refused}; give another one")
+        raise ValueError(f"checkpoints need a folder, and {given or repr(given)} {refused}; give another one")
     return path
