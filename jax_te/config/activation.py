@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from jax_te.config.checks import check_annotations
+
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),
     "geglu": ("gelu", "linear"),
@@ -79,7 +81,7 @@ class ActivationParams:
         linear_offset: added to the second component.
 
     Raises:
-        ValueError: for a limit that is not positive.
+        ValueError: for a limit that is not positive, and for what is no finite number.
 
     Source: ``transformer_engine.jax.cpp_extensions.activation.ClampedSwigluParams``; the GPT-OSS models.
 
@@ -92,5 +94,6 @@ class ActivationParams:
     linear_offset: float = 1.0
 
     def __post_init__(self) -> None:
+        check_annotations(self, ActivationParams)
         if not self.limit > 0.0:
             raise ValueError(f"limit must be > 0, got {self.limit!r}")

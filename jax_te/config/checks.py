@@ -72,11 +72,17 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_rate(**rates: float) -> None:
-    """Raise ValueError for a probability outside [0, 1)."""
+    """Raise ValueError for what is no number, and for a probability outside [0, 1)."""
+    check_number(**rates)
     for name, rate in rates.items():
-        # Written so that nan, for which every comparison is False, is refused as well.
+        # Written so that an array's nan, for which every comparison is False, is refused as well.
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"{name} must be in [0, 1), got {rate!r}")
+
+
+def check_number(**numbers: float) -> None:
+    """Raise ValueError for what is no finite number."""
+    _check_kind(float, False, **numbers)
 
 
 def check_bool(**flags: object) -> None:
@@ -169,9 +175,11 @@ def _checks(annotated: Any) -> dict[str, Callable[..., None]]:
     for name, hint in get_type_hints(annotated).items():
         kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
         optional, others = type(None) in kinds, [kind for kind in kinds if kind is not type(None)]
+        if len(others) != 1:
+            continue  # a name or an object: the function itself checks it
         if names := _names_in(hint):
             checks[name] = functools.partial(check_choice, (None, *names) if optional else names)
-        elif len(others) == 1 and others[0] in _KINDS:
+        elif others[0] in _KINDS:
             checks[name] = functools.partial(_check_kind, others[0], optional)
     return checks
 

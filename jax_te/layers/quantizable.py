@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from jax_te.config.internal import check_bool
 from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.ops.internal import WgradProbe
@@ -150,7 +151,12 @@ class QuantizableModule(TrainingMode):
 
         Raises:
             ValueError: if a cached kernel is asked for and there is none.
+            TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
+        first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
+        # Asked here, so that the usual call makes no call of its own.
+        if not (first is None or isinstance(first, bool)):
+            check_bool(is_first_microbatch=first)
         state, own = nnx.as_pure(getattr(self, self.kernels[kernel])), getattr(self, kernel)
         if own is None or given is not None:
             value: Any = given
@@ -160,7 +166,6 @@ class QuantizableModule(TrainingMode):
             value = own.get_value()
             if isinstance(value, QuantizedKernel):
                 value = value.of_layer(len(self.axes_of(kernel)))
-        first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
         cache: Any = getattr(self, f"{kernel}_cache")
         if first is None and cache is None:
             return LinearWeights(value, bias, state)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_annotations, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,9 @@ class LinearScaling:
 
     Args:
         factor: ratio of the new context to the original one, >= 1.
+
+    Raises:
+        ValueError: for a factor below 1.
 
     Source: Chen et al. 2023, "Extending context window of large language models via positional interpolation";
     Megatron-Core's ``seq_len_interpolation_factor``.
@@ -28,7 +31,7 @@ class LinearScaling:
     amplitude = 1.0  # of the cosines and sines; no field
 
     def __post_init__(self) -> None:
-        _check_factor(self.factor)
+        _check_fields(self)
 
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``."""
@@ -64,7 +67,7 @@ class Llama3Scaling:
     amplitude = 1.0
 
     def __post_init__(self) -> None:
-        _check_factor(self.factor)
+        _check_fields(self)
         check_positive(original_max_position_embeddings=self.original_max_position_embeddings)
         if not 0.0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
@@ -115,7 +118,7 @@ class YarnScaling:
     round_range: bool = True
 
     def __post_init__(self) -> None:
-        _check_factor(self.factor)
+        _check_fields(self)
         check_positive(original_max_position_embeddings=self.original_max_position_embeddings)
         if not 0.0 < self.beta_slow < self.beta_fast:
             raise ValueError(
@@ -155,6 +158,8 @@ RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
 """Types of the argument ``scaling`` of `rotary_embedding`."""
 
 
-def _check_factor(factor: float) -> None:
-    if not factor >= 1.0:
-        raise ValueError(f"factor must be >= 1, got {factor!r}")
+def _check_fields(scaling: LinearScaling | Llama3Scaling | YarnScaling) -> None:
+    """Raise ValueError for a factor below 1, and ValueError or TypeError for a field of another kind."""
+    check_annotations(scaling, type(scaling))
+    if not scaling.factor >= 1.0:
+        raise ValueError(f"factor must be >= 1, got {scaling.factor!r}")

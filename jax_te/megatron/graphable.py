@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import checked
 from jax_te.layers import Rotary
 from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
@@ -17,6 +18,7 @@ from jax_te.sharding import constrain
 from jax_te.typing import Array
 
 
+@checked
 class GraphableMegatronModule(MegatronModule):
     """A module whose calls outside of ``jax.jit`` run as graphs, captured once; a subclass defines ``forward``.
 
@@ -45,6 +47,7 @@ class GraphableMegatronModule(MegatronModule):
 
     Raises:
         AssertionError: unless ``config`` is a TransformerConfig.
+        ValueError: for a ``vp_stage`` that is no integer.
 
     Source: ``megatron.core.transformer.module.GraphableMegatronModule``.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_te.config.internal import brief
+from jax_te.config.internal import brief, check_annotations
 from jax_te.megatron.yaml_file import read_yaml
 from jax_te.recipe.internal import first_rule
 
@@ -29,6 +29,10 @@ class MatchContext:
         module_path: dotted path in the model.
         layer_number: index of the module's layer, from 0 within the pipeline stage; None outside the layers.
 
+    Raises:
+        TypeError: for a path that is no text.
+        ValueError: for a layer number that is no integer >= 0.
+
     Source: ``megatron.core.quantization.quant_config.MatchContext``.
 
     >>> MatchContext("layers.1.proj", 1).layer_number
@@ -37,6 +41,13 @@ class MatchContext:
 
     module_path: str
     layer_number: int | None = None
+
+    def __post_init__(self) -> None:
+        check_annotations(self, MatchContext)
+        if not isinstance(self.module_path, str):
+            raise TypeError(f"module_path must be text, such as 'layers.0.mlp', got {self.module_path!r}")
+        if self.layer_number is not None and self.layer_number < 0:
+            raise ValueError(f"layer_number must be >= 0, or None outside the layers, got {self.layer_number!r}")
 
 
 @dataclass(frozen=True)

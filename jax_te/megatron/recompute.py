@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from jax_te.config.internal import check_bool
 from jax_te.layers.internal import check_tp_group
 from jax_te.random import RNGStatesTracker, StreamState
 from jax_te.remat import remat
@@ -33,7 +34,8 @@ def te_checkpoint(
         *args, **kwargs: of ``forward_func``.
 
     Raises:
-        TypeError: for another ``tp_group``, or a ``get_rng_state_tracker`` that does not give a tracker.
+        TypeError: for another ``tp_group``, a ``distribute_saved_activations`` that is not True or False, or a
+            ``get_rng_state_tracker`` that does not give a tracker.
         ValueError: as `jax_te.remat.remat`.
         RuntimeError: if ``forward_func`` forks a stream of a tracker from outside of the function that is being traced.
 
@@ -43,6 +45,7 @@ def te_checkpoint(
     >>> jax.grad(loss)(jnp.zeros(2)).tolist()
     [1.0, 1.0]
     """
+    check_bool(distribute_saved_activations=distribute_saved_activations)
     check_tp_group(tp_group)
     # Called outside of the checkpointed function, whose argument the tracker's states are.
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.tree_util import register_pytree_with_keys_class
 
-from jax_te.config.internal import log_hints
+from jax_te.config.internal import checked, log_hints
 from jax_te.random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
@@ -20,6 +20,7 @@ from jax_te.random import (
 
 
 @register_pytree_with_keys_class
+@checked
 class TECudaRNGStatesTracker(RNGStatesTracker):
     """`jax_te.random.RNGStatesTracker` under Megatron's name.
 
@@ -30,6 +31,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
     Raises:
         RuntimeError: from `add`, for a name or seed that is taken.
         KeyError: from `fork`, for an unknown stream.
+        TypeError: for a flag that is not True or False.
 
     Source: ``megatron.core.extensions.transformer_engine.TECudaRNGStatesTracker``.
 
@@ -78,6 +80,7 @@ class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
 _tracker: TECudaRNGStatesTracker | None = None
 
 
+@checked
 def initialize_rng_tracker(
     use_te_rng_tracker: bool = False,
     inference_rng_tracker: bool = False,
@@ -90,6 +93,9 @@ def initialize_rng_tracker(
         use_te_rng_tracker, use_cudagraphable_rng: choose between CUDA implementations in Megatron; without effect.
         inference_rng_tracker: the tracker is an `InferenceCudaRNGStatesTracker`, which draws nothing.
         force_reset: replace an existing tracker.
+
+    Raises:
+        TypeError: for a flag that is not True or False.
 
     Source: ``megatron.core.tensor_parallel.random.initialize_rng_tracker``.
 

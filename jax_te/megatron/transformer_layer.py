@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_te import layers
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import check_choice, check_positive
 from jax_te.megatron.attention import is_layer_window_attention
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
@@ -99,7 +100,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for another mask type, and a layer number that the stack does not have.
+        ValueError: for another mask or layer type, a ``vp_stage`` that is no integer, and a layer number that the stack
+            does not have.
 
     Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
 
@@ -123,7 +125,9 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         rngs: nnx.Rngs,
     ):
         GraphableMegatronModule.__init__(self, config, vp_stage)
-        if not 1 <= layer_number <= config.num_layers:
+        check_choice(("encoder", "decoder"), layer_type=layer_type)
+        check_positive(layer_number=layer_number)
+        if layer_number > config.num_layers:
             raise ValueError(f"layer_number must be in [1, num_layers = {config.num_layers}], got {layer_number!r}")
         if self_attn_mask_type not in ("causal", "no_mask", "arbitrary"):
             raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.config import ACTIVATIONS, TransformerConfig
+from jax_te.config.internal import check_annotations, check_positive
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -76,6 +77,9 @@ class StepWork:
         flops: see `train_flops`. None: unknown.
         peak: FLOP/s of one device, see `peak_flops`. None: unknown.
 
+    Raises:
+        ValueError: unless all are > 0, ``tokens`` and ``devices`` integers.
+
     >>> work = StepWork(tokens=4096, devices=2, flops=1e15, peak=1e15)
     >>> work.rates(2.0)
     {'tokens_per_second': 2048.0, 'tokens_per_second_per_device': 1024.0, 'mfu': 0.25}
@@ -85,6 +89,13 @@ class StepWork:
     devices: int = 1
     flops: float | None = None
     peak: float | None = None
+
+    def __post_init__(self) -> None:
+        check_annotations(self, StepWork)
+        check_positive(tokens=self.tokens, devices=self.devices)
+        for name, value in (("flops", self.flops), ("peak", self.peak)):
+            if value is not None and not value > 0.0:
+                raise ValueError(f"{name} must be a number > 0, or None if it is not known, got {value!r}")
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return metrics of a step that took so long; ``mfu``, a fraction, only if FLOPs and peak are known."""

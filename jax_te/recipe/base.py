@@ -21,6 +21,9 @@ class MMParams:
             stay in the tensor core's accumulator, which keeps fewer bits on Hopper ("fast"). Only GPUs of compute
             capability 9.0 (and 8.9) differ; everything else always accumulates in fp32.
 
+    Raises:
+        TypeError: for a flag that is not True or False.
+
     Source: ``transformer_engine.common.recipe.MMParams``.
 
     >>> MMParams(use_split_accumulator=False)
@@ -28,6 +31,9 @@ class MMParams:
     """
 
     use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        check_annotations(self, MMParams)
 
 
 @dataclass(frozen=True)

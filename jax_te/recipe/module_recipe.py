@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from jax_te.config.internal import check_annotations
 from jax_te.recipe.base import Recipe
 
 
@@ -21,6 +22,9 @@ class ModuleRecipe:
         override_nonquantized_autocast: take effect where nothing is quantized. False by default, so that a rule for all
             modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and last layers.
         fp8_param, fp4_param: hold the module's kernels in the quantized form, see ``create_train_state``.
+
+    Raises:
+        TypeError: for what is no recipe, and a flag that is not True or False.
 
     Source: Megatron-Core's ``TEQuantizationParams`` and the autocast helpers beside it.
 
@@ -38,6 +42,7 @@ class ModuleRecipe:
     fp4_param: bool = False
 
     def __post_init__(self) -> None:
+        check_annotations(self, ModuleRecipe)
         for name in ("training", "evaluation"):
             value = getattr(self, name)  # None is a value here: high precision
             if not (value is None or isinstance(value, Recipe) or (name == "evaluation" and value == "training")):

@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
+from jax_te.config.internal import check_annotations
 from jax_te.sharding.program import Moved, collectives_of
 
 COMBINED_BYTES = 30 * 1024 * 1024 + 7
@@ -81,6 +82,7 @@ class Network:
     latency: float = 8.4e-6
 
     def __post_init__(self) -> None:
+        check_annotations(self, Network)
         for field in fields(self):
             value, low = getattr(self, field.name), 0 if field.name == "latency" else math.ulp(0.0)
             if not low <= value < math.inf:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_annotations, check_positive
 from jax_te.typing import Array, PyTree
 
 
@@ -47,6 +47,9 @@ class ConstantLossScale(LossScale):
     Args:
         scale: finite, > 0.
 
+    Raises:
+        ValueError: for another scale.
+
     Source: ``megatron.core.optimizer.grad_scaler.ConstantGradScaler``.
 
     >>> float(ConstantLossScale(scale=4.0).scale_loss(jnp.float32(0.5)))
@@ -56,6 +59,7 @@ class ConstantLossScale(LossScale):
     scale: float = field(default=1.0, metadata={"static": True})
 
     def __post_init__(self) -> None:
+        check_annotations(self, ConstantLossScale)
         if not (math.isfinite(self.scale) and self.scale > 0.0):
             raise ValueError(f"scale must be finite and > 0, got {self.scale!r}")
 
@@ -110,6 +114,7 @@ class DynamicLossScale(LossScale):
     hysteresis_tracker: Array = field(init=False)
 
     def __post_init__(self) -> None:
+        check_annotations(self, DynamicLossScale)
         check_positive(growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         if not (math.isfinite(self.growth_factor) and self.growth_factor > 1.0):
             raise ValueError(f"growth_factor must be finite and > 1, got {self.growth_factor!r}")

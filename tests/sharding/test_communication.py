@@ -307,7 +307,7 @@ def test_a_report_adds_up() -> None:
         ("latency=1,latency=2", "'latency' in .* is given twice"),
         ("intra_host=fast", "intra_host needs a number, got 'fast'"),
         ("intra_host=0", "intra_host must be a number > 0"),
-        ("intra_host=nan", "intra_host must be a number > 0"),
+        ("intra_host=nan", "intra_host must be a finite number, got nan"),
         ("latency=-1", "latency must be a number >= 0"),
         ("devices_per_host=0", "devices_per_host must be a number > 0"),
     ],

@@ -131,5 +131,5 @@ def test_options_outside_their_range(options):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_constant_scale_outside_its_range(scale):
-    with pytest.raises(ValueError, match="finite and > 0"):
+    with pytest.raises(ValueError, match=r"scale must be (finite and > 0|a finite number), got"):
         ConstantLossScale(scale=scale)

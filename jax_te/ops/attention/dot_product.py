@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te.config.internal import check_rate
+from jax_te.config.internal import check_bool, check_number, check_rate
 from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
@@ -92,9 +92,10 @@ def dot_product_attention(
 
     Raises:
         ValueError: for shapes that do not agree, and for an array that is missing or unused; for sizes that do not
-            divide over the context axis, and options that the kind of exchange does not have.
+            divide over the context axis, and options that the kind of exchange does not have; for numbers that are
+            not finite.
         TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
-            integers.
+            integers, and a ``return_max_logit`` that is not True or False.
         BackendUnavailableError: if ``backend`` was named and has no kernel for this call; the message says why.
 
     Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups); Beltagy
@@ -105,8 +106,15 @@ def dot_product_attention(
     >>> dot_product_attention((q, q, q)).shape
     (1, 4, 2, 8)
     """
-    if dropout_rate != 0.0:
+    # Asked here, so that the usual call, without dropout and softcap, makes no call of its own.
+    if type(dropout_rate) is not float or dropout_rate != 0.0:
         check_rate(dropout_rate=dropout_rate)
+    if not (scale is None or (type(scale) is float and isfinite(scale))):
+        check_number(scale=scale)
+    if logit_softcap is not None:
+        check_number(logit_softcap=logit_softcap)
+    if return_max_logit is not False:
+        check_bool(return_max_logit=return_max_logit)
     # Without a key nothing is dropped, and backends that have no dropout can run the call.
     spec = attention_spec(
         qkv,
@@ -126,7 +134,8 @@ def dot_product_attention(
     # The same array, not a copy: identity is how `same_lengths` knows that both lengths agree.
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
-    mesh, sharding, asked = jax.sharding.get_abstract_mesh(), None, backend or ambient_backend.value
+    mesh, sharding = jax.sharding.get_abstract_mesh(), None
+    asked = ambient_backend.value if backend is None else backend
     if 0 in (spec.batch, spec.q_length, spec.kv_length):
         chosen = primitives("xla")  # zeros: no kernel has anything to compute
     elif mesh.empty:

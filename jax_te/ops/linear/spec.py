@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams
-from jax_te.config.internal import activation_parts
+from jax_te.config.internal import activation_parts, check_annotations
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.quantize import GemmState, Observer, QuantizedKernel
 from jax_te.quantize.internal import Precision
@@ -35,8 +35,7 @@ class NormSpec:
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("layernorm", "rmsnorm"):
-            raise ValueError(f"kind must be 'layernorm' or 'rmsnorm', got {self.kind!r}")
+        check_annotations(self, NormSpec)
         if not self.epsilon > 0.0:
             raise ValueError(f"epsilon must be > 0, got {self.epsilon!r}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_choice, check_float, check_rate
+from jax_te.config.internal import check_annotations, check_choice, check_float, check_rate
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 
@@ -33,11 +33,12 @@ class LossOptions:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_rate(label_smoothing=self.label_smoothing)
         index = self.ignore_index
         # bool is a subclass of int: True would pass as 1.
         if index is not None and (type(index) is not int or not -(2**31) <= index < 2**31):
             raise ValueError(f"ignore_index must be an int32, as labels are, or None, got {index!r}")
+        check_annotations(self, LossOptions)
+        check_rate(label_smoothing=self.label_smoothing)
 
     def ignored(self, labels: Array) -> Array:
         """Return bool ``[...]``, which of the labels ``[...]`` are ignored."""

@@ -143,7 +143,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="reduction must be one of 'none', 'sum', 'mean', got 'avg'"):
             loss(form, x, kernel, reduction="avg")
     for smoothing in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got"):
+        with pytest.raises(ValueError, match=r"label_smoothing must be (in \[0, 1\)|a finite number), got"):
             LossOptions(label_smoothing=smoothing)
     with without_type_checker():
         for index in (True, 1.0, "pad", 2**31):

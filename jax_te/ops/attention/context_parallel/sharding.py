@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jax_te.config import CP_COMM_TYPES
+from jax_te.config.internal import check_annotations
 from jax_te.ops.attention.spec import AttentionSpec, MaskType
 from jax_te.sharding.internal import MeshAxes, free_axes, mesh_dims
 from jax_te.typing import LogicalAxes
@@ -31,6 +32,7 @@ class ContextParallel:
 
     Raises:
         ValueError: for an unknown type, or sizes that are not two positive integers.
+        TypeError: for a flag that is not True or False.
 
     >>> ContextParallel(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 4)).cp_load_balanced
     False
@@ -41,16 +43,19 @@ class ContextParallel:
     cp_load_balanced: bool = False
 
     def __post_init__(self) -> None:
+        check_annotations(self, ContextParallel)
         if self.cp_comm_type not in CP_COMM_TYPES:
             raise ValueError(f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)}, got {self.cp_comm_type!r}")
         sizes = self.hierarchical_context_parallel_sizes
         if sizes is None:
             return
-        object.__setattr__(self, "hierarchical_context_parallel_sizes", tuple(sizes))
-        if len(sizes) != 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        # bool is a subclass of int: True would pass as 1.
+        numbers = tuple(sizes) if isinstance(sizes, list | tuple) else ()
+        if len(numbers) != 2 or not all(type(size) is int and size >= 1 for size in numbers):
             raise ValueError(
                 f"hierarchical_context_parallel_sizes must be (a2a ranks, p2p ranks), two integers >= 1, got {sizes!r}"
             )
+        object.__setattr__(self, "hierarchical_context_parallel_sizes", numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
