@@ -55,9 +55,11 @@ class _QuietIfGivenUp(logging.Filter):
             logging.getLogger("asyncio").addFilter(self)
 
     def __exit__(self, failed: object, *_: object) -> None:
+        if self._hook is None:
+            return
         if failed:
             _QuietIfGivenUp._stays = True
-        elif self._hook is not None:
+        else:
             sys.unraisablehook = self._hook
             logging.getLogger("asyncio").removeFilter(self)
 

@@ -43,6 +43,7 @@ from jax_te.sharding import make_mesh
 
 RECIPES = ["none", "delayed", "current"]
 DEFAULT_SHAPE: Shape = (4, 2048, 4096, 32, 16384)
+CALLS = 10
 STACKS = ("unrolled", "scanned")
 MODEL_DEFAULTS = {
     "stack": [STACKS[0]],
@@ -101,7 +102,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     model += "given. Ratios are to a recipe's first row that ran, peak_gib is a device's arguments and temporary arrays"
     add("--model", choices=tuple(PRESETS), help=model)
     add("--rounds", type=SIZE.parse, default=7, help="rounds of measurement; the median counts")
-    add("--calls", type=SIZE.parse, default=10, help="calls in a round")
+    add("--calls", type=SIZE.parse, default=CALLS, help="calls in a round")
     add("--output", metavar="FILE", help="write the rows to this JSON file")
     add("--hlo", metavar="DIR", help="write the compiled programs to this folder")
     _add_model_options(parser)
@@ -205,9 +206,11 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
             "--model measures whole train steps at the preset's sizes; leave out --modules, --shape, "
             "--context-parallel and --hlo"
         )
-    if args.checkpoints is not None and {"stack", "recompute", "peer", "loss_chunks", "pipeline"} & {*given}:
+    of_steps = {"stack", "recompute", "peer", "loss_chunks", "batch", "pipeline"} & {*given}
+    if args.checkpoints is not None and (of_steps or args.microbatches is not None or args.calls != CALLS):
         raise ValueError(
-            "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --pipeline"
+            "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --batch, --pipeline, "
+            "--microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args.model, alone=args.mesh is None and args.microbatches is None)

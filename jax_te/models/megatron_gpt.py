@@ -222,19 +222,29 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if not self._is_whole:
             if cache is not None:
                 raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
-            return self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
-        if decoder_input is not None or input_ids is None:
+            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
+        elif decoder_input is not None or input_ids is None:
             raise ValueError(
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
-        if labels is not None:
+        elif labels is not None:
             return self.loss(input_ids, labels, None, dropout_key, reduction="none", positions=position_ids)
-        out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
+        else:
+            out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
+        if labels is not None or not self.post_process:
+            return out
         if not (runtime_gather_output or (runtime_gather_output is None and not self.parallel_output)):
             return out
         logits, *more = out if isinstance(out, tuple) else (out,)
         logits = constrain(logits, ("batch", "sequence", None))
         return (logits, *more) if more else logits
+
+    def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
+        if not self._is_whole:
+            raise ValueError(
+                "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
+            )
+        return super()._hidden(tokens, positions, dropout_key)
 
     def _stage(
         self,
@@ -247,7 +257,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
         if not self.pre_process:
-            x = self._taken_input() if x is None else x
+            x = self._checked_input(self._taken_input() if x is None else x)
             tokens = jnp.zeros(x.shape[:2], jnp.int32)
         elif tokens is None or x is not None:
             raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
@@ -279,12 +289,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """
         if isinstance(input_tensor, list | tuple):
             (input_tensor,) = input_tensor
-        shape, size = getattr(input_tensor, "shape", None), self.config.hidden_size
         if self.pre_process and input_tensor is not None:
-            raise ValueError(f"input_tensor must be None, got shape {shape}: pre_process=True, which takes input_ids")
-        if input_tensor is not None and (shape is None or len(shape) != 3 or shape[-1] != size):
-            raise ValueError(f"input_tensor must be hidden states [b, s, {size}], got shape {shape}")
-        self.input_tensor = nnx.data(input_tensor)
+            raise ValueError(
+                f"input_tensor must be None, got {type(input_tensor).__name__}: a first stage takes input_ids"
+            )
+        self.input_tensor = nnx.data(None if input_tensor is None else self._checked_input(input_tensor))
+
+    def _checked_input(self, x: Any) -> Array:
+        shape, size = getattr(x, "shape", None), self.config.hidden_size
+        if shape is None or len(shape) != 3 or shape[-1] != size:
+            raise ValueError(f"a stage's input must be hidden states [b, s, {size}], got shape {shape}")
+        return x
 
     def _taken_input(self) -> Array:
         x = self.input_tensor

@@ -120,7 +120,8 @@ def test_train_steps_on_a_mesh(capsys, states):
 
 
 def test_checkpoints(capsys, tmp_path):
-    status, found, _ = model_rows(capsys, "--recipes", "delayed", "--checkpoints", str(tmp_path / "new" / "folder"))
+    folder = tmp_path / "new" / "folder"
+    status, found, _ = model_rows(capsys, "--recipes", "delayed", "--checkpoints", str(folder), "--calls", "10")
     assert status == 0
     orbax, own = found
     assert (orbax["name"], own["name"]) == ("delayed, Orbax", "delayed, jax_te")
@@ -129,7 +130,7 @@ def test_checkpoints(capsys, tmp_path):
         assert 0 < row["blocked_s"] < row["save_s"]
         assert row["restore_ratio"] == pytest.approx(orbax["restore_s"] / row["restore_s"], rel=0.05)
         assert row["save_ratio"] == pytest.approx(orbax["save_s"] / row["save_s"], rel=0.05)
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_one_row_has_no_ratio():
@@ -201,6 +202,7 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--peer", "te"], "--peer te: not here"),
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
         (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
+        (["--checkpoints", "somewhere"], "--batch, --pipeline, --microbatches and --calls"),  # MODEL has --calls
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):

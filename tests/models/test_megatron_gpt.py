@@ -260,7 +260,7 @@ def test_wrappers_have_its_names_and_precision():
     half.load_state_dict(checkpoint)
     assert_bitwise(half.state_dict()[name], checkpoint[name].astype(jnp.bfloat16))
     half.set_input_tensor([None])
-    with pytest.raises(ValueError, match=r"input_tensor must be None, got shape \(1,\): pre_process=True"):
+    with pytest.raises(ValueError, match=r"input_tensor must be None, got ArrayImpl: a first stage"):
         half.set_input_tensor(jnp.ones(1))
 
 
@@ -397,7 +397,9 @@ def test_what_stages_refuse():
         (lambda: middle(TOKENS), "needs its input: call set_input_tensor before each call"),
         (lambda: first(decoder_input=x), "first stage takes input_ids, and no decoder_input"),
         (lambda: first.set_input_tensor(x), "input_tensor must be None"),
-        (lambda: last.set_input_tensor(TOKENS), r"input_tensor must be hidden states \[b, s, 32\], got shape \(2, 8\)"),
+        (lambda: last.set_input_tensor(TOKENS), r"input must be hidden states \[b, s, 32\], got shape \(2, 8\)"),
+        (lambda: last(decoder_input=x[0]), r"input must be hidden states \[b, s, 32\], got shape \(8, 32\)"),
+        (lambda: first.loss(TOKENS, TOKENS), "a stage of a pipeline is called, with labels"),
         (lambda: last(decoder_input=x, cache=()), "a stage of a pipeline takes no cache"),
         (lambda: build()(decoder_input=x), "a whole model takes input_ids"),
         (lambda: build("gpt2", config=dataclasses.replace(GPT2, num_layers=3), **STAGES[2]), "on the first stage"),
@@ -475,6 +477,13 @@ def test_arguments_of_a_call():
         whole, split = (
             jax.jit(lambda model, gather=gather: model(TOKENS, runtime_gather_output=gather))(model)
             for gather in (None, False)
+        )
+        assert whole.sharding.spec == P()
+        assert re.search("tensor", str(split.sharding.spec))
+        last, x = shard(stages("llama")[1][2]), jnp.ones((B, S, LLAMA.hidden_size))
+        whole, split = (
+            jax.jit(lambda stage, gather=gather: stage(decoder_input=x, runtime_gather_output=gather))(last)
+            for gather in (True, None)
         )
         assert whole.sharding.spec == P()
         assert re.search("tensor", str(split.sharding.spec))

@@ -75,7 +75,8 @@ def _wheel(name: str) -> Path | None:
         spec = importlib.util.find_spec(f"nvidia.{name}")
     except ModuleNotFoundError:
         return None
-    return None if spec is None else Path(next(iter(spec.submodule_search_locations or ()), ""))
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(folders[0]) if folders else None
 
 
 def runs_as_plain_jax() -> bool:
