@@ -341,7 +341,8 @@ def test_drop_ins_on_an_explicit_mesh_compute_what_they_do_without_one():
     def run(model: Any, variables: Any, x: Any) -> Any:
         with autocast(DELAYED):
             nnx_results = value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x))))(model, x)
-        with autocast(CURRENT):
+        # Otherwise each device has scales of its own.
+        with autocast(Float8CurrentScaling(amax_scope="whole")):
             return nnx_results, jax.value_and_grad(lambda v: jnp.sum(jnp.sin(linen.apply(v, x))))(variables)
 
     expected = jax.jit(run)(model, variables, x)
@@ -349,6 +350,41 @@ def test_drop_ins_on_an_explicit_mesh_compute_what_they_do_without_one():
         kernel = jax.device_put(model.kernel[...], jax.P(None, "model"))
         model.kernel.set_value(kernel)
         actual = jax.jit(run)(model, {"params": {"kernel": kernel}}, jax.device_put(x, jax.P("data")))
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
+
+
+SPLIT = {
+    "tensor": ({"embed": None, "heads": "model"}, True),
+    "fully sharded": ({"embed": "data", "heads": "model"}, True),
+    "mesh axes": ({}, True),
+    "second axis of a sum": ({"embed": None, "size": "model"}, False),
+    "no rule for the batch": ({"batch": None, "embed": None, "heads": "model"}, False),
+}
+
+
+@pytest.mark.parametrize(("rules", "on_devices"), SPLIT.values(), ids=SPLIT)
+def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_devices):
+    """A row-parallel layer over two axes of its input; else the compiler partitions it: the same values."""
+    names = (("heads", "size"), "embed") if rules else (("model", None), None)
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (*names[0], names[1]))
+    x = jax.random.normal(jax.random.key(0), (8, 16, 4, 16))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    run = value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x))))
+
+    def make() -> nnx.LinearGeneral:
+        with nnx.use_eager_sharding(False):
+            layer = nnx.LinearGeneral((4, 16), 32, axis=(-2, -1), kernel_init=init, rngs=nnx.Rngs(0))
+        quantize_model(layer)
+        return layer
+
+    with autocast(DELAYED):
+        expected = nnx.jit(run)(make(), x)
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules.items()):
+            actual = nnx.jit(run)(make(), jax.device_put(x, jax.P("data")))
+            layer = make()
+            assert layer.dot_general.kernel_axes == (*names[0], names[1])
+            assert ("shard_map" in str(jax.make_jaxpr(layer)(x))) == on_devices
     for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
 
@@ -369,6 +405,42 @@ def test_drop_ins_under_transformations_are_those_without():
         each = jnp.stack([layer(x) for x in X])
         np.testing.assert_array_equal(nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(layer, X), each)
         np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, X), layer(X))
+
+
+class Scanned(nn.Module):
+    """Layers of Flax in nn.scan, which hands on the collections that it lists alone."""
+
+    collections: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes=dict.fromkeys(self.collections, 0),
+            split_rngs={"params": True},
+            length=2,
+        )
+        return scan(nn.Dense(32, name="up"), x, None)[0]
+
+
+def test_a_scan_that_leaves_the_state_out_is_told_what_to_list():
+    listed, not_listed = (te.quantize_model(Scanned(names)) for names in (("params", STATE), ("params",)))
+    told = rf'nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}'
+    with autocast(CURRENT):
+        variables = not_listed.init(jax.random.key(0), X)  # without state, nothing has to be listed
+    with autocast(DELAYED):
+        made = listed.init(jax.random.key(0), X)
+        assert jax.tree.map(jnp.shape, made["params"]) == jax.tree.map(jnp.shape, variables["params"])
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(made[STATE])} == {2}
+        for call in (
+            lambda: not_listed.init(jax.random.key(0), X),
+            lambda: not_listed.apply(variables, X),
+            lambda: not_listed.apply(made, X),
+            lambda: te.prepare_quantization(not_listed, variables, DELAYED, X),
+            lambda: te.quantization_report(not_listed, X),
+        ):
+            with pytest.raises(QuantizerStateError, match=told):
+                call()
 
 
 STEPS = 3

@@ -24,7 +24,9 @@ class CudaGraphConfig:
             a module runs the calls that it was made to capture; ``"full_iteration"``: the whole step is one program,
             which `jax_te.training.make_train_step` under ``jax.jit`` is in any case, so modules capture nothing.
         cuda_graph_modules: what is captured: ``"full"``, an empty list or ``["attn", "mlp"]``, the whole layer. It
-            becomes ``()``. Parts of a layer are refused.
+            becomes ``()``. Parts of a layer are refused: Megatron captures parts where others cannot be captured,
+            such as experts, whose sizes change from step to step; here sizes are static, and XLA makes CUDA graphs of
+            the kernels inside of a program.
         cuda_graph_scope: the deprecated name of ``cuda_graph_modules``; its ``"full_iteration"`` is now a
             ``cuda_graph_impl``. It becomes None.
         enable_cuda_graph, external_cuda_graph: the deprecated names of ``cuda_graph_impl="local"`` and
@@ -86,7 +88,9 @@ class CudaGraphConfig:
         if tuple(sorted(modules)) not in _WHOLE_LAYER:
             raise ValueError(
                 f"cuda_graph_modules must be 'full', [] or ['attn', 'mlp'], which all are the whole layer, got "
-                f"{list(modules)}: a part of a layer is captured by making it a GraphableMegatronModule"
+                f"{list(modules)}. A captured layer is one XLA program, fused over the borders of its parts, "
+                "and XLA makes CUDA graphs of kernels (XLA_FLAGS=--xla_gpu_enable_command_buffer=... says of which). "
+                "Leave it at 'full'; to capture a module of your own apart, derive it from GraphableMegatronModule"
             )
         fill(self, "cuda_graph_modules", ())
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_te.layers.drop_in_mesh import GemmOrder, gemm_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.ops import LinearOptions, dense
+from jax_te.ops import LinearOptions, dense, explain_backend
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
 from jax_te.recipe.internal import own_recipe
 from jax_te.typing import Array
@@ -31,6 +32,9 @@ class DotGeneral(QuantizableModule):
     Args:
         recipe: recipe of this GEMM, in force whatever the ambient one is; or a `ModuleRecipe`, which says when. None:
             the ambient recipe.
+        kernel_axes: names of the kernel's axes, which rules give mesh axes, or mesh axes. `quantize_model` takes them
+            from the kernel's metadata. Where they say how the GEMMs lie on a mesh, each device runs its part, on
+            backend ``te``, too; else the compiler partitions them.
 
     Raises:
         TypeError: for another type of recipe.
@@ -52,8 +56,9 @@ class DotGeneral(QuantizableModule):
     attribute: ClassVar[str] = "dot_general"
     """The attribute of Flax's layers in which it stands; it adds nothing to the layer's path."""
 
-    def __init__(self, recipe: Recipe | ModuleRecipe | None = None):
+    def __init__(self, recipe: Recipe | ModuleRecipe | None = None, kernel_axes: Sequence[Any] | None = None):
         self._init_quantization()
+        self.kernel_axes = None if kernel_axes is None else tuple(kernel_axes)
         self.kernel = None  # each call is given one
         if recipe is not None:
             self.module_recipe = own_recipe(recipe)
@@ -96,10 +101,13 @@ class DotGeneral(QuantizableModule):
         out = _out_spec(lhs, rhs, rows, features) if out_sharding is None else out_sharding
         # The dtype of a GEMM's input is that of its output; quantized values do not change in a wider one.
         x = lhs if preferred_element_type is None else lhs.astype(preferred_element_type)
-        axes = ((*rows, *summed), (*kernel_summed, *features), len(summed))
-        options = LinearOptions(name=self.module_name, evaluation=self.deterministic)
-        gemm = functools.partial(_gemm, axes=axes, recipe=recipe, options=options)
-        # On a mesh the compiler partitions the GEMMs, as it does Flax's own: these arrays have no logical axes.
+        order = GemmOrder(rows, summed, kernel_summed, features)
+        found, backend = gemm_axes(lhs, rhs, order, self.kernel_axes), None
+        if found.why is not None:
+            # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
+            backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
+        options = LinearOptions(*found[:3], name=self.module_name, evaluation=self.deterministic)
+        gemm = functools.partial(_gemm, order=order, recipe=recipe, options=options, backend=backend)
         run: Any = gemm if out is None else jax.sharding.auto_axes(gemm, out_sharding=out)
         return run(x, rhs, self.gemm_state("kernel"))
 
@@ -108,7 +116,7 @@ class EinsumOp(DotGeneral):
     """``jnp.einsum`` of an input and a kernel whose GEMMs a recipe quantizes: the ``einsum_op`` of ``nnx.Einsum``.
 
     Args:
-        recipe: as of `DotGeneral`.
+        recipe, kernel_axes: as of `DotGeneral`.
 
     Raises:
         ValueError: when called under a recipe with an equation that is not one GEMM, and as `DotGeneral`.
@@ -246,13 +254,13 @@ def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, 
     return x, kernel, out, why
 
 
-def _gemm(x: Array, kernel: Array, state: Any, *, axes: Any, recipe: Recipe, options: LinearOptions) -> Array:
+def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:
     """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after both were brought into this order."""
-    x, kernel = jnp.transpose(x, axes[0]), jnp.transpose(kernel, axes[1])
-    if axes[2] != 1:
-        rows = x.ndim - axes[2]
-        x, kernel = x.reshape(*x.shape[:rows], -1), kernel.reshape(-1, *kernel.shape[axes[2] :])
-    return dense(x, kernel, recipe=recipe, state=state, options=options)
+    rows, summed, kernel_summed, features = order
+    x, kernel = jnp.transpose(x, (*rows, *summed)), jnp.transpose(kernel, (*kernel_summed, *features))
+    if len(summed) != 1:
+        x, kernel = x.reshape(*x.shape[: len(rows)], -1), kernel.reshape(-1, *kernel.shape[len(summed) :])
+    return dense(x, kernel, state=state, **options)
 
 
 def _others(x: Array, axes: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te.layers.drop_in import DotGeneral, FlaxLinear, flax_linear, size_reason
+from jax_te.layers.drop_in_mesh import kernel_names
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule, natural_order
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
@@ -161,6 +162,8 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
 def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:
     """Give a layer of Flax what quantizes it; None: what it had before."""
     if op is not None:
+        if op.kernel_axes is None:
+            op.kernel_axes = kernel_names(module.kernel, module.kernel.ndim - len(layer.stack))
         # Flax's constructor made the attribute static; a module with state is data.
         setattr(module, layer.op.attribute, nnx.data(op))
     elif isinstance(getattr(module, layer.op.attribute), DotGeneral):

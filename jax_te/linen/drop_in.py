@@ -181,7 +181,7 @@ def _quantizing(rules: Rules, found: dict[str, DropInLayer | None] | None = None
         if isinstance(module, nn.Einsum):
             return _einsum(module, own, *args, **kwargs)
         # For the time of this call: the module is the user's.
-        object.__setattr__(module, "dot_general_cls", functools.partial(DotGeneral, own))
+        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, _kernel_axes(module)))
         try:
             return run(*args, **kwargs)
         finally:
@@ -219,6 +219,13 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
     return layer
 
 
+def _kernel_axes(module: Any) -> tuple[Any, ...] | None:
+    """Return the names of a kernel's axes, once a layer of Flax has made it; None if it has none."""
+    box = module.scope.get_variable("params", "kernel")
+    names = box.names if isinstance(box, nn.Partitioned) else None
+    return None if names is None or len(names) != box.value.ndim else tuple(names)
+
+
 def _is_ours(module: Any) -> bool:
     """Whether a layer of Flax has a quantized GEMM already."""
     given = getattr(module, "dot_general_cls", None)
@@ -236,5 +243,5 @@ def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    y = EinsumOp(recipe)(equation, inputs, kernel, **options)
+    y = EinsumOp(recipe, _kernel_axes(module))(equation, inputs, kernel, **options)
     return y if bias is None else y + jnp.reshape(bias, [sizes.get(name, 1) for name in out])

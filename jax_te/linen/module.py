@@ -99,7 +99,7 @@ class LinenModule(nn.Module):
             raise QuantizerStateError(
                 f'{self._where()}: {error}\nIn Linen the state is the collection "{STATE}". To have it, call init '
                 "inside `with autocast(recipe):`, or jax_te.linen.prepare_quantization(model, variables, recipe, "
-                f'*inputs); and list "{STATE}" in variable_axes of nn.scan and nn.vmap'
+                f'*inputs); and list "{STATE}" {_IN_TRANSFORMS}'
             ) from error
         self._keep(before, collections_of(module, boxed=False))
         return result
@@ -127,7 +127,7 @@ class LinenModule(nn.Module):
                 if collection == STATE and not self.is_mutable_collection(STATE):
                     raise QuantizerStateError(
                         f"{_recipe_name()} needs quantizer state, and {self._where()} cannot make it here: list "
-                        f'"{STATE}" in mutable=, and in variable_axes of nn.scan and nn.vmap'
+                        f'"{STATE}" in mutable=, and {_IN_TRANSFORMS}'
                     )
                 self.put_variable(collection, name, value)
 
@@ -143,6 +143,9 @@ class LinenModule(nn.Module):
             if entry.name != "parent" and (value is not entry.default and value != entry.default):
                 shown.append(f"{entry.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+_IN_TRANSFORMS = f'in variable_axes of nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}'
 
 
 def _arguments(nnx_class: type[nnx.Module]) -> dict[str, inspect.Parameter]:

@@ -356,8 +356,8 @@ def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     return tuple([name for name, kind in types if kind != AxisType.Manual])
 
 
-def mesh_dims(axes: LogicalAxes, mesh: AbstractMesh) -> Dims:
-    """Return the mesh axes that shard each dimension of an array with these logical axes.
+def mesh_dims(axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh) -> Dims:
+    """Return the mesh axes that shard each dimension of an array with these logical axes, or this PartitionSpec.
 
     >>> mesh_dims(("batch", None, "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
     (('data', 'fsdp'), (), ('tensor',))

@@ -49,9 +49,9 @@ class Block(nnx.Module):
         return self.mlp(x + self.proj(y[:, :, 0] * 0.5 + y[:, :, 1] + y[:, :, 2]))
 
 
-def gradients(sequence_parallel: bool, mesh: Any) -> list[jax.Array]:
+def gradients(sequence_parallel: bool, mesh: Any, length: int = S) -> list[jax.Array]:
     graphdef, *parts = split_model(Block(sequence_parallel, nnx.Rngs(0)))
-    params, quantizers, rest, x, g = (*parts, draw("x", (B, S, H)), draw("g", (B, S, H)))
+    params, quantizers, rest, x, g = (*parts, draw("x", (B, length, H)), draw("g", (B, length, H)))
     if mesh is not None:
         params, quantizers, x, g = jax.device_put((params, quantizers, x, g), NamedSharding(mesh, P()))
 
@@ -79,6 +79,19 @@ def test_devices_of_a_mesh_give_what_one_gives(recipe: str, sequence_parallel: b
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == want.dtype
         assert relative_l2(jax.device_get(got), jax.device_get(want)) < 5e-6
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_each_device_pads_tokens_that_fp8_does_not_take(recipe: str, sequence_parallel: bool) -> None:
+    """10 of 40, which is no multiple of 16 either."""
+    with autocast(RECIPES[recipe]), use_backend("te"):
+        expected = gradients(sequence_parallel, None, 10)
+        mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2), axis_type="auto")
+        with jax.set_mesh(mesh):
+            found = gradients(sequence_parallel, mesh, 10)
+    for got, want in zip(found, expected, strict=True):
+        assert relative_l2(got, want) < 5e-6
 
 
 def test_shards_share_the_scales_that_they_share_in_plain_jax() -> None:

@@ -36,7 +36,7 @@ def dense(
             before the call, see `quantize_kernel`.
         bias: ``[*n]`` or None.
         recipe: None for high precision. FP8 needs ``k`` and ``prod(n)`` to be multiples of 16
-            (``recipe.alignment``). Another number of tokens is padded with zeros inside, on a mesh as one array.
+            (``recipe.alignment``). Another number of tokens is padded with zeros inside, on a mesh each device's.
         state: the recipe's state, if it has any; its gradient is its next value.
         grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
             its gradient, in its dtype.

@@ -107,8 +107,8 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState 
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if not dims:
         return _quantized(spec, role, x, state, axis=axis)
-    if not getattr(spec.precision, role).one_scale:
-        # Blocks of the whole tensor's rows may begin inside of a shard.
+    if not getattr(spec.precision, role).one_scale or spec.lead is not None:
+        # Blocks of the whole tensor's rows may begin inside of a shard; and rows are added behind all of a device's.
         return _quantized(spec, role, all_gather(x, dims), state, axis=axis)
     # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
     shard = _quantized(spec, role, x, state, axis=axis)
@@ -183,13 +183,13 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
     """Return ``x @ kernel + bias``; where the sum over ``k`` is sharded, all-reduced or reduce-scattered."""
     plan, operands = spec.plan, (x.read_by(spec, "fprop"), kernel.read_by(spec, "fprop"))
-    precise = spec.precision.split_accumulator[0]
-    if not plan.contracting_axes:
-        y = spec.backend.gemm_fprop(*operands, bias, precise)
-        y = y if spec.lead is None else unpad_rows(y, spec.lead)
-        return constrain(y, spec.options.out_axes) if plan.constrained else y
     # The bias once, behind the sum over the devices, not on each of them.
-    y = reduce_sum(spec.backend.gemm_fprop(*operands, None, precise), plan.contracting_axes, plan.out_reduce_scatter)
+    added = None if plan.contracting_axes else bias
+    y = spec.backend.gemm_fprop(*operands, added, spec.precision.split_accumulator[0])
+    y = y if spec.lead is None else unpad_rows(y, spec.lead)
+    if not plan.contracting_axes:
+        return constrain(y, spec.options.out_axes) if plan.constrained else y
+    y = reduce_sum(y, plan.contracting_axes, plan.out_reduce_scatter)
     return y if bias is None else y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
 
 

@@ -48,9 +48,9 @@ class LinearOptions(NamedTuple):
     True
     """
 
-    x_axes: LogicalAxes | None = None
-    kernel_axes: LogicalAxes | None = None
-    out_axes: LogicalAxes | None = None
+    x_axes: LogicalAxes | PartitionSpec | None = None
+    kernel_axes: LogicalAxes | PartitionSpec | None = None
+    out_axes: LogicalAxes | PartitionSpec | None = None
     save_original_input: bool = False
     name: str | None = None
     evaluation: bool = False
@@ -75,6 +75,7 @@ class Plan:
         row_axes: mesh axes that shard the rows while the GEMMs run.
         feature_axes: mesh axes that shard the output's features.
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
+        rows: sizes of the rows of the GEMMs on one device; None: no mesh.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's.
         scale_axes: for input, kernel and gradient the mesh axes whose shards share a current scale. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
@@ -94,6 +95,7 @@ class Plan:
     feature_axes: MeshAxes = ()
     x_row_axes: MeshAxes = ()
     out_row_axes: MeshAxes = ()
+    rows: tuple[int, ...] | None = None
     amax_axes: MeshAxes = ()
     scale_axes: tuple[MeshAxes, ...] | None = None
     x_spec: PartitionSpec = REPLICATED
@@ -188,8 +190,9 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         or not set(flat(plan.out_reduce_scatter)) <= set(plan.contracting_axes)
         or not set(flat(plan.x_all_gather)) <= set(plan.feature_axes)
         or not set(flat(plan.kernel_all_gather)) <= set(plan.row_axes)
-        # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these.
-        or set(flat(plan.kernel_all_gather)) != set(gathered_axes(axes[1], mesh))
+        # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these. Not a PartitionSpec's,
+        # which a layer of Flax has.
+        or (type(axes[1]) is tuple and set(flat(plan.kernel_all_gather)) != set(gathered_axes(axes[1], mesh)))
     ):
         specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
         return _partitioned(f"{specs} are split in ways that do not go together")
@@ -198,7 +201,7 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         if local_shape(shape, dims, mesh) is None:
             return _partitioned(_indivisible(name, shape, dims, mesh))
     tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
-    return plan.without_mesh(precision.split_misfit(tokens, local_kernel))
+    return replace(plan, rows=tokens).without_mesh(precision.split_misfit(tokens, local_kernel))
 
 
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:

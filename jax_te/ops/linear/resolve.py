@@ -95,15 +95,13 @@ def run_op(
     reason = first.reason or last.reason
     if norm is not None and first.contracting_axes:
         reason = f"the norm's input is split along its features, {first.x_spec}"
-    # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
-    tokens, multiple = prod(x.shape[:-1]), precision.alignment
-    lead = x.shape[:-1] if not tokens or tokens % multiple else None
-    if lead is not None and first.mesh is not None:
-        reason = f"its {tokens} tokens are padded to a multiple of {multiple}, as one array"
     if reason is not None:
         plans = [plan.without_mesh(reason) for plan in plans]
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):
+        rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
+        # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
+        lead = rows if not prod(rows) or prod(rows) % precision.alignment else None
         specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen, lead))
         sinks.append(None if isinstance(specs[-1].deferred, WgradProbe) else layer.weights.grad_sink)
     args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))

@@ -73,8 +73,8 @@ class LinearSpec:
         x_dtype: the compute dtype.
         wgrad_dtype: dtype of the kernel's gradient.
         kernel_rank: number of axes of the kernel.
-        lead: sizes of the input's axes before the last, where the operands get more rows than these make, see
-            `jax_te.quantize.padding`; None: they have their rows.
+        lead: sizes of the rows of the GEMMs, on a mesh of one device's, where the operands get more than these make,
+            see `jax_te.quantize.padding`; None: they have their rows.
         stored_quantized: the kernel was quantized before the call.
         bias_dtype: None without a bias.
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jax_te.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from jax_te.sharding import constrain
 from tests.support.meshes import MODES, use_mesh
 from tests.support.numerics import assert_bitwise, draw, quick_jit
 
@@ -95,19 +98,45 @@ def test_tokens_that_fit_are_not_padded(tokens):
     assert ("pad[" in text) == (tokens == 12)
 
 
+SEQUENCE, WHOLE = ("batch", "sequence_parallel", "hidden"), Float8CurrentScaling(amax_scope="whole")
+LAYERS = {
+    "column": LinearOptions(kernel_axes=("fsdp", "ffn"), out_axes=("batch", "sequence", "ffn")),
+    "column behind an all-gather": LinearOptions(SEQUENCE, ("fsdp", "ffn"), ("batch", "sequence", "ffn")),
+    "row": LinearOptions(("batch", "sequence", "ffn"), ("ffn_fsdp", None), SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, WHOLE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_mesh_pads_the_whole_array(mode):
-    recipe, x, kernel = Float8CurrentScaling(), draw("x", (4, 3, 32)), draw("k", (32, 16))
-    options = LinearOptions(kernel_axes=("fsdp", "ffn"), out_axes=("batch", "sequence", "ffn"))
-    g = draw("g", (4, 3, 16))
-    expected = with_gradients(recipe, x, kernel, None, g)
+def test_each_device_of_a_mesh_pads_its_tokens(mode, layer, recipe):
+    """Also where only its part is no multiple: 48 tokens in 4 parts of 12."""
+    x, kernel, bias, options = draw("x", (4, 12, 32)), draw("k", (32, 32)), draw("b", (32,)), LAYERS[layer]
+    g = draw("g", (4, 12, 32))
+    expected = with_gradients(recipe, x, kernel, bias, g)
     with use_mesh(mode):
-        run = quick_jit(lambda x, kernel, g: with_gradients(recipe, x, kernel, None, g, options=options))
-        found = run(x, kernel, g)
-        cached = quantize_kernel(kernel, recipe=recipe, kernel_axes=options.kernel_axes)
-        with pytest.raises(ValueError, match="its 12 tokens are padded to a multiple of 16, as one array"):
-            dense(x, cached, recipe=recipe, options=options)
-    jax.tree.map(assert_bitwise, found, expected)
+        g = constrain(g, options.out_axes)
+        run = functools.partial(with_gradients, recipe, options=options)
+        assert "shard_map" in str(jax.make_jaxpr(run)(x, kernel, bias, g))
+        found = quick_jit(run)(x, kernel, bias, g)
+        cached = quantize_kernel(kernel, recipe=recipe, kernel_axes=options.kernel_axes, state=init_gemm_state(recipe))
+        y = quick_jit(lambda x: dense(x, cached, bias, recipe=recipe, state=init_gemm_state(recipe), options=options))(
+            x
+        )
+    assert_bitwise(y, found[0])
+    for actual, value in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # Devices sum in another order than one: some roundings of fp32.
+        np.testing.assert_allclose(actual, value, rtol=2.0**-18, atol=2.0**-18 * np.abs(value).max())
+
+
+def test_a_mesh_without_tokens():
+    x, kernel, options = jnp.zeros((4, 0, 32)), draw("k", (32, 32)), LAYERS["column"]
+    with use_mesh("auto"):
+        y, (dx, dkernel, *_) = quick_jit(
+            lambda x, kernel: with_gradients(WHOLE, x, kernel, None, jnp.zeros((4, 0, 32)), options=options)
+        )(x, kernel)
+    assert y.shape == dx.shape == (4, 0, 32)
+    assert not np.any(dkernel)
 
 
 def test_parts_of_the_batch_with_scales_of_their_own_are_not_padded():
