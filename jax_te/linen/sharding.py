@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jax
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
@@ -46,8 +47,9 @@ def unbox(variables: Any) -> Any:
     if mesh is None or not rules:
         return meta.unbox(variables)
     both = logical_axis_rules(mesh)
-    known = {"batch", "sequence", "sequence_parallel", "tokens", *(name for name, _ in rules)}  # or of no kernel
-    missing = [name for name, axes in both if axes is not None and name not in known]
+    known, boxes = dict(rules), jax.tree.leaves(variables, is_leaf=_is_box)
+    used = {name for box in boxes if _is_box(box) for name in box.names}
+    missing = [name for name, axes in both if axes is not None and name in used and name not in known]
     if missing:
         log_once(
             f"Flax's logical_axis_rules do not name {', '.join(missing)}, so that nn.logical_to_mesh_sharding leaves "
@@ -58,3 +60,7 @@ def unbox(variables: Any) -> Any:
     # Under Flax's rules alone it would make whole what they do not name.
     with nn.logical_axis_rules(both):
         return meta.unbox(variables)
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, nn.Partitioned)

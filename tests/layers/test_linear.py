@@ -12,6 +12,8 @@ from flax import nnx
 
 from jax_te.config import ActivationParams
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, parameter_axes
+from jax_te.quantize import QuantizerState
+from jax_te.recipe import RECIPES, autocast, recipe_from_name
 from tests.support import reference
 from tests.support.numerics import assert_bitwise, assert_close, draw, value_and_vjp
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
@@ -154,3 +156,16 @@ def test_explicit_axes_override_the_mode() -> None:
 def test_bad_arguments_say_what_is_allowed(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
+def test_no_tokens_give_no_output_and_gradients_of_zero(kind: Any, recipe: str) -> None:
+    with autocast(recipe_from_name(recipe)):
+        layer, x = kind(32, 32, rngs=nnx.Rngs(0)), jnp.zeros((2, 0, 32))
+        y, (d_layer, dx) = value_and_vjp(lambda layer, x: layer(x), (layer, x), jnp.zeros((2, 0, 32)))
+    assert y.shape == dx.shape == (2, 0, 32)
+    gradients = nnx.state(d_layer, nnx.Param)
+    assert not any(np.any(gradient) for gradient in jax.tree.leaves(gradients))
+    # Scales are those of a tensor of zeros: nothing is divided by an amax of 0.
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(d_layer, QuantizerState)))

@@ -15,17 +15,21 @@ from jax_te.megatron import (
     QuantizationConfig,
     RecipeConfig,
     TEColumnParallelLinear,
+    TEDelayedScaling,
     TELayerNormColumnParallelLinear,
+    TEQuantizationRecipe,
     TERowParallelLinear,
     recipe_from_config,
 )
 from jax_te.quantize import TensorQuantizer
+from jax_te.quantize.internal import precision_of
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
+    MMParams,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -140,6 +144,22 @@ def quantizer(role: str) -> TensorQuantizer:
 )
 def test_the_recipe_of_a_configuration(fields: dict[str, Any], expected: Recipe | None):
     assert recipe_from_config(TransformerConfig(**SIZES, **fields)) == expected
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_sums_are_fast_in_all_gemms_by_default(name: str):
+    """As in te.jax; te.pytorch's are precise in backward. Block scaling adds its partial sums in fp32 in any case."""
+    precise = name in ("blockwise", "mxfp8")
+    recipes = [recipe_from_config(TransformerConfig(**SIZES, fp8="e4m3", fp8_recipe=name))]
+    if name == "delayed":
+        recipes += [TEDelayedScaling(), TEDelayedScaling(object(), Format.HYBRID)]
+    else:  # a quantization file's
+        recipes.append(TEQuantizationRecipe.parse_from_config({"fp8_quantization_recipe": name}).to_recipe())
+    assert [precision_of(recipe).split_accumulator for recipe in recipes] == [(precise,) * 3] * len(recipes)
+    backward = MMParams(use_split_accumulator=True)
+    if name == "delayed":
+        asked = TEDelayedScaling(object(), fp8_gemm_dgrad=backward, fp8_gemm_wgrad=backward)
+        assert precision_of(asked).split_accumulator == (False, True, True)
 
 
 def test_a_factory_that_cannot_be_found():

@@ -58,24 +58,47 @@ def test_never_in_a_run_or_a_checkpoint(inside: str, tmp_path: Path):
     assert not (tmp_path / inside / "programs").exists()
 
 
-PROGRAM = """
+GRAPH = """
 import sys
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp
+from flax import nnx
+from jax_te.config import TransformerConfig
+from jax_te.megatron import GraphableMegatronModule
 from jax_te.training import keep_compiled_programs
+
+class Scale(GraphableMegatronModule):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nnx.Param(jnp.arange(8.0))
+    def forward(self, hidden_states):
+        return jnp.sin(hidden_states * self.scale)
+
 keep_compiled_programs(sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cuda_graph_impl="transformer_engine")
+layer, x = Scale(config), jax.block_until_ready(jnp.ones((2, 4, 8)))
 found = []
-jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
-jax.jit(lambda x: jnp.sin(x) * float(sys.argv[2])).lower(np.ones(3, np.float32)).compile()
-print(sum("cache_hits" in event for event in found) > 0)
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[2]))
+layer._te_cuda_graph_capture(x)
+y = layer(x)
+dx = jax.grad(lambda x: layer(x).sum())(x)
+print(found.count("cache_hits"), found.count("cache_misses"), len(layer.cuda_graphs), float(y.sum()), float(dx.sum()))
+if len(sys.argv) > 2:
+    layer._te_cuda_graph_capture(jnp.ones((2, 5, 8)))
+    print(found.count("cache_misses"))
 """
 
 
-def test_a_restart_does_not_compile_and_another_program_is_noticed(tmp_path: Path):
-    def hits(factor: str) -> str:
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "programs"), factor]
+def test_a_restart_does_not_compile_captured_graphs_and_another_call_is_noticed(tmp_path: Path):
+    def run(*another: str) -> list[float]:
+        command = [sys.executable, "-c", GRAPH, str(tmp_path / "programs"), *another]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        return run.stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return [float(word) for word in done.stdout.split()]
 
-    assert [hits("2.0"), hits("2.0"), hits("3.0")] == ["False", "True", "False"]
+    (no_hits, compiled, *cold), (hits, compiled_again, *warm, other) = run(), run("another")
+    assert no_hits == compiled_again == 0
+    assert hits == compiled >= 3  # the call; and of its derivative, forward and backward
+    assert cold == warm
+    assert cold[0] == 1.0
+    assert other >= 1
