@@ -236,6 +236,23 @@ def test_what_is_left_in_high_precision_says_why():
         quantize_model(nnx.Linear(48, 48, rngs=rngs))
 
 
+def test_adapters_of_flax_are_trained_on_quantized_layers():
+    rngs = nnx.Rngs(0)
+    wrapped = nnx.LoRA(32, 4, 64, base_module=nnx.Linear(32, 64, rngs=rngs), rngs=rngs)
+    model = nnx.Sequential(wrapped, jax.nn.relu, nnx.LoRALinear(64, 32, lora_rank=4, rngs=rngs))
+    with autocast(DELAYED):
+        assert quantize_model(model).quantized == ("layers.0.base_module", "layers.2")
+        optimizer = Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+        before, losses = [wrapped.base_module.kernel[...], model.layers[2].kernel[...]], []
+        for _ in range(3):
+            loss, grads = nnx.jit(value_and_grad(square))(model)
+            optimizer.update(model, grads)
+            losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    jax.tree.map(np.testing.assert_array_equal, [wrapped.base_module.kernel[...], model.layers[2].kernel[...]], before)
+    assert model.layers[2].dot_general.quantizers["x"]["amax_history"][0] > 0.0
+
+
 def test_a_call_that_is_no_gemm_is_refused():
     with autocast(CURRENT):
         with pytest.raises(ValueError, match="it has batch axes"):

@@ -189,7 +189,8 @@ def flax_linear(module: Any) -> FlaxLinear | None:
         layer = FlaxLinear(module.in_features, module.out_features, why)
         rank = len(module.batch_axis) + len(layer.summed) + len(layer.features)
     present = getattr(module, layer.op.attribute)
-    if type(module).__call__ is not own.__call__:
+    # Flax's LoRALinear adds to what nnx.Linear returns.
+    if type(module).__call__ not in (own.__call__, nnx.LoRALinear.__call__):
         layer = layer._replace(why=f"its class overrides the __call__ of nnx.{own.__name__}")
     elif present is not layer.default and not isinstance(present, DotGeneral):
         layer = layer._replace(why=f"it has a {layer.op.attribute} of its own")

@@ -75,8 +75,9 @@ class LoRA(nnx.Module):
     ):
         if not isinstance(base, Linear | LayerNormMLP):
             raise TypeError(
-                f"LoRA wraps a Linear, a LayerNormLinear or a LayerNormMLP, got {type(base).__name__}; wrap those "
-                "inside it, such as layer.self_attention.qkv and layer.layernorm_mlp; flax.nnx.LoRA is for other layers"
+                "LoRA wraps a Linear, a LayerNormLinear or a LayerNormMLP of jax_te, got "
+                f"{type(base).__module__}.{type(base).__qualname__}; wrap those inside it, such as "
+                "layer.self_attention.qkv and layer.layernorm_mlp; flax.nnx.LoRA is for other layers"
             )
         check_positive(rank=rank)
         self.base = base
