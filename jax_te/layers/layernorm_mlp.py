@@ -202,11 +202,11 @@ class LayerNormMLP(TensorParallelModule):
         self, x: Array, norm: _Norm, wi: LinearWeights, wo: LinearWeights, options: MlpOptions, adapters: Any = None
     ) -> tuple[Array, Array]:
         """Return the output in four operations, and the norm's output."""
-        normed = layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)
+        normed = layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)  # type: ignore[arg-type]
         a = _dense(normed, wi, self.recipe_of("wi_kernel"), options.wi)
         if adapters is not None:
             a = a + adapters[0](normed, options.wi.out_axes)
-        z = apply_activation(a, self.activation, params=self.activation_params, out_axes=options.wo.x_axes)
+        z = apply_activation(a, self.activation, params=self.activation_params, out_axes=options.wo.x_axes)  # type: ignore[arg-type]
         y = _dense(z, wo, self.recipe_of("wo_kernel"), options.wo)
         return y if adapters is None else y + adapters[1](z, options.wo.out_axes), normed
 

@@ -273,7 +273,7 @@ def test_errors() -> None:
         without_type_checker(),
         pytest.raises(
             TypeError,
-            match=r"LoRA wraps a Linear, .*, got jax_te.*\.TransformerLayer; wrap .* layer\.layernorm_mlp; flax\.nnx\.LoRA",
+            match=r"LoRA wraps a Linear, .*, got jax_te.*\.TransformerLayer; wrap .* layer\.layernorm_mlp; flax",
         ),
     ):
         LoRA(block, R, rngs=nnx.Rngs(0))  # type: ignore[arg-type]

@@ -33,8 +33,8 @@ class LinearOptions(NamedTuple):
     """The static options of one linear layer inside of an op.
 
     Args:
-        x_axes: logical axes of the input. None: those of the output's leading axes, and ``"hidden"`` or the kernel's
-            first.
+        x_axes: logical axes of the input, or as for the next two a PartitionSpec (of layers of Flax). None: those of
+            the output's leading axes, and ``"hidden"`` or the kernel's first.
         kernel_axes: logical axes of the kernel, and of its gradient. With these and ``out_axes`` named, each device of
             a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
         out_axes: logical axes of the output; required on a mesh with Explicit axes.
