@@ -60,8 +60,10 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     def __init__(self, c, rngs):
         self.attention_norm = nnx.RMSNorm(c.width, dtype=c.dtype, rngs=rngs)
+        # On a mesh each device runs its part of the GEMMs whose kernels name their axes.
+        axes = {"kernel_init": kernel("embed", "heads", None), "out_kernel_init": kernel("heads", None, "embed")}
         self.attention = nnx.MultiHeadAttention(
-            c.heads, c.width, dtype=c.dtype, decode=False, use_bias=False, rngs=rngs
+            c.heads, c.width, dtype=c.dtype, decode=False, use_bias=False, **axes, rngs=rngs
         )
         self.mlp_norm = nnx.RMSNorm(c.width, dtype=c.dtype, rngs=rngs)
         self.mlp = MLP(c, rngs)

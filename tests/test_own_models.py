@@ -377,6 +377,7 @@ SPLIT = {
     "mesh axes": ({}, True),
     "second axis of a sum": ({"embed": None, "size": "model"}, False),
     "no rule for the batch": ({"batch": None, "embed": None, "heads": "model"}, False),
+    "8 outputs on each device": ({"embed": "data", "batch": "model", "heads": None}, False),
 }
 
 

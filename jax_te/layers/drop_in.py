@@ -102,7 +102,7 @@ class DotGeneral(QuantizableModule):
         # The dtype of a GEMM's input is that of its output; quantized values do not change in a wider one.
         x = lhs if preferred_element_type is None else lhs.astype(preferred_element_type)
         order = GemmOrder(rows, summed, kernel_summed, features)
-        found, backend = gemm_axes(lhs, rhs, order, self.kernel_axes), None
+        found, backend = gemm_axes(lhs, rhs, order, self.kernel_axes, recipe.alignment), None
         if found.why is not None:
             # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
             backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class GemmAxes(NamedTuple):
     why: str | None = None
 
 
-def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | None) -> GemmAxes:
+def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | None, multiple: int = 1) -> GemmAxes:
     """Return where the arrays of a GEMM lie on the mesh in use.
 
     Along Explicit axes their types say it. Along Auto axes the kernel's names do, and of the input the rules of
@@ -53,6 +54,7 @@ def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | 
         x, kernel: as ``dot_general`` got them.
         order: of their axes.
         names: of the kernel's axes, in Flax's or this package's rules, or mesh axes; None: it has none.
+        multiple: of the features that one device's GEMMs take.
 
     >>> gemm_axes(jax.numpy.ones((2, 4)), jax.numpy.ones((4, 8)), GemmOrder([0], [1], [0], [1]), None).x is None
     True
@@ -85,6 +87,12 @@ def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | 
         if local_shape(shape, tuple(dims), mesh) is None:
             spec = partition_spec(tuple(dims))
             return GemmAxes(why=f"the {name} {shape} does not divide over {spec} of the mesh {dict(mesh.shape)}")
+    for name, axes, dims in (("input", order.kernel_summed, one), ("output", order.features, features)):
+        ranks = math.prod(mesh.shape[axis] for axis in flat(tuple(dims)))
+        size = math.prod(kernel.shape[axis] for axis in axes) // ranks
+        # XLA pads such a GEMM; TE's cannot run it.
+        if ranks > 1 and size % multiple:
+            return GemmAxes(why=f"the {name} size of one device, {size}, is no multiple of {multiple}")
     of_kernel = (*other[:1], *(kernel_dims[axis] for axis in order.features))
     x_spec, kernel_spec, out_spec = map(partition_spec, ((*lead, *one[:1]), of_kernel, (*lead, *features)))
     return GemmAxes(x_spec, kernel_spec, out_spec)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -127,3 +131,43 @@ def test_what_keeps_a_layer_of_flax_from_te_on_a_mesh():
             pytest.raises(BackendUnavailableError, match=r"the input \(3, 32, 64\) does not divide over"),
         ):
             model(x[:3])
+
+
+def example(name: str):
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_whole_models_of_flax_run_in_te_on_a_mesh():
+    """The language models of the examples, every layer of them: a call that te cannot run would raise."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    nnx_lm, linen_lm = example("plain_nnx_lm"), example("plain_linen_lm")
+    sizes = {"layers": 1, "width": 32, "heads": 2, "hidden": 64, "scan": True, "remat": True}
+    rows = jnp.zeros((8, linen_lm.LENGTH + 1), jnp.int32)
+    with (
+        jax.numpy_dtype_promotion("standard"),  # Flax's norms promote bf16 to fp32 implicitly
+        jax.numpy_rank_promotion("allow"),
+        jax.set_mesh(mesh),
+        autocast(DelayedScaling(amax_history_len=2)),
+        use_backend("te"),
+    ):
+        with nnx.logical_axis_rules(nnx_lm.RULES):
+            model = nnx_lm.LM(nnx_lm.Config(**sizes), nnx.Rngs(0))
+            assert len(quantize_model(model).quantized) == 8
+            graphdef, state = nnx.split(model)
+
+            def derivative(state):
+                return value_and_grad(nnx_lm.loss_fn)(nnx.merge(graphdef, state), rows)
+
+            jaxpr = str(jax.make_jaxpr(derivative)(state))
+        with nn.logical_axis_rules(linen_lm.RULES):
+            # Flax fails to initialize a DenseGeneral over several axes that have names.
+            model = te.quantize_model(linen_lm.LM(linen_lm.Config(**sizes)), {"*.attention.out": None})
+            variables = jax.eval_shape(model.init, jax.random.key(0), rows[:, :-1])
+            loss = jax.grad(lambda variables: model.apply(variables, rows[:, :-1]).astype(jnp.float32).sum())
+            linen_jaxpr = str(jax.make_jaxpr(loss)(variables))
+    assert jaxpr.count("shard_map") >= 8
+    assert linen_jaxpr.count("shard_map") >= 7
