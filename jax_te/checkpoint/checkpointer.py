@@ -17,24 +17,11 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from jax_te.checkpoint.checksums import checksums
 from jax_te.checkpoint.folder import Folder, checked_folder
-from jax_te.checkpoint.read import (
-    DamagedError,
-    chain,
-    quiet_orbax,
-    read_back,
-    say,
-)
+from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.tree import (
-    FORMAT,
-    PARAMETERS,
-    checksums,
-    crc32,
-    named_leaves,
-    records,
-    stored_parts,
-)
+from jax_te.checkpoint.tree import FORMAT, PARAMETERS, crc32, named_leaves, records, stored_parts
 from jax_te.config.internal import check_choice, check_positive
 from jax_te.typing import PyTree
 

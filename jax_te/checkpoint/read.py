@@ -146,7 +146,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return ``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum.
+    """Return ``format``, ``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum.
 
     Raises:
         DamagedError: if they are not there, or not as they were written.
@@ -154,7 +154,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
-    return stored
+    return {"format": 1, **stored}
 
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def _read_index(path: Path) -> None:
     tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
 
 
-def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
-    """Return arrays of a checkpoint, in the shardings of ``wanted``; others are not read.
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: int) -> dict[Name, Any]:
+    """Return arrays of a checkpoint of format ``version``, in the shardings of ``wanted``; others are not read.
 
     Raises:
         DamagedError: if one cannot be read.
@@ -223,7 +223,7 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Na
         alone, here = context.multiprocessing, jax.process_index()
         alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
     with context:
-        for part, target in stored_parts(wanted).items():
+        for part, target in stored_parts(wanted, version=version).items():
             _reading(_read_index, path / part)
             # One by one, because Orbax leaves the others hanging when one fails.
             found |= named_leaves(_reading(ocp.load_checkpointables, Folder(path), {part: target})[part])

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jax_te.checkpoint.checksums import checksums
 from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, Axes, Forms, Made
 from jax_te.checkpoint.read import DamagedError, in_all_processes, read_arrays, read_metadata
 from jax_te.checkpoint.target import described
-from jax_te.checkpoint.tree import FORMAT, NO_MESH, PARAMETERS, Name, checksums, named_leaves, records
+from jax_te.checkpoint.tree import FORMAT, NO_MESH, PARAMETERS, Name, named_leaves, records
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
@@ -85,7 +86,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
         ValueError: for a newer format, and for kernels to be quantized under another recipe than the state's.
     """
     body = in_all_processes(read_metadata, path)
-    version = body.get("format", 1)
+    version = body["format"]
     if version > FORMAT:
         raise ValueError(
             f"{what} has format {version}, and this version of jax_te knows formats 1 to {FORMAT}; use the version "
@@ -94,7 +95,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     saved = {name: (dtype, tuple(shape)) for name, (dtype, shape) in body["arrays"].items()}
     plan = make_plan(saved, target, what)
     wanted = {tuple(name.split("/")): leaf for name, leaf in _reads(plan, target).items()}
-    found = in_all_processes(read_arrays, path, wanted)
+    found = in_all_processes(read_arrays, path, wanted, version)
     found = {name: found[name] for name in wanted}
     # Orbax restores a flipped bit without an error, so the values are checked.
     wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]

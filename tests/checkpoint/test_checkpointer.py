@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.checkpoint import TrainCheckpointer, tree
-from jax_te.checkpoint.tree import checksums, named_leaves, nest, records
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import checksums as checksums_module
+from jax_te.checkpoint.checksums import checksums
+from jax_te.checkpoint.tree import named_leaves, nest, records
 from jax_te.errors import CheckpointMismatchError
 from tests.support.numerics import without_type_checker
 
@@ -193,7 +195,7 @@ def test_arrays_move_between_meshes(tmp_path, kind):
 @pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
 def test_arrays_may_be_on_other_devices_than_the_mesh_that_is_set(tmp_path, kind, monkeypatch):
     """On some of them, on all in another order, and on one."""
-    monkeypatch.setattr(tree, "SMALL", 0)  # so that devices compute the checksums
+    monkeypatch.setattr(checksums_module, "SMALL", 0)  # so that devices compute the checksums
     devices = np.array(jax.devices())
     meshes = [
         jax.sharding.Mesh(grid, ("x", "y"), axis_types=(kind,) * 2)
@@ -358,7 +360,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
 
         def lose():
             result()
-            (tmp_path / "1" / "params" / "manifest.ocdbt").unlink()
+            (tmp_path / "1" / "state" / "manifest.ocdbt").unlink()
 
         monkeypatch.setattr(response, "result", lose)
         with pytest.raises(OSError, match=r"step 1 could not be saved: .*arrays are not there.; there is no earlier"):
@@ -407,7 +409,7 @@ def test_a_checksum_sees_order_and_no_mesh(dtype, monkeypatch):
     meshes = [jax.make_mesh(shape, ("x", "y"), axis_types=(kind,) * 2) for shape in ((2, 2), (1, 4)) for kind in kinds]
     sharded = [jax.device_put(array, jax.NamedSharding(mesh, jax.P("x", "y"))) for mesh in meshes]
     small = {checksum(leaf) for leaf in (array, *sharded)}
-    monkeypatch.setattr(tree, "SMALL", 0)
+    monkeypatch.setattr(checksums_module, "SMALL", 0)
     assert {checksum(leaf) for leaf in (array, *sharded)} == small
     assert len(small) == 1
 
@@ -426,9 +428,9 @@ def test_the_older_checksum_is_that_of_the_older_format():
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path, monkeypatch):
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.save({"a": jnp.zeros(1)}, None, 1)
-        monkeypatch.setattr("jax_te.checkpoint.checkpointer.FORMAT", 3)
+        monkeypatch.setattr("jax_te.checkpoint.checkpointer.FORMAT", 4)
         checkpointer.save({"a": jnp.zeros(1)}, None, 2)
         checkpointer.wait()
         monkeypatch.undo()
-        with pytest.raises(ValueError, match=r"step 2 in .* has format 3, and .* knows formats 1 to 2; use"):
+        with pytest.raises(ValueError, match=r"step 2 in .* has format 4, and .* knows formats 1 to 3; use"):
             checkpointer.restore({"a": jnp.zeros(1)})

@@ -176,8 +176,8 @@ def test_a_digit_of_the_data_state(folder):
 
 def test_nothing_that_can_be_read(folder):
     for step in ("10", "20"):
-        shutil.rmtree(folder / step / "params")
-        (folder / step / "params").mkdir()
+        shutil.rmtree(folder / step / "state")
+        (folder / step / "state").mkdir()
     with (
         TrainCheckpointer(folder) as checkpointer,
         pytest.raises(ValueError, match=r"can be read: step 20: .*; step 10: "),

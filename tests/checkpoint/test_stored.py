@@ -13,8 +13,9 @@ import pytest
 
 from jax_te import ParallelConfig, autocast, make_mesh
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint.tree import FORMAT
 from jax_te.training import abstract_train_state
-from tests.checkpoint.stored import make, make_format_2
+from tests.checkpoint.stored import make, make_small
 
 STORED = Path(__file__).parent / "stored"
 VERSIONS = ("84f1322",)
@@ -64,10 +65,11 @@ def test_training_goes_on(version, mesh_name):
     assert jnp.allclose(metrics["grad_norm"], stored["grad_norm"], rtol=5e-3, atol=0.0)
 
 
-def test_a_checkpoint_of_format_2():
-    """Of five small arrays; ``python -m tests.checkpoint.stored.make_format_2`` wrote it."""
-    wanted = make_format_2.state()
-    with TrainCheckpointer(STORED / "format_2") as checkpointer:
+@pytest.mark.parametrize("version", range(2, FORMAT + 1))
+def test_small_checkpoints_of_each_format(version):
+    """Of five small arrays; ``python -m tests.checkpoint.stored.make_small`` wrote them."""
+    wanted = make_small.state()
+    with TrainCheckpointer(STORED / f"format_{version}") as checkpointer:
         restored, data_state, step = checkpointer.restore(wanted)
     assert (data_state, step) == ({"next": 4}, 4)
     for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):

@@ -4,7 +4,7 @@ Tolerances, as relative L2 distances:
 
 - bf16 without a recipe: tensors between two GEMMs are rounded in other places; each rounding errs by 2^-9 at most,
   2^-9/√3 in the mean, and no more than about ten add up.
-- fp32 without a recipe: both use TF32 GEMMs (11 significant bits: 2^-11 for each operand).
+- fp32 without a recipe: XLA's GEMMs with TF32 operands (11 significant bits: 2^-11 for each operand).
 - FP8 `dense`: the same FP8 operands on both sides; what differs is the accumulation (TE's forward GEMM accumulates in
   about 14 bits) and the rounding of the result.
 - Activations with a kink: both backends' norms round some values to another neighbour, which moves few of the values
@@ -83,6 +83,15 @@ def test_te_against_xla(name, recipe, dtype):
     exact = name.startswith("dense")
     for state, wanted in zip(jax.tree.leaves(states), jax.tree.leaves(expected_states), strict=True):
         np.testing.assert_allclose(state, wanted, rtol=0.0 if exact else 0.1, err_msg=str(distances))
+
+
+@pytest.mark.parametrize("name", ["dense", "layernorm_dense", "layernorm_mlp gelu"])
+def test_fp32_is_not_rounded_where_jax_is_told_so(name):
+    """TE's own GEMM would round operands to TF32, 2^-11, whatever the precision is."""
+    with jax.default_matmul_precision("highest"):
+        results = both(name, "none", "float32")
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        assert relative_l2(one, other) < 256 * 2**-24  # a sum of at most 256 products, in another order
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed"])

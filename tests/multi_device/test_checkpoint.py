@@ -68,8 +68,8 @@ def restore_damaged(folder):
     """One process alone may find the damage, that of its disk or its shards; or all find that of the files."""
     read = restore_module.read_arrays
 
-    def fail_here(path, wanted):
-        found = read(path, wanted)
+    def fail_here(path, wanted, version):
+        found = read(path, wanted, version)
         if jax.process_index() == 1 and path.parent.name == "of one" and path.name == "2":
             raise restore_module.DamagedError("a shard of this process")
         return found
@@ -171,7 +171,7 @@ def test_damage_is_agreed_upon(saved, tmp_path):
     for case in CASES:
         shutil.copytree(saved / "host", tmp_path / case)
     values = max(
-        (tmp_path / CASES[1] / "2" / "params").rglob("d/*"), key=lambda path: path.is_file() and path.stat().st_size
+        (tmp_path / CASES[1] / "2" / "state").rglob("d/*"), key=lambda path: path.is_file() and path.stat().st_size
     )
     values.write_bytes(bytes(values.stat().st_size))
     told = [finished.result for finished in run_processes(2, restore_damaged, (tmp_path,), devices=2)]

@@ -135,12 +135,12 @@ def gemm_fprop(x: Any, kernel: Any, bias: Array | None, split_accumulator: bool)
     if isinstance(kernel, QuantizedOperand):
         kernel = _adopted(kernel, lhs)
     rhs = kernel.get_tensor(usage=TensorUsage.RHS)
-    if not isinstance(lhs, ScaledTensor):
-        rhs = rhs.data.astype(lhs.data.dtype)
     dtype = lhs.dq_dtype if isinstance(lhs, ScaledTensor) else lhs.data.dtype
+    if not isinstance(lhs, ScaledTensor):
+        lhs, rhs = lhs.data, rhs.data.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
-    # cuBLAS has no FP8 GEMM with fp32 output that also adds a bias.
-    if bias is not None and isinstance(lhs, ScaledTensor) and dtype == jnp.float32:
+    # cuBLAS has no FP8 GEMM with fp32 output that also adds a bias, and XLA's of fp32 operands adds none.
+    if bias is not None and dtype == jnp.float32:
         y = _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), split_accumulator)
         return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
     return _gemm(lhs, rhs, ((x.ndim - 1,), (0,)), split_accumulator, bias=bias)
@@ -155,7 +155,7 @@ def gemm_dgrad(g: Any, kernel: Any, split_accumulator: bool) -> Array:
         kernel = residual_for_dgrad(_adopted(kernel, lhs))
     rank = kernel.ndim
     if not isinstance(lhs, ScaledTensor):
-        kernel = kernel.data.astype(lhs.data.dtype)
+        lhs, kernel = lhs.data, kernel.data.astype(lhs.data.dtype)
     contract = (tuple(range(lhs.ndim - rank + 1, lhs.ndim)), tuple(range(1, rank)))
     return _gemm(lhs, kernel, contract, split_accumulator)
 
@@ -177,6 +177,9 @@ def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Arr
 
 def _gemm(lhs: Any, rhs: Any, contract: Any, split_accumulator: bool, bias: Array | None = None) -> Array:
     """TE's GEMM; ``tex.gemm`` reads the accumulation mode from the environment, so the function below it is called."""
+    # Through TE, cuBLAS rounds fp32 operands to TF32 even under jax.default_matmul_precision("highest"), which XLA heeds.
+    if not isinstance(lhs, ScaledTensor) and lhs.dtype == jnp.float32:
+        return jax.lax.dot_general(lhs, rhs, (contract, ((), ())))
     with inside_te():
         if not (split_accumulator and isinstance(lhs, ScaledTensor) and GemmPrimitive.enabled()):
             return tex.gemm(lhs, rhs, bias=bias, contracting_dims=contract)

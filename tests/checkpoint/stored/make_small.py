@@ -1,4 +1,4 @@
-"""Writes the checkpoint ``format_2``: ``python -m tests.checkpoint.stored.make_format_2``."""
+"""Writes a checkpoint of today's format, as ``format_<number>``: ``python -m tests.checkpoint.stored.make_small``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint.tree import FORMAT
 
 
 def state() -> dict[str, jax.Array]:
@@ -19,5 +20,5 @@ def state() -> dict[str, jax.Array]:
 
 
 if __name__ == "__main__":
-    with TrainCheckpointer(Path(__file__).parent / "format_2") as checkpointer:
+    with TrainCheckpointer(Path(__file__).parent / f"format_{FORMAT}") as checkpointer:
         checkpointer.save(state(), {"next": 4}, 4)

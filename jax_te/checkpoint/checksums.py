@@ -1,0 +1,121 @@
+"""Checksums of arrays."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_te.checkpoint.tree import FORMAT, NO_MESH, Name
+from jax_te.typing import Array
+
+SMALL = 2**20
+"""The largest number of elements whose checksum the host computes."""
+
+
+def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, int]:
+    """Return a checksum of each leaf: 32 bits, that do not depend on the leaf's sharding.
+
+    Any change of one element changes it, and so do (but for one case in 2**32) elements in another order.
+
+    Args:
+        leaves: arrays by name.
+        version: format of the checkpoint. In format 1 the checksum is the sum of the bits, in any order.
+
+    >>> checksums({("a",): jnp.arange(4)}, version=1)
+    {'a': 6}
+    >>> checksums({("a",): jnp.arange(4)}) == checksums({("a",): jnp.arange(4)[::-1]})
+    False
+    """
+    ordered = version > 1
+    sums: dict[str, Any] = {}
+    with jax.set_mesh(NO_MESH):
+        arrays = {"/".join(name): _data(leaf) for name, leaf in leaves.items()}
+        small = {name: leaf for name, leaf in arrays.items() if _is_small(leaf)}
+        large = {name: leaf for name, leaf in arrays.items() if name not in small}
+        # Copies to the host start together, and are there when it comes to them.
+        for leaf in small.values():
+            leaf.copy_to_host_async()
+        # One program for each leaf, because leaves may be on different meshes. A GPU has them all in its queue before
+        # the first result is asked for; XLA's CPU runtime aborts when programs with collectives wait too long for one
+        # of its threads, so there each is waited for before the next starts.
+        for name, leaf in large.items():
+            sums[name] = _sum_on_devices(leaf, ordered)
+            if any(device.platform == "cpu" for device in leaf.devices()):
+                sums[name].block_until_ready()
+        values = {name: np.asarray(leaf) for name, leaf in small.items()}
+        sums = _sums_on_host(values, ordered) | jax.device_get(sums)
+    return {name: int(sums[name]) for name in arrays}
+
+
+def _data(leaf: Any) -> Array:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.asarray(leaf)
+
+
+def _is_small(leaf: Array) -> bool:
+    """Return whether the host computes the checksum: it reads a small array sooner than a program is compiled."""
+    return leaf.size <= SMALL and (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
+def _sums_on_host(arrays: dict[str, np.ndarray], ordered: bool) -> dict[str, np.uint32]:
+    """Return the checksums of arrays, in few calls of NumPy: a state has hundreds of arrays of some bytes."""
+    sums, batch, size = dict[str, np.uint32](), dict[str, np.ndarray](), 0
+    for name, values in arrays.items():
+        flat = values.reshape(-1)
+        words = flat.view({1: np.uint8, 2: np.uint16}.get(flat.itemsize, np.uint32)).astype(np.uint32)
+        if size + words.size > 2**16:  # words, with all that is computed from them, stay in a cache
+            sums, batch, size = sums | _sums_of_words(batch, ordered), {}, 0
+        batch[name] = words
+        size += words.size
+    return sums | _sums_of_words(batch, ordered)
+
+
+def _sums_of_words(batch: dict[str, np.ndarray], ordered: bool) -> dict[str, np.uint32]:
+    if not batch:
+        return {}
+    sizes = [words.size for words in batch.values()]
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.uint32)
+    words = np.concatenate(list(batch.values())) if len(batch) > 1 else next(iter(batch.values()))
+    if ordered:
+        words = _mix(words, np.arange(words.size, dtype=np.uint32) - np.repeat(starts, sizes))
+    return dict(zip(batch, np.add.reduceat(words, starts, dtype=np.uint32), strict=True))
+
+
+@partial(jax.jit, static_argnums=1)
+def _sum_on_devices(leaf: Array, ordered: bool) -> Array:
+    """The same of an array where it is. A sum of integers, unlike one of floats, does not depend on the sharding."""
+    words = _words(leaf)
+    if ordered:
+        # Of each element in the flat array; iotas are made in shards, where flattening would gather the whole.
+        strides = np.cumprod([1, *words.shape[:0:-1]], dtype=np.uint64)[::-1].astype(np.uint32)
+        steps = [lax.broadcasted_iota(jnp.uint32, words.shape, axis) * strides[axis] for axis in range(words.ndim)]
+        words = _mix(words, sum(steps, jnp.uint32(0)))
+    return jnp.sum(words, dtype=jnp.uint32)
+
+
+def _words(leaf: Array) -> Array:
+    """The array's bits, an element in one word or, if it has eight bytes, in two along a last axis."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    if leaf.dtype == jnp.bool_:  # bitcast_convert_type takes no bool
+        leaf = leaf.astype(jnp.uint8)
+    info = jnp.iinfo if jnp.issubdtype(leaf.dtype, jnp.integer) else jnp.finfo
+    # A bitcast to a smaller type adds an axis.
+    unsigned = jnp.dtype(f"uint{min(info(leaf.dtype).bits, 32)}")
+    return lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+
+
+def _mix(words: Any, position: Any) -> Any:
+    """Return words that depend on their position, for NumPy and JAX arrays: the last steps of MurmurHash3.
+
+    At any one position it is a bijection, so that another word there is another result. A mere product of word and
+    position would miss that 1.0 and -1.0 have changed places: their words differ by 2**31.
+    """
+    words = words + position * np.uint32(0x9E3779B9)
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return words ^ (words >> np.uint32(16))
