@@ -177,7 +177,7 @@ def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Arr
 
 def _gemm(lhs: Any, rhs: Any, contract: Any, split_accumulator: bool, bias: Array | None = None) -> Array:
     """TE's GEMM; ``tex.gemm`` reads the accumulation mode from the environment, so the function below it is called."""
-    # Through TE, cuBLAS rounds fp32 operands to TF32 even under jax.default_matmul_precision("highest"), which XLA heeds.
+    # TE has cuBLAS round fp32 operands to TF32, also under jax.default_matmul_precision("highest"), which XLA heeds.
     if not isinstance(lhs, ScaledTensor) and lhs.dtype == jnp.float32:
         return jax.lax.dot_general(lhs, rhs, (contract, ((), ())))
     with inside_te():
