@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -56,6 +57,7 @@ def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -
             path = Path(tempfile.mkdtemp(dir=folder))
             try:
                 times[way].append(measure(path / "checkpoint"))
+                print(f"{way}: {times[way][-1]} s", file=sys.stderr, flush=True)
             finally:
                 shutil.rmtree(path)
     medians = {way: [statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in times.items()}
