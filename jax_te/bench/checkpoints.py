@@ -28,7 +28,8 @@ def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -
     They take turns. Each round of each writes a folder of its own, which is removed. ``blocked_s`` is the time until
     a save returns, when a step may donate the state: that of a copy from the devices and of what stalls a loop.
     ``save_s`` is the time until all is written, ``restore_s`` that until it is on the devices again. Numbers are
-    medians, ratios those of Orbax's time to the row's. The first save of a run, which does more, does not count.
+    medians, ratios those of Orbax's time to the row's. A round before the others does not count, and neither does the
+    first save of a run, which does more.
 
     Args:
         state: a run's; its numbers are replaced by random ones. Orbax gets random keys as data, since it has no form
@@ -52,12 +53,14 @@ def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -
         "jax_te": lambda path: _jax_te(state, path),
     }
     times: dict[str, list[list[float]]] = {way: [] for way in ways}
-    for _ in range(rounds):
+    for number in range(rounds + 1):
         for way, measure in ways.items():
             path = Path(tempfile.mkdtemp(dir=folder))
             try:
-                times[way].append(measure(path / "checkpoint"))
-                print(f"{way}: {times[way][-1]} s", file=sys.stderr, flush=True)
+                seconds = measure(path / "checkpoint")
+                print(f"{way}: {seconds} s", file=sys.stderr, flush=True)
+                if number:  # the first round grows the process and fills the pages of files
+                    times[way].append(seconds)
             finally:
                 shutil.rmtree(path)
     medians = {way: [statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in times.items()}

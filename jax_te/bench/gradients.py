@@ -50,7 +50,7 @@ class Gradient:
         return row | ({"collectives": dict(Counter(COLLECTIVES.findall(self.hlo)))} if devices > 1 else {})
 
 
-def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array) -> Gradient:
+def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array, shardings: Any = None) -> Gradient:
     """Return the compiled gradient of ``sum(fn(*args) * dy)``.
 
     Args:
@@ -58,6 +58,7 @@ def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array
         fn: gives an array of ``dy``'s shape.
         args: of ``fn``: arrays and trees of arrays, all of which are differentiated.
         dy: random numbers, since the compiler could fold a gradient of ones.
+        shardings: of the gradients. None: the compiler's choice.
     """
 
     # A list of arrays, because a call takes trees apart and builds those of its results: of an nnx.State that is Python
@@ -69,7 +70,7 @@ def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array
         return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
 
     start = time.perf_counter()
-    grad = jax.jit(jax.grad(loss, allow_int=True))
+    grad = jax.jit(jax.grad(loss, allow_int=True), out_shardings=shardings and jax.tree.leaves(shardings))
     compiled = grad.lower(leaves, dy).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
