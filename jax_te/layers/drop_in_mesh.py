@@ -161,7 +161,8 @@ def _resolved(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
     rules, free, taken, dims = current_rules(mesh), free_axes(mesh), set[str](), []
     known = {*rules.names(), *dict(getattr(rules, "others", ()))}
     for name in names:
-        parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
+        # None or PartitionSpec.UNCONSTRAINED: no axis.
+        parts = (name,) if isinstance(name, str) else name if isinstance(name, (tuple, list)) else ()
         # A name without a rule may be a mesh axis itself: nnx.with_partitioning(init, (None, "model")).
         axes = [axis for part in parts for axis in (rules.mesh_axes(part) if part in known else (part,))]
         axes = [axis for axis in axes if axis in auto and axis in free and axis not in taken]

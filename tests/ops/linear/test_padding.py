@@ -110,14 +110,17 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_each_device_of_a_mesh_pads_its_tokens(mode, layer, recipe):
-    """Also where only its part is no multiple: 48 tokens in 4 parts of 12."""
+    """Where its part alone is no multiple: 48 tokens in 4 parts of 12."""
     x, kernel, bias, options = draw("x", (4, 12, 32)), draw("k", (32, 32)), draw("b", (32,)), LAYERS[layer]
     g = draw("g", (4, 12, 32))
     expected = with_gradients(recipe, x, kernel, bias, g)
     with use_mesh(mode):
         g = constrain(g, options.out_axes)
         run = functools.partial(with_gradients, recipe, options=options)
-        assert "shard_map" in str(jax.make_jaxpr(run)(x, kernel, bias, g))
+        text = str(jax.make_jaxpr(run)(x, kernel, bias, g))
+        assert "shard_map" in text
+        # Those of input and gradient.
+        assert text.count("pad[") >= 2
         found = quick_jit(run)(x, kernel, bias, g)
         cached = quantize_kernel(kernel, recipe=recipe, kernel_axes=options.kernel_axes, state=init_gemm_state(recipe))
         y = quick_jit(lambda x: dense(x, cached, bias, recipe=recipe, state=init_gemm_state(recipe), options=options))(
