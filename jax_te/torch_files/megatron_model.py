@@ -105,7 +105,7 @@ def _read(given: Fields, options: Options) -> None:
     options[TIED] = not given.take("untie_embeddings_and_output_weights", bool, False)
     options["activation"] = _activation(given)
     size, skip = given.raw("window_size"), given.raw("window_attn_skip_freq")
-    options["window_size"] = None if size is None else tuple(size)
+    options["window_size"] = tuple(size) if isinstance(size, list) else size
     options["window_attn_skip_freq"] = tuple(skip) if isinstance(skip, list) else skip
     kind = given.take("position_embedding_type", str, "learned_absolute")
     if given.take("use_rotary_position_embeddings", bool, False):  # the older flag

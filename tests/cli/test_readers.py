@@ -33,6 +33,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
 from jax_te.megatron.yaml_file import read_yaml
 from jax_te.metrics.log import METRICS_FILE, read_metrics
+from jax_te.metrics.precision_log import PRECISION_FILE, STATISTICS, read_precision
 from jax_te.metrics.writers import cut_after
 from tests.support.numerics import without_type_checker
 from tests.support.runs import MICRO, assert_refused, command
@@ -281,6 +282,15 @@ def test_any_metrics_are_read(lines, tmp_path):
 
 
 @FUZZ
+@given(lines=st.lists(st.binary() | JSON.map(lambda value: json.dumps(value).encode())), changes=JSON)
+def test_any_statistics_are_read(lines, changes, tmp_path):
+    good = {"step": 1, "module": "a", "role": "x", "format": "e4m3"} | dict.fromkeys(STATISTICS, 1.0)
+    odd = [json.dumps(good | {name: changes}).encode() for name in good if name != "step"]
+    (tmp_path / PRECISION_FILE).write_bytes(b"\n".join([json.dumps(good).encode(), *lines, *odd, b""]))
+    assert read_precision(tmp_path)[0] == good
+
+
+@FUZZ
 @given(content=st.binary(max_size=300), size=st.integers(2, 40))
 def test_any_data_is_read_or_refused(content, size, tmp_path):
     (tmp_path / "text").write_bytes(content)
@@ -288,16 +298,17 @@ def test_any_data_is_read_or_refused(content, size, tmp_path):
     assert not message or "bytes of text" in message
 
 
-@settings(FUZZ, max_examples=25)
+@pytest.mark.parametrize("name", ["x.npy", "x.idx", "x.bin", "x.jsonl", "x.parquet", "tokenizer.json"])
+@settings(FUZZ, max_examples=20)
 @given(data=st.data())
-def test_any_file_of_documents_tokens_or_a_tokenizer_is_read_or_refused(data, tmp_path):
-    """Files of each kind, with a piece of bytes put in anywhere."""
+def test_any_file_of_documents_tokens_or_a_tokenizer_is_read_or_refused(name, data, tmp_path):
+    """A file of each kind, with a piece of bytes put in anywhere."""
     np.save(tmp_path / "x.npy", np.arange(40, dtype=np.uint16))
     write_megatron(tmp_path / "x", [[*range(30)], [*range(9)]])
     (tmp_path / "x.jsonl").write_text('{"text": "a the of"}\n{"text": "in"}\n')
     pyarrow_parquet.write_table(pyarrow.table({"text": ["a the of", "in"]}), tmp_path / "x.parquet")
     write_tokenizer(tmp_path / "tokenizer.json")
-    path = tmp_path / data.draw(st.sampled_from(["x.npy", "x.idx", "x.bin", "x.jsonl", "x.parquet", "tokenizer.json"]))
+    path = tmp_path / name
     content = path.read_bytes()
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
     path.write_bytes(content[:start] + data.draw(st.binary(max_size=20)) + content[end:])
@@ -312,7 +323,7 @@ def load_tokenizer(path, seq_len):
     tokenizer.decode(tokenizer.encode("a the of in")[:seq_len])
 
 
-@settings(FUZZ, max_examples=8)
+@settings(FUZZ, max_examples=20)
 @given(data=st.data())
 def test_any_metadata_of_a_checkpoint_is_refused(data, trained, tmp_path_factory):
     run = tmp_path_factory.mktemp("damaged")
