@@ -65,9 +65,19 @@ def _rounded(old: Any, new: Any) -> Any:
 
 
 def store_quantized(model: nnx.Module, fp8_param: bool) -> None:
-    """Quantize in place the kernels that ``fp8_param``, the model's configuration or their layer's own recipe names."""
+    """Quantize in place the kernels that ``fp8_param``, the model's configuration or their layer's own recipe names.
+
+    Raises:
+        ValueError: if all kernels are to be stored quantized, and there is no recipe that quantizes one.
+    """
     own = [module.own_recipe(kernel) for _, module in quantizable_modules(model) for kernel in module.kernels]
     config = getattr(model, "config", None)  # of the models of this package
     every = fp8_param or getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False)
     if every or any(recipe is not None and recipe.holds_kernels for recipe in own):
         quantize_parameters(model, only_marked=not every)
+    stored = (getattr(module, kernel).get_value() for _, module, kernel in quantizable_kernels(model))
+    if every and not any(isinstance(value, QuantizedKernel) for value in stored):
+        raise ValueError(
+            "fp8_param (fp4_param) asks for kernels that are stored quantized, and no layer has a recipe that quantizes"
+            " one: create the state, and call the step, inside `with autocast(recipe):`, or leave fp8_param out"
+        )

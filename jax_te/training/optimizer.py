@@ -45,7 +45,8 @@ class Optimizer(nnx.Optimizer):
         masters: fp32 copies of half-precision and quantized parameters, under the same names.
 
     Raises:
-        ValueError: for kernels that are stored quantized already, whose exact values are gone.
+        ValueError: for kernels that are stored quantized already, whose exact values are gone; for ``fp8_param``
+            without a recipe, as `create_train_state`.
 
     Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 

@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.layers import Linear
 from jax_te.megatron import recipe_from_config
 from jax_te.models import GPTModel
 from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh
-from jax_te.training import ConstantLossScale, abstract_train_state, create_train_state, make_train_step
+from jax_te.training import ConstantLossScale, Optimizer, abstract_train_state, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
@@ -135,3 +136,21 @@ def test_a_models_configuration_says_whether_kernels_are_held_quantized(hold):
         state = abstract_train_state(build, optax.sgd(0.1))
     assert (jnp.dtype(jnp.float8_e4m3fn) in {leaf.dtype for leaf in jax.tree.leaves(state.params)}) == hold
     assert bool(jax.tree.leaves(state.masters)) == hold
+
+
+def test_kernels_held_quantized_need_a_recipe():
+    """Outside of autocast they would be fp32, without a word."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True
+    )
+    with autocast(recipe_from_config(config)):
+        model = GPTModel(config, vocab_size=32, max_sequence_length=16, rngs=nnx.Rngs(0))
+    with autocast(None):
+        for make in (
+            lambda: create_train_state(model, TX, key=jax.random.key(0)),
+            lambda: abstract_train_state(model, TX),
+            lambda: create_train_state(Toy, TX, key=jax.random.key(0), fp8_param=True),
+            lambda: Optimizer(Linear(16, 16, rngs=nnx.Rngs(0)), TX, fp8_param=True),
+        ):
+            with pytest.raises(ValueError, match=r"fp8_param .* no layer has a recipe"):
+                make()
