@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 
+from jax_te.config.internal import check_seed
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array
 
@@ -124,7 +125,7 @@ class RNGStatesTracker:
             RuntimeError: if the name or the seed is taken.
             ValueError, TypeError: for a seed out of range, or one that is no Python integer.
         """
-        _check_seed(seed)
+        check_seed(seed)
         self._check_trace()
         if seed in self._seeds:
             raise RuntimeError(f"seed {seed} is taken by another stream, and the two would be alike; give another seed")
@@ -217,13 +218,6 @@ def _fold_rank(name: str, key: Array) -> Array:
     return key
 
 
-def _check_seed(seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int):  # bool is a subclass of int
-        raise TypeError(f"a seed must be a Python integer, got {seed!r}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"a seed must be in [0, 2^32), got {seed}")
-
-
 def model_parallel_seeds(
     seed: int,
     *,
@@ -252,7 +246,7 @@ def model_parallel_seeds(
     >>> model_parallel_seeds(1234, tp_rank=1)
     {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2258}
     """
-    _check_seed(seed)
+    check_seed(seed)
     base = seed + 100 * pp_rank + 10 * dp_rank
     return {
         DATA_PARALLEL_RNG: base,

@@ -45,7 +45,7 @@ def test_what_cannot_be_followed_says_so():
     with without_type_checker():
         with pytest.raises(TypeError, match=r"must be None, got 'world'.*tp_only_amax_red"):
             te_pytorch.fp8_autocast(fp8_group="world")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="recipe instance"):
+        with pytest.raises(TypeError, match=r"recipe must be a Recipe or None, got .*forget the parentheses"):
             te_pytorch.autocast(recipe=DelayedScaling).__enter__()  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="enabled must be True or False"):
             te_pytorch.autocast("yes")  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from jax_te.checkpoint.folder import Folder, checked_folder
 from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
 from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, crc32, named_leaves, records, stored_parts
-from jax_te.config.internal import check_choice, check_positive
+from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.typing import PyTree
 
 
@@ -30,6 +30,7 @@ class DamagedCheckpointWarning(UserWarning):
     """A checkpoint could not be read and was set aside; the message names it and the one that was used."""
 
 
+@checked
 class TrainCheckpointer:
     """The checkpoints of a training run, one folder ``<directory>/<step>`` each.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax_te.config.checks import check_annotations
+from jax_te.config.annotations import check_annotations
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -32,10 +32,14 @@ ActivationLike: TypeAlias = str | Callable[..., Any] | tuple[str | Callable[...,
 name or itself."""
 
 
-def activation_parts(activation: ActivationLike) -> tuple[Any, ...]:
+def activation_parts(activation: ActivationLike, name: str = "activation") -> tuple[Any, ...]:
     """Return the functions applied to each component, by name where they have one.
 
     ``jax.nn.gelu``, ``relu``, ``sigmoid`` and ``silu`` have, so that Transformer Engine's kernels run for them.
+
+    Args:
+        activation: a name, a function, or a tuple of them.
+        name: of the argument, for the message.
 
     Raises:
         ValueError: for an unknown name, or no function at all.
@@ -50,9 +54,9 @@ def activation_parts(activation: ActivationLike) -> tuple[Any, ...]:
     parts = ACTIVATIONS[activation] if isinstance(activation, str) else given
     known = sorted({part for parts in ACTIVATIONS.values() for part in parts})
     if not parts or any(isinstance(part, str) and part not in known for part in parts):
-        raise ValueError(f"unknown function in activation {activation!r}; allowed: {', '.join(known)}, or functions")
+        raise ValueError(f"unknown function in {name} {activation!r}; allowed: {', '.join(known)}, or functions")
     if not all(isinstance(part, str) or (callable(part) and type(part).__hash__) for part in parts):
-        raise TypeError(f"activation must be a name, a function that can be hashed, or a tuple of them: {activation!r}")
+        raise TypeError(f"{name} must be a name, a function that can be hashed, or a tuple of them: {activation!r}")
     # Looked up, not imported: a configuration does not need JAX, and whoever has these functions has imported it.
     nn = sys.modules.get("jax.nn")
     names = {getattr(nn, name): name for name in ("gelu", "relu", "sigmoid", "silu")} if nn else {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from jax_te.config.checks import check_annotations, check_choice, log_hints
+from jax_te.config.annotations import check_annotations
+from jax_te.config.checks import check_choice, log_hints
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Ways to exchange keys and values under context parallelism."""

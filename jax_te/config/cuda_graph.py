@@ -6,7 +6,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te.config.checks import check_annotations, log_hints
+from jax_te.config.annotations import check_annotations
+from jax_te.config.checks import log_hints
 
 _WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
 

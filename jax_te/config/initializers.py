@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from jax_te.config.annotations import checked
 from jax_te.typing import DTypeLike
 
 TE_INIT_STD = 0.023
 """Standard deviation of Transformer Engine's default ``init_method``."""
 
 
+@checked
 @dataclass(frozen=True)
 class NormalInit:
     """``init(key, shape, dtype)`` that draws from N(0, std²).

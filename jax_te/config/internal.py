@@ -1,19 +1,19 @@
 """Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.config.activation import activation_parts
+from jax_te.config.annotations import check_annotations, checked, literal_names
 from jax_te.config.checks import (
     COMPUTE_DTYPES,
     FLOAT_DTYPES,
-    check_annotations,
     check_bool,
     check_choice,
     check_float,
     check_number,
     check_positive,
     check_rate,
-    checked,
+    check_seed,
+    dtype_name,
     float_dtype,
-    literal_names,
     log_hints,
     log_once,
 )
@@ -41,7 +41,9 @@ __all__ = [
     "check_number",
     "check_positive",
     "check_rate",
+    "check_seed",
     "checked",
+    "dtype_name",
     "float_dtype",
     "literal_names",
     "log_hints",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from math import prod
 
+from jax_te.config.annotations import checked
 from jax_te.config.checks import check_positive
 
 MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor")
@@ -30,6 +31,7 @@ def check_mesh_axis(name: str) -> None:
         )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the device mesh's axes.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_te.config.activation import ActivationLike, activation_parts, named_activation
+from jax_te.config.annotations import check_annotations
 from jax_te.config.attention import AttentionConfig
-from jax_te.config.checks import check_annotations, check_positive, check_rate, float_dtype
+from jax_te.config.checks import check_bool, check_positive, check_rate, float_dtype
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.initializers import FilledInit
 from jax_te.config.megatron_fields import accepts_megatron_fields
@@ -131,8 +132,9 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         fill(self, "num_query_groups", groups)
         fill(self, "ffn_hidden_size", ffn)
         fill(self, "kv_channels", channels)
-        check_annotations(self, TransformerConfig)
+        check_bool(gated_linear_unit=self.gated_linear_unit)
         fill(self, "activation", self._activation())
+        check_annotations(self, TransformerConfig)
         if not self.layernorm_epsilon > 0.0:
             raise ValueError(f"layernorm_epsilon must be > 0, got {self.layernorm_epsilon!r}")
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
@@ -148,7 +150,9 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     def _activation(self) -> ActivationLike:
         """Return the activation that the three fields name."""
         func, given = self.activation_func, named_activation(activation_parts(self.activation))
-        parts = activation_parts(self.activation if func is None else func if isinstance(func, tuple) else (func,))
+        parts = activation_parts(self.activation)
+        if func is not None:
+            parts = activation_parts(func if isinstance(func, tuple) else (func,), "activation_func")
         if self.gated_linear_unit and len(parts) == 1:
             parts = (*parts, "linear")
         chosen = named_activation(parts)

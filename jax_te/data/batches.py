@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_te.config.internal import check_positive, require_extra
+from jax_te.config.internal import check_positive, check_seed, checked, require_extra
 
 _MAX_POSITIONS = 2**32 - 1
 """grain shuffles with 32 bits."""
@@ -20,6 +20,7 @@ _PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and how many its checksum is of."""
 
 
+@checked
 class TrainBatches:
     """Endless batches of windows at random positions of a text, through grain.
 
@@ -30,7 +31,7 @@ class TrainBatches:
         text: tokens, integers ``[n]``, ``n > seq_len``; only the windows that are asked for are read of a memory map.
         batch_size: ``b``.
         seq_len: ``s``.
-        seed: >= 0.
+        seed: in [0, 2^32).
         vocab_size: tokens must be from 0 to below it. None: of any size that int32 holds.
         sharding: of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows that its
             devices hold. The windows and their order are the same without it, and for every number of processes.
@@ -58,6 +59,7 @@ class TrainBatches:
         sharding: Sharding | None = None,
     ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
+        check_seed(seed)
         stride = -(-_positions(text, seq_len) // _MAX_POSITIONS)
         positions = _positions(text, seq_len) // stride
         grain: Any = require_extra("grain")

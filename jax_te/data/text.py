@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.data.sources import read_tokens
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -16,6 +16,7 @@ BLOCK = 2**20
 """The tokens are divided into blocks of so many, and the end of each block is held out."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TextData:
     """Tokens to train on and tokens held out; without a tokenizer they are bytes.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.internal import require_extra
+from jax_te.config.internal import checked, require_extra
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 2**28
@@ -24,6 +24,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>",
 """Names of the token behind a document, of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not say which."""
 
 
+@checked
 class Tokenizer:
     """A tokenizer of Hugging Face, read from its ``tokenizer.json`` by the package ``tokenizers``; no code runs.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_te.config.internal import checked
 from jax_te.layers.drop_in_mesh import GemmOrder, gemm_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
@@ -21,6 +22,7 @@ from jax_te.recipe.internal import own_recipe
 from jax_te.typing import Array
 
 
+@checked
 class DotGeneral(QuantizableModule):
     """``lax.dot_general`` whose three GEMMs a recipe quantizes: the ``dot_general`` of Flax's linear layers.
 

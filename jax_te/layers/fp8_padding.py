@@ -7,12 +7,13 @@ from itertools import accumulate
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.quantize.internal import pad_rows, padded_size
 from jax_te.recipe.internal import ambient_recipe
 from jax_te.typing import Array
 
 
+@checked
 class Fp8Padding:
     """Append rows of zeros to each group of rows, so that each has a number of rows that low-precision GEMMs take.
 

@@ -75,7 +75,7 @@ class LoRA(nnx.Module):
     ):
         if not isinstance(base, Linear | LayerNormMLP):
             raise TypeError(
-                "LoRA wraps a Linear, a LayerNormLinear or a LayerNormMLP of jax_te, got "
+                "LoRA wraps a Linear, a LayerNormLinear or a LayerNormMLP of jax_te as its base, got "
                 f"{type(base).__module__}.{type(base).__qualname__}; wrap those inside it, such as "
                 "layer.self_attention.qkv and layer.layernorm_mlp; flax.nnx.LoRA is for other layers"
             )

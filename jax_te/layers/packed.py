@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_te.config.internal import check_annotations
 from jax_te.ops import Segments, segments_from_cu_seqlens
 from jax_te.ops.internal import segment_positions
 from jax_te.typing import Array
@@ -57,6 +58,8 @@ class PackedSeqParams:
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        # Not the arrays: jax.tree fills their fields with shapes, shardings and placeholders as well.
+        check_annotations(self, PackedSeqParams, ("max_seqlen_q", "max_seqlen_kv", "total_tokens"))
         if self.qkv_format != "thd":
             raise ValueError(
                 f"PackedSeqParams describes qkv_format 'thd', got {self.qkv_format!r}; rows of one sequence each need "

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import checked
 from jax_te.layers.internal import components, sequence_axes
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
@@ -18,6 +19,7 @@ from jax_te.remat.internal import recomputed, run_recomputed
 from jax_te.typing import Array
 
 
+@checked
 class MLP(MegatronModule):
     """Norm, ``linear_fc1``, activation and ``linear_fc2``, as `jax_te.layers.LayerNormMLP` in two layers.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_te.config import PrecisionConfig
-from jax_te.config.internal import log_hints
+from jax_te.config.internal import checked, log_hints
 from jax_te.megatron.quant_recipe import resolve_factory
 from jax_te.recipe import (
     CustomRecipe,
@@ -21,6 +21,7 @@ from jax_te.recipe import (
 _FORMATS = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}
 
 
+@checked
 class TEDelayedScaling(DelayedScaling):
     """The model-wide delayed-scaling recipe of a Megatron configuration, equal to a `DelayedScaling` of its fields.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_te.config.internal import brief, check_annotations
+from jax_te.config.internal import brief, check_annotations, checked
 from jax_te.megatron.yaml_file import read_yaml
 from jax_te.recipe.internal import first_rule
 
@@ -50,6 +50,7 @@ class MatchContext:
             raise ValueError(f"layer_number must be >= 0, or None outside the layers, got {self.layer_number!r}")
 
 
+@checked
 @dataclass(frozen=True)
 class QuantizationConfig:
     """The payload that a rule gave to a module.
@@ -86,6 +87,7 @@ class Matcher(ABC):
         """Return the config key if the rule applies to the module, else None."""
 
 
+@checked
 class GlobMatcher(Matcher):
     """A rule that applies to modules whose whole path matches a glob pattern.
 
@@ -114,6 +116,7 @@ class GlobMatcher(Matcher):
         return f"GlobMatcher({self.pattern!r}, {self.config_key!r}{label})"
 
 
+@checked
 class RecipeConfig:
     """Named payloads and ordered rules that give them to modules; the first rule that applies wins.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te.config.internal import brief
+from jax_te.config.internal import brief, checked
 from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigType
 from jax_te.megatron.quant_config import QuantizationConfig
 from jax_te.megatron.quant_recipe import TEQuantizationRecipe
@@ -15,6 +15,7 @@ from jax_te.recipe import ModuleRecipe, Recipe
 _FLAGS = ("override_quantized_autocast", "override_nonquantized_autocast")
 
 
+@checked
 @dataclass(frozen=True)
 class TEQuantizationParams:
     """The precision of a layer in training and in evaluation.
@@ -97,6 +98,7 @@ class TEQuantizationParams:
         return TwoModeRecipe(**common, in_evaluation=ModuleRecipe(training=common["evaluation"], **flags))
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TwoModeRecipe(ModuleRecipe):
     """A `ModuleRecipe` whose override flags differ between training and evaluation.

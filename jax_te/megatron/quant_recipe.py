@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jax_te.config.internal import brief, log_once
+from jax_te.config.internal import brief, checked, log_once
 from jax_te.megatron.enums import Fp4Recipe, Fp8Recipe
 from jax_te.recipe import (
     CustomRecipe,
@@ -34,6 +34,7 @@ _BOOLS = (
 )
 
 
+@checked
 @dataclass(frozen=True)
 class TEQuantizationRecipe:
     """The precision of a layer in one mode (training or evaluation), and when it takes effect.

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jax_te.config.internal import check_bool
+from jax_te.config.internal import checked
 from jax_te.layers.internal import check_tp_group
 from jax_te.random import RNGStatesTracker, StreamState
 from jax_te.remat import remat
 
 
+@checked
 def te_checkpoint(
     forward_func: Callable[..., Any],
     distribute_saved_activations: bool,
@@ -45,7 +46,6 @@ def te_checkpoint(
     >>> jax.grad(loss)(jnp.zeros(2)).tolist()
     [1.0, 1.0]
     """
-    check_bool(distribute_saved_activations=distribute_saved_activations)
     check_tp_group(tp_group)
     # Called outside of the checkpointed function, whose argument the tracker's states are.
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()

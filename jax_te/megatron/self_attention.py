@@ -7,6 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import checked
 from jax_te.layers import MultiheadAttention
 from jax_te.megatron.attention import TEDotProductAttention
 from jax_te.megatron.enums import AttnMaskType
@@ -18,6 +19,7 @@ from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array
 
 
+@checked
 class SelfAttention(MultiheadAttention, MegatronModule):
     """`jax_te.layers.MultiheadAttention` made of Megatron's layers, under Megatron's names.
 

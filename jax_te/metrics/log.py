@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_te.config.internal import require_extra
+from jax_te.config.internal import checked, require_extra
 from jax_te.metrics.writers import (
     METRICS_FILE,
     JsonLinesWriter,
@@ -23,6 +23,7 @@ from jax_te.typing import Array, WriterName
 PLOT_FILE = "loss.png"
 
 
+@checked
 class MetricsLog:
     """Gives a run's metrics to its writers.
 
@@ -60,6 +61,8 @@ class MetricsLog:
         resume_step: int = 0,
         writers: Sequence[WriterName | MetricsWriter] = ("jsonl", "tensorboard"),
     ):
+        if not 0 <= resume_step < 2**63:
+            raise ValueError(f"resume_step must be an integer >= 0, below 2^63, got {resume_step}")
         # Scalars are the same in every process, and files of one folder cannot have several authors.
         self._writers: list[MetricsWriter] = []
         if jax.process_index() == 0:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_te.config.internal import require_extra
+from jax_te.config.internal import checked, require_extra
 from jax_te.metrics.writers import cut_after, is_number, read_records
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
@@ -29,6 +29,7 @@ _PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], float, fl
 """Title, function of a record, and the ends of the colour scale; None as the upper end: the largest value."""
 
 
+@checked
 class PrecisionLog:
     """Appends the statistics of inspected steps to ``precision.jsonl``, a line for each tensor.
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 
+from jax_te.config.internal import checked
+
 KERNEL_TIMES_FILE = "kernel_times.json"
 
 # The first that fits counts: names of XLA's fusions hold several words, and those of CUDA kernels their namespaces.
@@ -149,6 +151,7 @@ def kernel_times(folder: str | os.PathLike[str], *, steps: int = 1) -> KernelTim
     )
 
 
+@checked
 class StepTrace:
     """Traces some steps of a loop, for TensorBoard and Perfetto, and sums up the times of their kernels.
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_te.config.internal import check_choice, check_positive
+from jax_te.config.internal import check_choice, check_positive, checked
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 """Names of `make_schedule`."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How the layers of a model run as the stages of a pipeline, see `make_schedule` and `split_layers`.

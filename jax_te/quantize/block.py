@@ -8,7 +8,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_te.quantize.quantizer import Quantizer
+from jax_te.config.internal import checked
+from jax_te.quantize.quantizer import Quantizer, check_fp8
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
 from jax_te.recipe.internal import fp8_max
@@ -41,6 +42,7 @@ def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
     return (block[1], block[0]) if columnwise else block
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class BlockQuantizer(Quantizer):
     """FP8 with one fp32 scale ``max(dtype) / amax`` for every block; the scale is 1 for an amax of 0, inf or nan.
@@ -64,7 +66,7 @@ class BlockQuantizer(Quantizer):
     power_of_two: bool = True
 
     def __post_init__(self) -> None:
-        fp8_max(self.dtype)  # raises for another dtype
+        check_fp8(self.dtype)
 
     @property
     def directional(self) -> bool:
@@ -107,7 +109,7 @@ class MXQuantizer(Quantizer):
     shard_multiple: ClassVar[int | None] = MX_BLOCK
 
     def __post_init__(self) -> None:
-        fp8_max(self.dtype)  # raises for another dtype
+        check_fp8(self.dtype)
 
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool

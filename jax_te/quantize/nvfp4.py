@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from jax_te.config.internal import checked, dtype_name
 from jax_te.quantize.block import block_amax, directed_block
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.quantizer import Quantizer
@@ -20,6 +21,7 @@ NVFP4_BLOCK = 16
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class NVFP4Quantizer(Quantizer):
     """E2M1 values, an E4M3 scale for every 16 of them, one fp32 scale for the tensor.
@@ -50,8 +52,8 @@ class NVFP4Quantizer(Quantizer):
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
-        if jnp.dtype(self.dtype) != jnp.float4_e2m1fn:
-            raise TypeError(f"NVFP4Quantizer's dtype is float4_e2m1fn, got {jnp.dtype(self.dtype).name}")
+        if (name := dtype_name(self.dtype)) != "float4_e2m1fn":
+            raise TypeError(f"NVFP4Quantizer's dtype must be float4_e2m1fn, got {name}")
 
     @property
     def directional(self) -> bool:

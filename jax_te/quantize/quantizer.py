@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_choice
+from jax_te.config.internal import dtype_name
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 from jax_te.recipe.internal import AmaxScope, fp8_max
@@ -44,6 +44,14 @@ class Quantizer(abc.ABC):
         """Quantize ``x``, see the function `quantize`."""
 
 
+def check_fp8(dtype: DTypeLike) -> None:
+    """Raise TypeError for a quantizer's dtype that is not E4M3 or E5M2."""
+    try:
+        fp8_max(dtype)
+    except Exception:  # NumPy's are of several types
+        raise TypeError(f"dtype must be float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorQuantizer(Quantizer):
     """One scale for the whole tensor: ``clip(x * scale)`` in fp32, rounded to nearest even.
@@ -69,10 +77,14 @@ class TensorQuantizer(Quantizer):
     amax_scope: AmaxScope = "group"
 
     def __post_init__(self) -> None:
-        check_choice(get_args(AmaxScope), amax_scope=self.amax_scope)
-        fp8_max(self.dtype)  # raises for another dtype
-        if self.scaling not in ("delayed", "current"):
-            raise ValueError(f"scaling must be 'delayed' or 'current', got {self.scaling!r}")
+        check_fp8(self.dtype)
+        # Not by annotations: on a mesh ops make quantizers at each call.
+        allowed = {"scaling": ("delayed", "current"), "amax_scope": get_args(AmaxScope), "power_of_two": (True, False)}
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if not isinstance(value, type(values[0])) or value not in values:
+                error = TypeError if name == "power_of_two" else ValueError
+                raise error(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
 
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if delayed, from the tensor's amax if current."""

@@ -76,7 +76,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         # Numbers are checked here, once: a recipe is data, and what reads it does not check it again.
-        check_annotations(self, type(self))
         self._check_format()
         flags = self.override_linear_precision
         if not isinstance(flags, tuple) or len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
@@ -84,10 +83,7 @@ class Recipe:
                 f"override_linear_precision must be three bools, for the forward, input-gradient and weight-gradient "
                 f"GEMMs, e.g. (False, False, True); got {flags!r}"
             )
-        for name in (f"fp8_gemm_{gemm}" for gemm in GEMMS):
-            value: Any = getattr(self, name)
-            if not isinstance(value, MMParams):
-                raise TypeError(f"{name} must be an MMParams, got {value!r}")
+        check_annotations(self, type(self))
 
     def _check_format(self) -> None:
         if not isinstance(self.fp8_format, Format):

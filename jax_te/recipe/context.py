@@ -35,13 +35,6 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
     ...     current_recipe().name
     'current'
     """
-    # A class would pass as "some recipe" until the first layer asks it for a field.
-    if recipe is not None and not isinstance(recipe, Recipe):
-        hint = " (did you forget the parentheses?)" if isinstance(recipe, type) else ""
-        raise TypeError(
-            f"autocast takes a jax_te recipe instance or None, got {recipe!r}{hint}; "
-            "for example autocast(DelayedScaling())"
-        )
     with ambient_recipe(recipe if enabled else None):
         yield
 

@@ -43,10 +43,6 @@ class ModuleRecipe:
 
     def __post_init__(self) -> None:
         check_annotations(self, ModuleRecipe)
-        for name in ("training", "evaluation"):
-            value = getattr(self, name)  # None is a value here: high precision
-            if not (value is None or isinstance(value, Recipe) or (name == "evaluation" and value == "training")):
-                raise TypeError(f"{name} must be a recipe or None, got {value!r}")
 
     @property
     def holds_kernels(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_te.config.internal import RECOMPUTE_POLICIES
+from jax_te.config.internal import RECOMPUTE_POLICIES, checked
 from jax_te.remat.sharded_input import remat_with_sharded_input
 from jax_te.typing import Array
 
@@ -21,6 +21,7 @@ and ``"context"``, outputs of norms, of activation functions and of attention co
 _GEMMS = ("gemm", "ffn1", "ffn2", "context")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
     """The arrays of a function that are saved for backward, beside its inputs. Backward recomputes all others.

@@ -12,6 +12,7 @@ import pytest
 
 import jax_te.data.text as data_module
 from jax_te.data import TrainBatches, byte_bigram_entropy, heldout_batches, load_text
+from tests.support.numerics import without_type_checker
 
 
 def as_bytes(text: bytes) -> np.ndarray:
@@ -86,6 +87,12 @@ def test_the_bytes_that_are_asked_for_are_enough(tmp_path):
     (tmp_path / "text").write_bytes(b"x" * 180)
     data = load_text(tmp_path / "text", seq_len=8)
     assert len(data.heldout) == 9
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**70, True, 1.0, None])
+def test_seeds_that_would_lose_bits_are_refused(seed):
+    with without_type_checker(), pytest.raises((ValueError, TypeError), match="seed must be"):
+        TrainBatches(random_text(50), batch_size=1, seq_len=2, seed=seed)
 
 
 def test_batches_are_windows_of_the_text():

@@ -187,7 +187,7 @@ def test_sharded_state_dict_has_the_learnable_offset_split_over_heads():
         (
             lambda: TEDotProductAttention(config(), 1, "causal", "self", cp_comm_type="ring"),
             ValueError,
-            r"cp_comm_type.* p2p, all_gather, a2a, a2a\+p2p.* 'ring'",
+            r"cp_comm_type.* 'p2p', 'all_gather', 'a2a', 'a2a\+p2p.* 'ring'",
         ),
         (
             lambda: TEDotProductAttention(config(), 1, "causal", "self", pg_collection="tp"),

@@ -316,7 +316,7 @@ def test_wrong_dtypes():
     for quantizer in (BlockQuantizer, MXQuantizer, TensorQuantizer):
         with pytest.raises(TypeError, match="float8_e4m3fn or float8_e5m2, got float4_e2m1fn"):
             quantizer(dtype=jnp.float4_e2m1fn)
-    with pytest.raises(TypeError, match="NVFP4Quantizer's dtype is float4_e2m1fn, got float8_e4m3fn"):
+    with pytest.raises(TypeError, match="NVFP4Quantizer's dtype must be float4_e2m1fn, got float8_e4m3fn"):
         NVFP4Quantizer(dtype=jnp.float8_e4m3fn)
-    with without_type_checker(), pytest.raises(ValueError, match="'delayed' or 'current', got 'block'"):
+    with without_type_checker(), pytest.raises(ValueError, match="'delayed', 'current', got 'block'"):
         TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="block")

@@ -52,7 +52,7 @@ def test_another_thread_does_not_see_it():
 def test_what_is_no_recipe_raises(value):
     with (
         without_type_checker(),
-        pytest.raises(TypeError, match="takes a jax_te recipe instance or None"),
+        pytest.raises(TypeError, match="recipe must be a Recipe or None, got "),
         autocast(value),
     ):
         pass

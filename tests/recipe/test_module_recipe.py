@@ -59,10 +59,16 @@ def test_defaults_let_a_rule_for_all_modules_spare_those_that_are_not_quantized(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"training": "current"}, "training must be a recipe or None, got 'current'"),
-        ({"training": "training"}, "training must be a recipe or None, got 'training'"),
-        ({"training": None, "evaluation": "current"}, "evaluation must be a recipe or None, got 'current'"),
-        ({"training": None, "evaluation": Float8CurrentScaling}, "evaluation must be a recipe or None, got <class"),
+        ({"training": "current"}, "training must be a Recipe or None, got 'current'"),
+        ({"training": "training"}, "training must be a Recipe or None, got 'training'"),
+        (
+            {"training": None, "evaluation": "current"},
+            "evaluation must be a Recipe or 'training' or None, got 'current'",
+        ),
+        (
+            {"training": None, "evaluation": Float8CurrentScaling},
+            "evaluation must be a Recipe or 'training' or None, got <class",
+        ),
     ],
 )
 def test_refused_values(fields, message):

@@ -113,6 +113,7 @@ def dot_product_attention(
         check_number(scale=scale)
     if logit_softcap is not None:
         check_number(logit_softcap=logit_softcap)
+        logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
     if return_max_logit is not False:
         check_bool(return_max_logit=return_max_logit)
     # Without a key nothing is dropped, and backends that have no dropout can run the call.

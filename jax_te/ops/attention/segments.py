@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jax_te.config.internal import brief
 from jax_te.typing import Array
 
 
@@ -78,11 +79,10 @@ def segments_from_cu_seqlens(
 
 
 def _offsets_and_lengths(name: str, cu_seqlens: Array, padded: Array | None) -> tuple[Array, Array]:
-    for suffix, array in (("", cu_seqlens), ("_padded", padded)):
-        if array is None:
-            continue
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"cu_seqlens_{name}{suffix} must be integers, got {array.dtype}")
+    given: dict[str, Any] = {"": cu_seqlens} | ({} if padded is None else {"_padded": padded})
+    for suffix, array in given.items():
+        if not jnp.issubdtype(getattr(array, "dtype", object), jnp.integer):
+            raise TypeError(f"cu_seqlens_{name}{suffix} must be an array of integers, got {brief(array)}")
         if array.ndim not in (1, 2) or array.shape[-1] < 2 or array.shape != cu_seqlens.shape:
             raise ValueError(
                 f"cu_seqlens_{name}{suffix} must be [m + 1] or [b, m + 1], padded or not alike; got {array.shape}"

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jax_te.config import CP_COMM_TYPES
-from jax_te.config.internal import check_annotations
+from jax_te.config.internal import check_annotations, check_choice
 from jax_te.ops.attention.spec import AttentionSpec, MaskType
 from jax_te.sharding.internal import MeshAxes, free_axes, mesh_dims
 from jax_te.typing import LogicalAxes
@@ -43,19 +43,16 @@ class ContextParallel:
     cp_load_balanced: bool = False
 
     def __post_init__(self) -> None:
-        check_annotations(self, ContextParallel)
-        if self.cp_comm_type not in CP_COMM_TYPES:
-            raise ValueError(f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)}, got {self.cp_comm_type!r}")
+        check_choice(CP_COMM_TYPES, cp_comm_type=self.cp_comm_type)
         sizes = self.hierarchical_context_parallel_sizes
-        if sizes is None:
-            return
         # bool is a subclass of int: True would pass as 1.
         numbers = tuple(sizes) if isinstance(sizes, list | tuple) else ()
-        if len(numbers) != 2 or not all(type(size) is int and size >= 1 for size in numbers):
+        if sizes is not None and (len(numbers) != 2 or not all(type(size) is int and size >= 1 for size in numbers)):
             raise ValueError(
                 f"hierarchical_context_parallel_sizes must be (a2a ranks, p2p ranks), two integers >= 1, got {sizes!r}"
             )
-        object.__setattr__(self, "hierarchical_context_parallel_sizes", numbers)
+        object.__setattr__(self, "hierarchical_context_parallel_sizes", numbers or None)
+        check_annotations(self, ContextParallel)
 
 
 @dataclass(frozen=True, kw_only=True)
