@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
@@ -266,13 +264,10 @@ def test_torch_dist_is_read(form, common_file, tmp_path):
 ODD = [None, "", "x", "1", b"1", -1, 0, 1, 7, 2**31, 2**70, 0.5, float("nan"), [], [1], {}, (None,), True, np.ones(2)]
 
 
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_arguments_of_a_checkpoint_are_followed_or_refused(data, tmp_path):
-    path = tmp_path / "one.pt"
-    save_megatron(build("llama"), path)
-    args = read_megatron(path).args
-    name = data.draw(st.sampled_from(sorted(args)))
-    changed = {name: data.draw(st.sampled_from(ODD))}
-    with without_type_checker(), contextlib.suppress(ValueError, CheckpointMismatchError):
-        load_megatron(path, args=args | changed)
+def test_any_arguments_of_a_checkpoint_are_followed_or_refused(tmp_path):
+    save_megatron(build("llama"), tmp_path / "one.pt")
+    args = read_megatron(tmp_path / "one.pt").args
+    for i, name in enumerate(sorted(args)):
+        for value in ODD[i % 4 :: 4]:
+            with without_type_checker(), contextlib.suppress(ValueError, CheckpointMismatchError):
+                load_megatron(tmp_path / "one.pt", args=args | {name: value})
