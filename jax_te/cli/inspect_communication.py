@@ -28,7 +28,7 @@ def show_communication(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for a folder without a run, for options that do not go together, and without a mesh.
     """
-    network = Network.parse(options.network or "")
+    network = Network.measured() if options.network == "measured" else Network.parse(options.network or "")
     given = _train_options(options.train_options or "")
     config, name = _config(options, given)
     sizes = config.parallel_config() or ParallelConfig()

@@ -373,7 +373,8 @@ class InspectOptions:
     by rules that it names, and its collectives are listed by mesh axes: number, bytes of their arrays, bytes
     that each device sends, and the time that a --network takes for them, one after the other. That is
     devices_per_host=8,intra_host=450e9,inter_host=50e9,latency=8.4e-6 (bytes/s that a device sends to devices
-    of its host and to others, seconds of a launch), or some of these. --train-options says what is trained:
+    of its host and to others, seconds of a launch), or some of these; --network measured times all-gathers
+    among the GPUs here. --train-options says what is trained:
     jax-te inspect --communication --preset gpt-1.3b --mesh data=8,tensor=4 --train-options=--sequence-parallel
 
     With a CHECKPOINT it lists name, dtype, shape, sharding as saved and bytes of every array, the step and

@@ -1,8 +1,9 @@
 """Meshes, logical axes, where arrays live on a mesh, and code that runs on each device of it."""
 
-from jax_te.sharding.communication import CollectiveCount, CommunicationReport, Network, communication_report
+from jax_te.sharding.communication import CommunicationReport, communication_report
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.mesh import make_mesh
+from jax_te.sharding.network import CollectiveCount, Network
 from jax_te.sharding.placement import shardings_of
 from jax_te.sharding.report import ArrayPlacement, ShardingReport, sharding_report
 from jax_te.sharding.rules import ShardingRules, current_mesh, logical_to_spec, named_sharding, use_rules

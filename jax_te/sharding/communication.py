@@ -7,129 +7,19 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
-from jax_te.config.internal import check_annotations
+from jax_te.sharding.network import CollectiveCount, Network
 from jax_te.sharding.program import Moved, collectives_of
 
 COMBINED_BYTES = 30 * 1024 * 1024 + 7
 """XLA's GPU compiler makes one collective of independent ones up to this size (``kDefault...CombineThreshold``)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveCount:
-    """The collectives of one kind over the same axes of a mesh.
-
-    Args:
-        axes: of the mesh, along which the devices of a group differ.
-        kind: ``all-gather``, ``all-reduce``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``.
-        devices: of a group.
-        count: how many run.
-        launches: how many are left when XLA's GPU compiler has made one of those that are independent, each of up to
-            30 MiB.
-        bytes: of their arrays: of what all-gathers give on a device, and of what the others take there.
-
-    >>> CollectiveCount(axes=("tensor",), kind="all-reduce", devices=4, count=1, launches=1, bytes=400).sent
-    600.0
-    """
-
-    axes: tuple[str, ...]
-    kind: str
-    devices: int
-    count: int
-    launches: int
-    bytes: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that each device sends, by the ring algorithms: ``(n - 1) / n`` of the array, twice for an all-reduce;
-        for a permutation the array.
-        """
-        if self.kind == "collective-permute":
-            return float(self.bytes)
-        rounds = 2 if self.kind == "all-reduce" else 1
-        return rounds * self.bytes * (self.devices - 1) / self.devices
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """The links between devices. The defaults are those of a host with eight H200s, by their data sheets.
-
-    Args:
-        devices_per_host: devices that follow each other in the mesh and share the fast links.
-        intra_host: bytes/s that a device can send to those of its host (NVLink: 900 GB/s, both directions together).
-        inter_host: bytes/s that a device can send to other hosts (one ConnectX-7 for each device: 400 Gbit/s).
-        latency: seconds of a collective beside its bytes. The default is what NCCL itself reckons with for a ring
-            (``baseLat`` in ``src/graph/tuning.cc``).
-
-    Raises:
-        ValueError: for a bandwidth or a number of devices that is not positive, or a negative latency.
-
-    >>> Network.parse("devices_per_host=4,intra_host=300e9")
-    Network(devices_per_host=4, intra_host=300000000000.0, inter_host=50000000000.0, latency=8.4e-06)
-    """
-
-    devices_per_host: int = 8
-    intra_host: float = 450e9
-    inter_host: float = 50e9
-    latency: float = 8.4e-6
-
-    def __post_init__(self) -> None:
-        check_annotations(self, Network)
-        for field in fields(self):
-            value, low = getattr(self, field.name), 0 if field.name == "latency" else math.ulp(0.0)
-            if not low <= value < math.inf:
-                raise ValueError(f"{field.name} must be a number {'>=' if low == 0 else '>'} 0, got {value!r}")
-
-    @classmethod
-    def parse(cls, text: str) -> Network:
-        """Return the network of a text such as ``"intra_host=400e9,latency=1e-5"``; others are the defaults.
-
-        Raises:
-            ValueError: for an unknown or repeated name, and a value that is no number.
-        """
-        kinds = {field.name: int if field.name == "devices_per_host" else float for field in fields(cls)}
-        values: dict[str, float] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in kinds or name in values:
-                problem = "is given twice" if name in values else f"is unknown; allowed: {', '.join(kinds)}"
-                raise ValueError(f"{name!r} in {text!r} {problem}")
-            try:
-                values[name] = kinds[name](value)
-            except ValueError:
-                raise ValueError(f"{name} needs a number, got {value!r} in {text!r}") from None
-        return cls(**values)  # type: ignore[arg-type]
-
-    def seconds(self, row: CollectiveCount, mesh_shape: Mapping[str, int]) -> float:
-        """Return the time that collectives of a mesh take, one after the other.
-
-        In a ring every host passes on through the links of all of its devices in the group, so that a group with ``m``
-        devices on each of its hosts has the bandwidth ``min(intra_host, m * inter_host)``. In an all-to-all a device
-        sends each part over its own link; a permutation is as fast as the slowest link that it takes.
-
-        >>> row = CollectiveCount(axes=("data",), kind="all-gather", devices=2, count=1, launches=1, bytes=200)
-        >>> Network(devices_per_host=1, inter_host=10.0, latency=1.0).seconds(row, {"data": 2})
-        11.0
-        """
-        hosts = _hosts(row.axes, mesh_shape, self.devices_per_host)
-        near = max(1, row.devices // hosts)  # devices of a group on one host
-        if hosts == 1:
-            moving = row.sent / self.intra_host
-        elif row.kind == "all-to-all":
-            far, part = row.devices - near, row.bytes / row.devices
-            moving = max(part * far / self.inter_host, part * (near - 1) / self.intra_host)
-        else:
-            links = 1 if row.kind == "collective-permute" else near
-            moving = row.sent / min(self.intra_host, links * self.inter_host)
-        return row.launches * self.latency + moving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,15 +178,6 @@ def _launches(found: Sequence[Moved]) -> int:
         times * min(len(parts), math.ceil(sum(part.bytes for part in parts) / COMBINED_BYTES))
         for (_, _, times), parts in together.items()
     )
-
-
-def _hosts(axes: Sequence[str], mesh_shape: Mapping[str, int], per_host: int) -> int:
-    """Return on how many hosts the devices of a group are, at most."""
-    sizes = tuple(mesh_shape.values())
-    numbers = np.arange(math.prod(sizes)).reshape(sizes) // per_host
-    along = [list(mesh_shape).index(axis) for axis in axes]
-    groups = np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1, math.prod(sizes[axis] for axis in along))
-    return int((np.diff(np.sort(groups, axis=1), axis=1) != 0).sum(axis=1).max(initial=0)) + 1
 
 
 def _sizes(rows: Sequence[CollectiveCount]) -> tuple[str, ...]:
