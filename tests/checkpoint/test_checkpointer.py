@@ -434,3 +434,14 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path, monkeypatch):
         monkeypatch.undo()
         with pytest.raises(ValueError, match=r"step 2 in .* has format 4, and .* knows formats 1 to 3; use"):
             checkpointer.restore({"a": jnp.zeros(1)})
+
+
+def test_a_first_save_and_restore_compile_nothing(tmp_path, caplog):
+    """Of small arrays, whatever their shapes: compiling a checksum for each took seconds of a run's first save."""
+    state = {f"{n}": np.arange(n, dtype=np.float32).reshape(1, n) for n in range(1, 30)}
+    arrays = jax.device_put(state)
+    with jax.log_compiles(), TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(arrays, None, 1)
+        restored, _, _ = checkpointer.restore(arrays)
+    assert "Finished XLA compilation" not in caplog.text
+    assert bits(restored) == bits(state)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -30,6 +32,24 @@ def test_a_run_leaves_everything_in_its_folder(trained):
     assert {"loss", "grad_norm", "learning_rate", "skipped"} <= losses[0].keys()
     assert losses[-1]["loss"] < losses[0]["loss"]
     assert losses[2]["learning_rate"] == pytest.approx(0.01)
+
+
+def test_the_first_line_comes_before_jax_is_imported(tmp_path):
+    """JAX takes seconds to import, during which the command would be silent."""
+    code = """
+import sys
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "jax":
+            sys.stdout.flush()
+            raise SystemExit(7)
+sys.meta_path.insert(0, Stop())
+from jax_te.cli.main import main
+main(sys.argv[1:])
+"""
+    argv = [sys.executable, "-c", code, "train", "--output", str(tmp_path / "run"), *MICRO]
+    stopped = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (stopped.returncode, stopped.stdout) == (7, "loading JAX\n"), stopped.stderr
 
 
 def test_it_says_what_it_does_and_what_came_of_it(tmp_path, capsys):
