@@ -5,10 +5,13 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from jax_te.config import ACTIVATIONS, ParallelConfig, TransformerConfig
 from jax_te.config.internal import check_positive, check_rate, float_dtype
+from jax_te.layers import Linear
 from tests.support.numerics import without_type_checker
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
@@ -127,3 +130,16 @@ def test_configurations_and_recipes_import_without_jax():
         "DelayedScaling().fp8_format.fwd_dtype; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sizes_may_be_numpys_integers():
+    """As those that are computed from shapes are; they make the same configuration, and the same layer."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_layers_at_start_in_bf16": 1}
+    with without_type_checker():
+        of_numpy = TransformerConfig(**{name: np.int64(size) for name, size in sizes.items()})
+        layers = [nnx.split(Linear(size, 16, rngs=nnx.Rngs(0)))[0] for size in (np.int32(32), 32)]
+        with pytest.raises(ValueError, match="hidden_size must be an integer >= 1, got np.True_"):
+            TransformerConfig(**sizes | {"hidden_size": np.bool_(True)})
+    assert of_numpy == TransformerConfig(**sizes)
+    assert layers[0] == layers[1]
+    assert hash(layers[0]) == hash(layers[1])

@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -119,7 +119,8 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
-def _is_int(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Return whether a value is an integer of Python or NumPy, which sizes that are computed often are."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)  # bool is a subclass of int
 
 
@@ -133,7 +134,7 @@ def _is_float(value: Any) -> bool:
 
 PLAIN: dict[Any, Kind] = {
     bool: Kind("True or False", _is_bool, plain=True),
-    int: Kind("an integer", _is_int, ValueError, plain=True),
+    int: Kind("an integer", is_integer, ValueError, plain=True),
     float: Kind("a finite number", _is_float, ValueError, plain=True),
 }
 """Flags and numbers."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
-from jax_te.config.annotations import check_annotations
+from jax_te.config.annotations import check_annotations, is_integer
 from jax_te.config.checks import check_choice, log_hints
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -89,7 +89,9 @@ class AttentionConfig:
         }
         for name, (least, meaning) in pairs.items():
             pair = getattr(self, name)
-            fits = isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(size) and size >= least for size in pair)
+            fits = (
+                isinstance(pair, tuple) and len(pair) == 2 and all(is_integer(size) and size >= least for size in pair)
+            )
             if pair is not None and not fits:
                 raise ValueError(f"{name} must be two integers >= {least}, {meaning}, got {pair!r}")
         # "not >" instead of "<=", so that nan is refused, too.
@@ -106,7 +108,7 @@ class AttentionConfig:
         """Check the fields with an entry for each layer."""
         skip: Any = self.window_attn_skip_freq
         each = isinstance(skip, tuple) and len(skip) == num_layers and all(isinstance(entry, int) for entry in skip)
-        if not (skip is None or (_is_int(skip) and skip >= 1) or each):
+        if not (skip is None or (is_integer(skip) and skip >= 1) or each):
             raise ValueError(
                 f"window_attn_skip_freq must be an integer >= 1, or an integer for each of {num_layers} layers, 0 for "
                 f"those without the window; got {skip!r}"
@@ -117,7 +119,3 @@ class AttentionConfig:
             raise AssertionError(f"cp_comm_type has {len(kinds)} entries for {num_layers} layers; give one for each")
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
             check_choice((None, *CP_COMM_TYPES), cp_comm_type=kind)
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)  # bool is a subclass of int

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
 import numpy as np
 
-from jax_te.config.annotations import PLAIN
+from jax_te.config.annotations import PLAIN, is_integer
 from jax_te.config.files import brief
 from jax_te.typing import DTypeLike
 
@@ -66,8 +66,7 @@ def check_float(op: str, *arrays: Any) -> None:
 def check_positive(**sizes: int) -> None:
     """Raise ValueError for a size that is not an integer >= 1, or that no array can have."""
     for name, size in sizes.items():
-        # bool is a subclass of int: True would pass as 1.
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_integer(size) or size < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
         if size >= 2**63:
             raise ValueError(f"{name} must be an integer below 2^63, got {brief(size)}")

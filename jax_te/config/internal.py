@@ -1,7 +1,7 @@
 """Names of `jax_te.config` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.config.activation import activation_parts
-from jax_te.config.annotations import check_annotations, checked, literal_names
+from jax_te.config.annotations import check_annotations, checked, is_integer, literal_names
 from jax_te.config.checks import (
     COMPUTE_DTYPES,
     FLOAT_DTYPES,
@@ -45,6 +45,7 @@ __all__ = [
     "checked",
     "dtype_name",
     "float_dtype",
+    "is_integer",
     "literal_names",
     "log_hints",
     "log_once",

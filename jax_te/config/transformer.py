@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_te.config.activation import ActivationLike, activation_parts, named_activation
-from jax_te.config.annotations import check_annotations
+from jax_te.config.annotations import check_annotations, is_integer
 from jax_te.config.attention import AttentionConfig
 from jax_te.config.checks import check_bool, check_positive, check_rate, float_dtype
 from jax_te.config.cuda_graph import CudaGraphConfig
@@ -140,7 +140,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.num_layers:
+            if not is_integer(count) or not 0 <= count <= self.num_layers:
                 raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
         self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
         self._fill_initializers()

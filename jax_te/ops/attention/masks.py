@@ -10,6 +10,7 @@ import functools
 
 import jax.numpy as jnp
 
+from jax_te.config.internal import is_integer
 from jax_te.ops.attention.segments import SegmentPositions, segment_positions_at
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec, Window
 from jax_te.typing import Array
@@ -31,7 +32,7 @@ def normal_window(window: Window | None, mask_type: str) -> Window:
         not isinstance(window, tuple | list)
         or len(window) != 2
         # bool is an int to isinstance, and (True, 0) would silently be a window of one position.
-        or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window)
+        or any(not is_integer(side) or side < -1 for side in window)
     ):
         raise ValueError(f"window_size must be (left, right), two integers >= -1 (-1: all), got {window!r}")
     left, right = window
