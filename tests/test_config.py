@@ -138,7 +138,7 @@ def test_sizes_may_be_numpys_integers():
     with without_type_checker():
         of_numpy = TransformerConfig(**{name: np.int64(size) for name, size in sizes.items()})
         layers = [nnx.split(Linear(size, 16, rngs=nnx.Rngs(0)))[0] for size in (np.int32(32), 32)]
-        with pytest.raises(ValueError, match="hidden_size must be an integer >= 1, got np.True_"):
+        with pytest.raises(ValueError, match=r"hidden_size must be an integer >= 1, got np\.True_"):
             TransformerConfig(**sizes | {"hidden_size": np.bool_(True)})
     assert of_numpy == TransformerConfig(**sizes)
     assert layers[0] == layers[1]
