@@ -96,9 +96,10 @@ def test_a_restart_does_not_compile_captured_graphs_and_another_call_is_noticed(
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         return [float(word) for word in done.stdout.split()]
 
-    (no_hits, compiled, *cold), (hits, compiled_again, *warm, other) = run(), run("another")
-    assert no_hits == compiled_again == 0
-    assert hits == compiled >= 3  # the call; and of its derivative, forward and backward
+    (again, compiled, *cold), (hits, compiled_again, *warm, other) = run(), run("another")
+    assert compiled_again == 0
+    assert compiled >= 3  # the call; and of its derivative, forward and backward
+    assert hits == compiled + again  # a program that a process has twice is found there at once
     assert cold == warm
     assert cold[0] == 1.0
     assert other >= 1

@@ -334,7 +334,7 @@ def test_a_way_without_axes_is_refused() -> None:
 
 
 def test_bad_ways() -> None:
-    with pytest.raises(ValueError, match=r"cp_comm_type must be one of p2p, all_gather, a2a, a2a\+p2p, got 'ring'"):
+    with pytest.raises(ValueError, match=r"cp_comm_type must be one of 'p2p', .*, got 'ring'"):
         ContextParallel(cp_comm_type="ring")
     sizes: Any = (2, 0)
     with without_type_checker(), pytest.raises(ValueError, match=r"must be \(a2a ranks, p2p ranks\), .* got \(2, 0\)"):
