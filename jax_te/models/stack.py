@@ -14,6 +14,7 @@ from flax import nnx
 
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
+from jax_te.ops.internal import residuals_are_stacked
 from jax_te.pipeline.internal import stack_of_layers
 from jax_te.quantize import QuantizerState
 from jax_te.quantize.internal import as_float32_inside
@@ -247,7 +248,8 @@ def _scan(
     if len(steps) == 1:
         return run(x, steps[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
-    return jax.lax.scan(lambda x, step: (run(x, step), None), x, stacked)[0]
+    with residuals_are_stacked(True):
+        return jax.lax.scan(lambda x, step: (run(x, step), None), x, stacked)[0]
 
 
 def _behind_barrier(leaf: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,10 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RecomputeConfig, TransformerConfig
+from jax_te.layers import LayerNormMLP
 from jax_te.models import UNROLL_LIMIT, Execution, GPTModel, T5Model, run_layers, runs_scanned, stack
+from jax_te.recipe import DelayedScaling, autocast
+from jax_te.training import split_model
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
 TOKENS = jnp.zeros((2, 8), jnp.int32)
@@ -52,6 +56,41 @@ def test_the_stacks_of_t5_decide_by_themselves(monkeypatch: pytest.MonkeyPatch) 
         )
         counts.append(program(model, TOKENS, TOKENS).count(" scan["))
     assert counts == [0, 1, 1, 2]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.mlp = LayerNormMLP(16, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array, dropout_key: Any = None) -> jax.Array:
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
+def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
+    """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""
+    with autocast(recipe):
+        parts = [split_model(Block(nnx.Rngs(number))) for number in range(3)]
+
+    def loss(trees: Any, scan: bool) -> jax.Array:
+        made = [nnx.merge(parts[i][0], *tree) for i, tree in enumerate(trees)]
+        return jnp.sum(jnp.sin(run_layers(made, jnp.ones((1, 16, 16)), [None] * 3, scan=scan)))
+
+    with autocast(recipe):
+        trees = [tuple(part[1:]) for part in parts]
+        gradient = {scan: jax.grad(functools.partial(loss, scan=scan), allow_int=True) for scan in (True, False)}
+        programs = {scan: jax.make_jaxpr(fn)(trees) for scan, fn in gradient.items()}
+        values = [jax.tree.leaves(fn(trees)) for fn in gradient.values()]
+    assert "optimization_barrier" not in str(programs[False])
+    forward, _ = (eqn for eqn in programs[True].eqns if eqn.primitive.name == "scan")
+    body = forward.params["jaxpr"].jaxpr
+    made_by = {var: eqn.primitive.name for eqn in body.eqns for var in eqn.outvars}
+    given = [made_by[var] for var in body.outvars if var in made_by and var.aval.ndim > 1]
+    assert len(given) >= 4
+    assert sorted(set(given)) == ["add", "optimization_barrier"]
+    assert given.count("add") == 1  # the block's output, which goes to the next turn
+    for one, other in zip(*values, strict=True):
+        assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scan", ["yes", ""])
