@@ -6,7 +6,7 @@ from jax_te.ops.attention.segments import segment_positions
 from jax_te.ops.attention.spec import QKV, AttentionArrays
 from jax_te.ops.linear.deferred import deferred_sink, deferred_wgrad
 from jax_te.ops.linear.spec import WgradProbe
-from jax_te.ops.sharded_vjp import residuals_are_stacked
+from jax_te.ops.stacked import residuals_are_stacked
 from jax_te.ops.te.load import available
 
 __all__ = [

@@ -15,28 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.quantize.internal import OpaqueTree
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import MeshAxes, free_axes, reshard
 from jax_te.typing import LogicalAxes
-
-residuals_are_stacked = jax.make_user_context(False)
-"""Whether a loop over layers is traced, which stores the residuals of each turn in stacked arrays."""
-
-
-def behind_barrier(out: Any, residuals: Any, args: Any) -> tuple[Any, Any]:
-    """Return both, behind a barrier if `residuals_are_stacked`, but for residuals that are arguments.
-
-    XLA for GPUs has a custom call write its result into the stacked array, and calls it once more where the result is
-    also used otherwise (jax 0.11.2: forward had twice the attention, and half of the GEMMs twice). A barrier stops it.
-    """
-    if not residuals_are_stacked.value:
-        return out, residuals
-    # An argument stays the array that it is: a loop stacks no array that is the same in all turns.
-    given, (leaves, treedef) = set(map(id, jax.tree.leaves(args))), jax.tree.flatten(residuals)
-    own = {i: leaf for i, leaf in enumerate(leaves) if id(leaf) not in given}
-    out, own = jax.lax.optimization_barrier((out, own))
-    return out, jax.tree.unflatten(treedef, [own.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +123,8 @@ def sharded_vjp(
         if check is not None:
             check(spec, args, jax.tree.unflatten(treedef, map(_PERTURBED, leaves)), sinks)
         args, dtypes = _as_float32(args)
-        out, residuals = behind_barrier(*run(spec, shards, args), args)
+        found = run(spec, shards, args)
+        out, residuals = behind_barrier(*found, args) if residuals_are_stacked.value else found
         return out, _Residuals(residuals, dtypes)
 
     def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:

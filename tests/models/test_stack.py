@@ -63,7 +63,8 @@ class Block(nnx.Module):
         self.mlp = LayerNormMLP(16, 32, rngs=rngs)
 
     def __call__(self, x: jax.Array, dropout_key: Any = None) -> jax.Array:
-        return x + self.mlp(x)
+        y: Any = self.mlp(x)
+        return x + y
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])

@@ -15,7 +15,7 @@ from jax_te.ops import xla
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.softmax_offset import offset_gradient
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
-from jax_te.ops.sharded_vjp import behind_barrier
+from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.ops.te.load import runs_as_plain_jax
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.typing import Array
@@ -150,7 +150,8 @@ def _forward(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[An
     out, log_sum, max_logit = attention_forward(qkv, spec, arrays)
     # The name under which te.jax saves them, too: a remat policy that saves it does not run attention again.
     out, log_sum = (checkpoint_name(a, "context") for a in (out, log_sum))
-    return behind_barrier((out, max_logit), (qkv, arrays, log_sum, out), (qkv, arrays))
+    results, residuals = (out, max_logit), (qkv, arrays, log_sum, out)
+    return behind_barrier(results, residuals, (qkv, arrays)) if residuals_are_stacked.value else (results, residuals)
 
 
 def _backward(spec: AttentionSpec, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
