@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +27,7 @@ from jax_te.training import TrainState, create_train_state, make_train_step
 CONFIG = TransformerConfig(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=512)
 TX = optax.adamw(1e-3)
 MICROBATCHES, PAIRS = 2, 3
+ROOT = Path(__file__).parents[2]
 LIMIT = 1.2
 """No more slack: on two cores with other work on them medians were 1.05 and 1.08, single pairs 0.99 to 1.17, and a step
 whose skip has no barrier in front of it took 1.6 times as long."""
@@ -91,9 +96,8 @@ def compile_seconds(step: Any, *args: Any) -> float:
     return time.process_time() - begin
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [None, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["no mesh", "mesh"])
-def test_a_train_step_compiles_about_as_fast_as_one_by_hand(axes: dict[str, int] | None) -> None:
+def ratios(axes: dict[str, int] | None) -> list[float]:
+    """Return ours over by hand, of pairs."""
     mesh = None if axes is None else make_mesh(ParallelConfig(**axes))
     with (
         as_users_compile(),
@@ -103,10 +107,20 @@ def test_a_train_step_compiles_about_as_fast_as_one_by_hand(axes: dict[str, int]
         state = create_train_state(build, TX, key=jax.random.key(0))
         batch = jax.random.randint(jax.random.key(2), (16, 65), 0, 512)
         carry = (state.params, state.quantizers, state.opt_state, state.step)
-        ratios = []
-        for pair in range(PAIRS + 1):
+        found = []
+        for _ in range(PAIRS + 1):
             ours = compile_seconds(make_train_step(loss_fn, TX, microbatches=MICROBATCHES), state, batch)
-            ratios.append(ours / compile_seconds(by_hand(state, mesh), carry, batch))
-            print(f"pair {pair}: {ours:.2f} s, {ratios[-1]:.3f} of by hand")
-    # The first pair pays for what a process imports and traces once.
-    assert statistics.median(ratios[1:]) < LIMIT
+            found.append(ours / compile_seconds(by_hand(state, mesh), carry, batch))
+    return found[1:]  # the first pair pays for what a process imports and traces once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [None, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["no mesh", "mesh"])
+def test_a_train_step_compiles_about_as_fast_as_one_by_hand(axes: dict[str, int] | None) -> None:
+    """In a process of its own: in one that has run many tests, ours was seen to take up to twice as long."""
+    start = "import jax; jax.config.update('jax_num_cpu_devices', 8)"
+    code = f"{start}; from {__name__} import ratios; print(*ratios({axes}))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
+    assert statistics.median(map(float, done.stdout.split()[-PAIRS:])) < LIMIT, done.stdout
