@@ -339,8 +339,8 @@ class TrainCheckpointer:
 
     def _new_writer(self) -> ocp.training.Checkpointer:
         context = ocp.Context()
-        # Floating-point numbers of a trained model lose a tenth of their size, and a save takes two to three times as
-        # long.
+        # Random floating-point numbers, as parameters nearly are, lose a tenth of their size, and a save of them takes
+        # two to four times as long.
         context.array.saving.use_compression = False
         options: dict[str, Any] = {"preservation_policy": self._kept, "cleanup_tmp_directories": True}
         return ocp.training.Checkpointer(Folder(self._directory), context=context, **options)

@@ -14,7 +14,7 @@ def behind_barrier(out: Any, residuals: Any, args: Any) -> tuple[Any, Any]:
     """Return both behind a barrier, but for residuals that are arguments; for where `residuals_are_stacked`.
 
     XLA for GPUs has a custom call write its result into the stacked array, and calls it once more where the result is
-    also used otherwise (jax 0.11.2: forward had twice the attention, and half of the GEMMs twice). A barrier stops it.
+    also used otherwise (jax 0.11.2, compiled for an H200: attention and half of forward's GEMMs). A barrier stops it.
     """
     # An argument stays the array that it is: a loop stacks no array that is the same in all turns.
     given, (leaves, treedef) = set(map(id, jax.tree.leaves(args))), jax.tree.flatten(residuals)

@@ -115,7 +115,7 @@ def test_parameters_alone_are_all_that_is_read(tmp_path):
         checkpointer.wait()
         with bytes_read() as everything:
             checkpointer.restore(plain(state))
-        assert everything[0] > 2.7 * size  # compressed a little; two moments, that take twice as much again
+        assert everything[0] > 2.7 * size  # of three: parameters and two moments
         for wanted in (state.params, nnx.state(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)):
             with bytes_read() as some:
                 params, _ = checkpointer.restore_parameters(plain(wanted))

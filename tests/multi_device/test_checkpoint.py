@@ -144,8 +144,8 @@ def test_each_process_reads_the_parts_of_its_devices(tmp_path):
     for finished in run_processes(2, restore_parts, (tmp_path,)):
         (read, grown), (read_of_one, _) = finished.result
         assert SIZE / 2 <= read < 0.51 * SIZE
-        # The half three times, as stored, unpacked and in the array: 1.5. How many arrays are unpacked at once, and
-        # what malloc keeps, is chance: seen were 1.25 to 2.25. Of the whole it would be twice as much.
+        # The half two to three times, as stored, as read and in the array: up to 1.5. How many arrays are read at
+        # once, and what malloc keeps, is chance: seen were 1.25 to 2.25. Of the whole it would be twice as much.
         assert grown < 2.5 * SIZE
         # Saved on one device, each array is one piece, which can be read as a whole only.
         assert SIZE <= read_of_one < 1.01 * SIZE

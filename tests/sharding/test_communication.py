@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -329,7 +330,8 @@ def test_a_measured_network_gives_the_times_that_were_measured(monkeypatch: pyte
 
     monkeypatch.setattr(network_module, "_seconds_of_all_gather", by_formula)
     found = Network.measured(mib=(4.0, 16.0))
-    assert min(asked) > 0
+    assert len(asked) == 2
+    assert np.isfinite(asked).all()
     assert found.devices_per_host == len(jax.devices())
     assert found.intra_host == pytest.approx(8e9, rel=1e-9)
     assert found.latency == pytest.approx(1e-6, rel=1e-6)
