@@ -117,6 +117,9 @@ class LanguageModel(nnx.Module):
                 options=LinearOptions(
                     x_axes=self._axes, kernel_axes=("fsdp", "vocab"), out_axes=("batch", "sequence", "vocab")
                 ),
+                # TE's GEMM would read a transposed copy of a tied table and write its gradient transposed, which the
+                # embedding's gradient and the optimizer would copy; XLA's reads and writes it as it is.
+                backend="xla",
             )
             cap = self.multipliers.softcap
             # In fp32: half precision would round logits once more before the tangent, and so tie some.

@@ -35,6 +35,9 @@ from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
 
+_SMALL = 2**15
+"""The largest number of elements of a bias or a norm's scale, of which there are many."""
+
 
 class WeightedMean(NamedTuple):
     """A mean loss as two sums, which a ``loss_fn`` may return so that microbatches with more tokens count for more.
@@ -359,7 +362,15 @@ def as_created(tree: PyTree) -> PyTree:
 
 def all_finite(tree: PyTree) -> Array:
     """Return whether all values of all arrays are finite, bool ``[]``."""
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+    flags, small = [], []
+    for leaf in jax.tree.leaves(tree):
+        whole = jax.typeof(leaf).sharding.mesh.empty
+        (small if whole and leaf.size <= _SMALL else flags).append(jnp.isfinite(leaf))
+    if small:
+        # One kernel for all biases, because each of their own takes as long to launch as to run; the barrier keeps XLA
+        # from making them anew. On a mesh shards would have to be gathered.
+        flags.append(jax.lax.optimization_barrier(jnp.concatenate([flag.ravel() for flag in small])))
+    finite = jnp.all(jnp.stack([jnp.all(flag) for flag in flags]))
     # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
     # parameter's update: a step then takes two to three times as long to compile. On CPUs the XLA of JAX 0.10 drops
     # barriers before it fuses; elsewhere a conditional would make the host wait for the device.

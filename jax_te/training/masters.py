@@ -11,6 +11,7 @@ from flax import nnx
 from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
+from jax_te.typing import PyTree
 
 
 def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
@@ -39,25 +40,36 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None) -> nnx.State:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(less))
 
 
-def parameters_of(full: nnx.State, params: nnx.State, model: nnx.Module) -> nnx.State:
-    """Return full-precision values as parameters: rounded, or quantized by the ambient recipe.
+def updated(
+    finite: jax.Array, new: nnx.State, full: nnx.State, params: nnx.State, model: nnx.Module
+) -> tuple[nnx.State, nnx.State]:
+    """Return full-precision values after an update, and as parameters: rounded, or quantized by the ambient recipe.
 
     Args:
-        full: the values, in Variables or not.
-        params: the parameters before, which determine forms and dtypes.
+        finite: bool ``[]``; where it is false, nothing changes.
+        new: the values after the update, in Variables or not.
+        full: those before it.
+        params: the parameters before it, which determine forms and dtypes.
         model: with the quantizer states to quantize with.
 
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.
     """
+    # The parameters are those of the selected values, so that no kernel reads the rounded ones from before.
+    full = select(finite, new, full)
     values = dict(nnx.to_flat_state(nnx.as_pure(full)))
     old = dict(nnx.to_flat_state(params))
     for path, module, kernel in quantizable_kernels(model):
-        if path in old and isinstance(old[path].get_value(), QuantizedKernel):
-            values[path] = module.requantized(kernel, values[path], old[path].get_value())
-    return nnx.from_flat_state(
-        [(path, variable.replace(_rounded(variable, values[path]))) for path, variable in old.items()]
-    )
+        if path in old and isinstance(before := old[path].get_value(), QuantizedKernel):
+            # Selected by itself: it may have been quantized with the scale of another state.
+            values[path] = select(finite, module.requantized(kernel, values[path], before), before)
+    stored = [(path, variable.replace(_rounded(variable, values[path]))) for path, variable in old.items()]
+    return full, nnx.from_flat_state(stored)
+
+
+def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Return ``new`` where ``finite``, bool ``[]``, is true, else ``old``."""
+    return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
 
 
 def _rounded(old: Any, new: Any) -> Any:

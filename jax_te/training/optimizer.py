@@ -15,7 +15,7 @@ from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, parameters_of, store_quantized
+from jax_te.training.masters import full_precision, masters_of, select, store_quantized, updated
 from jax_te.typing import Array, PyTree
 
 
@@ -118,13 +118,14 @@ class Optimizer(nnx.Optimizer):
         finite, opt_state = all_finite(wanted), nnx.as_pure(self.opt_state)
         tx = optax.with_extra_args_support(self.tx)
         new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **nnx.as_pure(kwargs))
-        nnx.update(model, as_created(select(finite, parameters_of(new, params, model), params)))
+        new, stored = updated(finite, new, full, params, model)
+        nnx.update(model, as_created(stored))
         states = nnx.state(grads, QuantizerState)
         if jax.tree.leaves(states):
             before = nnx.state(model, QuantizerState)
             nnx.update(model, select(finite, write_back(before, states), before))
         values = dict(nnx.to_flat_state(new))
-        _write(self.masters, [values[path] for path, _ in nnx.to_flat_state(self.masters)], finite)
+        _write(self.masters, [values[path] for path, _ in nnx.to_flat_state(self.masters)])
         _write(self.opt_state, new_opt_state, finite)
         _write(self._scaler, self.scaler.update(finite))
         _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))
@@ -155,8 +156,3 @@ def transformed(
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
         return optax.apply_updates(params, updates), opt_state, updates
-
-
-def select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Return ``new`` where ``finite``, bool ``[]``, is true, else ``old``."""
-    return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)

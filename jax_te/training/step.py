@@ -20,8 +20,8 @@ from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spe
 from jax_te.sharding.internal import current_rules, ranks_of
 from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
-from jax_te.training.masters import full_precision, parameters_of
-from jax_te.training.optimizer import select, transformed
+from jax_te.training.masters import full_precision, select, updated
+from jax_te.training.optimizer import transformed
 from jax_te.training.pipelined import pipelined_gradients
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
@@ -105,7 +105,6 @@ def make_train_step(
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
         next_quantizers = write_back(state.quantizers, found.quantizers, keep_old=~finite)
-        updated = _apply(tx, state, next_quantizers, grads, found.loss) | {"rest": found.rest}
         metrics = {
             "loss": found.loss,
             "grad_norm": optax.tree.norm(grads),
@@ -114,7 +113,8 @@ def make_train_step(
         }
         state = dataclasses.replace(
             state,
-            **{name: select(finite, new, getattr(state, name)) for name, new in updated.items()},
+            **_apply(tx, state, finite, next_quantizers, grads, found.loss),
+            rest=select(finite, found.rest, state.rest),
             step=state.step + 1,
             quantizers=next_quantizers,
             scaler=state.scaler.update(finite),
@@ -146,16 +146,23 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
 
 
 def _apply(
-    tx: optax.GradientTransformationExtraArgs, state: TrainState, quantizers: PyTree, grads: PyTree, loss: Array
+    tx: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    finite: Array,
+    quantizers: PyTree,
+    grads: PyTree,
+    loss: Array,
 ) -> dict[str, Any]:
-    """Parameters, masters and optimizer state after an update."""
+    """Parameters, masters and optimizer state after an update; those before where gradients are not finite."""
     full = full_precision(state.params, state.masters)
-    full, opt_state, _ = transformed(tx, grads, state.opt_state, full, value=loss)
+    new, opt_state, _ = transformed(tx, grads, state.opt_state, full, value=loss)
+    model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
+    full, params = updated(finite, new, full, state.params, model)
     flat = dict(nnx.to_flat_state(full))
     return {
-        "params": parameters_of(full, state.params, nnx.merge(state.graphdef, state.params, quantizers, state.rest)),
+        "params": params,
         "masters": nnx.from_flat_state([(path, flat[path]) for path, _ in nnx.to_flat_state(state.masters)]),
-        "opt_state": opt_state,
+        "opt_state": select(finite, opt_state, state.opt_state),
     }
 
 

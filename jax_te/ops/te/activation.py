@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.activation import (
@@ -17,7 +18,7 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 from jax_te.config import ActivationParams
 from jax_te.ops import xla
 from jax_te.ops.linear.spec import Activation
-from jax_te.ops.te.gemm import quantize_operand
+from jax_te.ops.te.gemm import quantize_dbias, quantize_operand
 from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import TensorQuantizer
 from jax_te.quantize.internal import Quantization
@@ -62,8 +63,9 @@ def act_backward_quantize(
     """Return the gradient of ``x`` from ``dz [..., f]`` as an operand, its bias gradient, its amax.
 
     Where the scale is known beforehand, one TE kernel differentiates, quantizes both ways, sums the bias gradient
-    and finds the amax in one pass. Otherwise XLA fuses the derivative with the sum, and TE quantizes: te.jax's own
-    way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
+    and finds the amax in one pass. Otherwise XLA computes the derivative, fused with its amax, and a TE kernel
+    quantizes and sums it: te.jax's own way there writes an fp32 tensor of the same shape first (measured in
+    docs/performance.md).
     """
     quantizer, parts = how.quantizer, activation.parts()
     if (
@@ -75,9 +77,11 @@ def act_backward_quantize(
         and DActLuDBiasQuantizePrimitive.enabled()
     ):
         return _fused(dz, x, parts, quantizer, how.scale, bias_dtype)
-    dx, dbias = xla.act_backward_dbias(dz, x, activation, bias_dtype=bias_dtype)
-    operand, dx_amax = quantize_operand(dx, how, axis=-2)
-    return operand, dbias, dx_amax
+    dx = xla.act_backward(dz, x, activation)
+    if how.quantizer is None:
+        # Else XLA computes the derivative in the kernel that sums over rows, which takes longer than the two in turn.
+        dx = jax.lax.optimization_barrier(dx)
+    return quantize_dbias(dx, how, axis=x.ndim - 2, bias_dtype=bias_dtype)
 
 
 def _fused(

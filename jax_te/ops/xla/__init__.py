@@ -1,6 +1,6 @@
 """The ``xla`` backend: plain JAX with real float8 arrays. It runs, with the same numbers, on every device."""
 
-from jax_te.ops.xla.activation import act, act_backward, act_backward_dbias, act_backward_quantize, act_quantize
+from jax_te.ops.xla.activation import act, act_backward, act_backward_quantize, act_quantize
 from jax_te.ops.xla.attention import attention, attention_supports
 from jax_te.ops.xla.attention_block import attention_backward, attention_forward
 from jax_te.ops.xla.gemm import (
@@ -23,7 +23,6 @@ __all__ = [
     "NAME",
     "act",
     "act_backward",
-    "act_backward_dbias",
     "act_backward_quantize",
     "act_quantize",
     "all_gather_kernel",

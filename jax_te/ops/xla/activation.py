@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_te.config import ActivationParams
 from jax_te.ops.linear.spec import Activation
-from jax_te.ops.xla.gemm import quantize_operand, sum_rows
+from jax_te.ops.xla.gemm import quantize_dbias, quantize_operand
 from jax_te.quantize.internal import Operand, Quantization
 from jax_te.typing import Array, DTypeLike
 
@@ -72,25 +72,15 @@ def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[O
     return quantize_operand(act(x, activation), how, axis=-1)
 
 
-def act_backward_dbias(
-    dz: Array, x: Array, activation: Activation, *, bias_dtype: DTypeLike | None
-) -> tuple[Array, Array | None]:
-    """Return the input gradient ``[..., n_act, f]`` from ``dz [..., f]``, and its bias gradient, summed in fp32."""
-    _, vjp = jax.vjp(lambda x: _wide(x, activation), x.astype(jnp.float32))
-    dx = vjp(dz.astype(jnp.float32))[0].astype(x.dtype)
-    # The sum reads the rounded values: from the fp32 ones XLA would write them all out first.
-    return dx, None if bias_dtype is None else sum_rows(dx, x.ndim - 2, bias_dtype)
-
-
 def act_backward_quantize(
     dz: Array, x: Array, activation: Activation, how: Quantization, *, bias_dtype: DTypeLike | None
 ) -> tuple[Operand, Array | None, Array | None]:
-    """Return `act_backward_dbias`'s results with the input gradient as an operand, and its amax."""
-    dx, dbias = act_backward_dbias(dz, x, activation, bias_dtype=bias_dtype)
-    operand, dx_amax = quantize_operand(dx, how, axis=-2)
-    return operand, dbias, dx_amax
+    """Return `act_backward`'s result as an operand, its bias gradient, summed in fp32, and its amax."""
+    # The sum reads the rounded values: from the fp32 ones XLA would write them all out first.
+    return quantize_dbias(act_backward(dz, x, activation), how, axis=x.ndim - 2, bias_dtype=bias_dtype)
 
 
 def act_backward(dz: Array, x: Array, activation: Activation) -> Array:
-    """Return the input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
-    return act_backward_dbias(dz, x, activation, bias_dtype=None)[0]
+    """Return the gradient of ``x [..., n_act, f]`` from ``dz [..., f]``, in the dtype of ``x``."""
+    _, vjp = jax.vjp(lambda x: _wide(x, activation), x.astype(jnp.float32))
+    return vjp(dz.astype(jnp.float32))[0].astype(x.dtype)
