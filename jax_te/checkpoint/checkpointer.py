@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
+import logging
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import Any, Literal
 
@@ -17,11 +19,13 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from jax_te.checkpoint.checksums import checksums
-from jax_te.checkpoint.folder import Folder, checked_folder
+from jax_te.checkpoint.checksums import start_checksums
+from jax_te.checkpoint.folder import checked_folder
+from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.tree import FORMAT, PARAMETERS, crc32, named_leaves, records, stored_parts
+from jax_te.checkpoint.tree import FORMAT, PARAMETERS, Name, named_leaves, records
+from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer
 from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.typing import PyTree
 
@@ -37,10 +41,11 @@ class TrainCheckpointer:
     A state is any pytree of arrays, such as a `TrainState`: typed keys, FP8 arrays and arrays sharded over a mesh
     included. Static fields (a graph definition) are not stored: `restore` takes them from the state that it fills.
 
-    - Saving returns once the arrays are copied to the host; writing continues in the background. An error in it is
-      raised by the next call, also by `check`, `wait` and `close`.
+    - Saving returns once copies of the arrays to the host are under way; all else is done in a thread of its own. An
+      error in it is raised by the next call, also by `check`, `wait` and `close`.
     - A checkpoint appears whole or not at all; the rest of a killed save is ignored, and the next run's first save
-      removes it.
+      removes it. A process that ends without `close` or `wait` loses the save under way.
+    - A save takes as much memory of the host as this process's devices hold of the state, replicas counted once.
     - Every array is stored with a checksum, and restored only if its checksum is right.
 
     Args:
@@ -80,17 +85,11 @@ class TrainCheckpointer:
         check_choice(("min", "max"), best=best)
         self._directory = checked_folder(directory)
         self._metric = None if keep_best is None else metric
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [policies.LatestN(keep)]
-        if keep_every is not None:
-            kept.append(policies.EveryNSteps(keep_every))
-        if keep_best is not None:
-            rank = partial(_rank, name=metric, sign=-1.0 if best == "min" else 1.0)
-            kept.append(policies.BestN(get_metric_fn=rank, n=keep_best, keep_checkpoints_without_metrics=False))
-        self._kept: Any = policies.AnyPreservationPolicy(kept)
+        self._kept = kept_by(keep, keep_every, keep_best, metric, best)
         self._read_back = False
+        self._pinned: bool | None = None
         self._writer: ocp.training.Checkpointer | None = None
-        self._pending: tuple[int, Any, contextlib.ExitStack] | None = None
+        self._pending: tuple[int, Future[None]] | None = None
         self._damaged: set[int] = set()
 
     def __enter__(self) -> TrainCheckpointer:
@@ -104,6 +103,11 @@ class TrainCheckpointer:
     ) -> None:
         """Start saving. The state may be donated or deleted as soon as this returns.
 
+        Devices copy it to pinned memory of the host. This returns before they are done, except the first time. It also
+        waits for a save before it, and for Orbax to begin where Orbax cannot do so in another thread: with several
+        processes, whose replicated arrays it copies itself, and for what cannot be copied so: arrays of types below
+        eight bits, on devices without such memory, or where there is too little of it.
+
         Args:
             state: pytree of arrays.
             data_state: any value that JSON can hold, for example the state of a data iterator.
@@ -111,15 +115,15 @@ class TrainCheckpointer:
             metrics: numbers by name, stored beside the arrays.
 
         Raises:
-            OSError: if this save, or the one before it, could not be written, e.g. to a full disk. Earlier checkpoints
-                are still there.
+            OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
+                opened. Earlier checkpoints are still there. That this one could not be written a later call says.
             ValueError: if the step is saved already, or is no integer >= 0; if ``metrics`` lacks that by which the best
                 checkpoints are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero.
         """
         step = _check_step(step)
         self.wait()
-        _check_json(data_state)
+        data = _through_json(data_state)
         numbers: dict[str, Any] = {name: float(value) for name, value in (metrics or {}).items()}
         if self._metric is not None and self._metric not in numbers:
             given = sorted(numbers) or "none"
@@ -127,24 +131,22 @@ class TrainCheckpointer:
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
         leaves = named_leaves(state)
-        body = {"format": FORMAT, "data": data_state, "arrays": records(leaves)}
+        body = {"format": FORMAT, "data": data, "arrays": records(leaves)}
         _check_storable(body["arrays"])
-        body["checksums"] = checksums(leaves)
-        # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided
-        # by the caller, not by a policy of Orbax.
         with contextlib.ExitStack() as quiet:
-            log_filter = quiet.enter_context(quiet_orbax())
-            with self._explained(step):
-                response: Any = self._open_writer().save_checkpointables_async(
-                    step,
-                    stored_parts(leaves),
-                    force=True,
-                    metrics=numbers or None,
-                    custom_metadata={**body, "crc32": crc32(body)},
-                )
             # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
-            response.on_complete(log_filter.end)
-            self._pending = (step, response, quiet.pop_all())
+            quiet.enter_context(quiet_orbax())
+            with self._explained(step):
+                writer = self._open_writer()
+            copies = self._copies(leaves)
+            stored = {name: copies.get(name, leaf) for name, leaf in leaves.items()}
+            call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
+            # What is not copied Orbax copies before its call returns. With several processes its call runs programs on
+            # all devices, which must start in one order with those of the steps: in one thread.
+            if copies.keys() != leaves.keys() or jax.process_count() > 1:
+                with self._explained(step):
+                    call = partial(_same, call())
+            self._pending = (step, in_thread(self._write, step, call, copies, quiet.pop_all()))
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -153,15 +155,11 @@ class TrainCheckpointer:
             OSError: if it could not be written.
         """
         if self._pending is not None:
-            (step, response, quiet), self._pending = self._pending, None
-            with quiet, self._explained(step):
-                response.result()
-                if not self._read_back:
-                    # A folder in which Orbax writes something else than it reads is noticed before much is lost.
-                    self._damaged.add(step)
-                    read_back(self._directory / str(step))
-                    self._damaged.remove(step)
-                    self._read_back = True
+            step, written = self._pending
+            wait_for([written])  # a wait that is interrupted leaves the save pending
+            self._pending = None
+            with self._explained(step):
+                written.result()
 
     def check(self) -> None:
         """Raise the error of a save under way if it has failed by now, without waiting: a training loop asks each step.
@@ -169,13 +167,7 @@ class TrainCheckpointer:
         Raises:
             OSError: if it could not be written.
         """
-        if self._pending is not None:
-            try:
-                self._pending[1].result(timeout=0)
-            except TimeoutError:
-                return
-            except Exception:  # raised below, in words
-                pass
+        if self._pending is not None and self._pending[1].done():
             self.wait()
 
     def latest_step(self) -> int | None:
@@ -319,13 +311,44 @@ class TrainCheckpointer:
     def _load(self, step: int, target: Target) -> tuple[PyTree, Any]:
         return load(self._directory / str(step), f"checkpoint step {step} in {self._directory}", target)
 
+    def _copies(self, leaves: dict[Name, Any]) -> dict[Name, Any]:
+        """Return copies in the host's memory by name; without those that Orbax has to make."""
+        if self._pinned is False:
+            return {}
+        try:
+            # The first time it is waited for, since XLA may notice late that it has too little memory of this kind.
+            copies = host_copies(leaves, wait=self._pinned is None)
+            self._pinned = True
+        except jax.errors.JaxRuntimeError as error:
+            self._pinned, copies = False, {}
+            logging.getLogger("jax_te").warning(
+                "a save will block the loop while arrays are copied through pageable memory, because there is too "
+                "little that can be pinned (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB): %s",
+                str(error)[:300],
+            )
+        return copies
+
+    def _write(self, step: int, call: Callable[[], Any], copies: dict[Name, Any], quiet: contextlib.ExitStack) -> None:
+        """Call Orbax and wait for it, in a thread of its own."""
+        with quiet:
+            try:
+                call().result()
+            finally:
+                free(copies)
+            if not self._read_back:
+                # A folder in which Orbax writes something else than it reads is noticed before much is lost.
+                self._damaged.add(step)
+                read_back(self._directory / str(step))
+                self._damaged.remove(step)
+                self._read_back = True
+
     def _open_writer(self) -> ocp.training.Checkpointer:
         if self._damaged:
             self._drop_writer()
             self._rename_damaged()
         if self._writer is None:
             try:
-                self._writer = self._new_writer()
+                self._writer = new_writer(self._directory, self._kept)
             except ValueError:
                 # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
                 for step in self._steps():
@@ -334,16 +357,8 @@ class TrainCheckpointer:
                     except DamagedError as error:
                         self._report_damaged(step, str(error))
                 self._rename_damaged()
-                self._writer = self._new_writer()
+                self._writer = new_writer(self._directory, self._kept)
         return self._writer
-
-    def _new_writer(self) -> ocp.training.Checkpointer:
-        context = ocp.Context()
-        # Random floating-point numbers, as parameters nearly are, lose a tenth of their size, and a save of them takes
-        # two to four times as long.
-        context.array.saving.use_compression = False
-        options: dict[str, Any] = {"preservation_policy": self._kept, "cleanup_tmp_directories": True}
-        return ocp.training.Checkpointer(Folder(self._directory), context=context, **options)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -389,12 +404,6 @@ class TrainCheckpointer:
             ) from error
 
 
-def _rank(metrics: Mapping[str, float] | None, *, name: str, sign: float) -> float:
-    """Return a number that is larger for a better checkpoint; of one that has no such metric, the smallest."""
-    value = sign * (metrics or {}).get(name, math.nan)
-    return -math.inf if math.isnan(value) else value
-
-
 def _check_step(step: Any) -> int:
     # bool is a subclass of int; NumPy's integers are none.
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
@@ -412,11 +421,15 @@ def _check_storable(arrays: dict[str, list[Any]]) -> None:
             raise TypeError(f"{name} has shape {tuple(shape)}, and Orbax stores no empty arrays; leave it out")
 
 
-def _check_json(data_state: Any) -> None:
-    try:
-        same = json.loads(json.dumps(data_state)) == data_state
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        # Tuples and integer keys come back as lists and strings: a run would resume from another state than it saved.
-        raise TypeError(f"data_state must be what JSON gives back as it was, got {data_state!r}")
+def _through_json(data_state: Any) -> Any:
+    """Return a copy of what JSON can hold."""
+    with contextlib.suppress(TypeError, ValueError):
+        copy = json.loads(json.dumps(data_state))
+        if copy == data_state:
+            return copy
+    # Tuples and integer keys come back as lists and strings: a run would resume from another state than it saved.
+    raise TypeError(f"data_state must be what JSON gives back as it was, got {data_state!r}")
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_te.checkpoint.host import PINNED
 from jax_te.checkpoint.tree import FORMAT, NO_MESH, Name
 from jax_te.typing import Array
 
@@ -31,15 +33,36 @@ def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, 
     >>> checksums({("a",): jnp.arange(4)}) == checksums({("a",): jnp.arange(4)[::-1]})
     False
     """
+    return start_checksums(leaves, leaves, version=version)()
+
+
+def start_checksums(
+    leaves: dict[Name, Any], copies: dict[Name, Any], *, version: int = FORMAT
+) -> Callable[[], dict[str, int]]:
+    """Start computing `checksums`, and return a function that waits for them: a state may be donated meanwhile.
+
+    Args:
+        leaves: arrays by name, of which those that are large are summed where they are.
+        copies: the same arrays or copies of them; the host reads small ones here when it comes to them.
+        version: as in `checksums`.
+
+    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4)}, version=1)
+    >>> finish()
+    {'a': 6}
+    """
     ordered = version > 1
     sums: dict[str, Any] = {}
     with jax.set_mesh(NO_MESH):
-        arrays = {"/".join(name): _data(leaf) for name, leaf in leaves.items()}
-        small = {name: leaf for name, leaf in arrays.items() if _is_small(leaf)}
+        held = {"/".join(name): _data(leaf) for name, leaf in copies.items()}
+        names = {"/".join(name): leaf for name, leaf in leaves.items()}
+        # An array of NumPy may be changed meanwhile.
+        arrays = {name: _data(leaf) if isinstance(leaf, jax.Array) else held[name] for name, leaf in names.items()}
+        small = {name: held[name] for name, leaf in arrays.items() if _is_small(leaf)}
         large = {name: leaf for name, leaf in arrays.items() if name not in small}
         # Copies to the host start together, and are there when it comes to them.
         for leaf in small.values():
-            leaf.copy_to_host_async()
+            if leaf.sharding.memory_kind != PINNED:
+                leaf.copy_to_host_async()
         # One program for each leaf, because leaves may be on different meshes. A GPU has them all in its queue before
         # the first result is asked for; XLA's CPU runtime aborts when programs with collectives wait too long for one
         # of its threads, so there each is waited for before the next starts.
@@ -47,13 +70,19 @@ def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, 
             sums[name] = _sum_on_devices(leaf, ordered)
             if any(device.platform == "cpu" for device in leaf.devices()):
                 sums[name].block_until_ready()
+
+    def finish() -> dict[str, int]:
         values = {name: np.asarray(leaf) for name, leaf in small.items()}
-        sums = _sums_on_host(values, ordered) | jax.device_get(sums)
-    return {name: int(sums[name]) for name in arrays}
+        found = _sums_on_host(values, ordered) | jax.device_get(sums)
+        return {name: int(found[name]) for name in held}
+
+    return finish
 
 
 def _data(leaf: Any) -> Array:
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.asarray(leaf)
+    if not isinstance(leaf, jax.Array):
+        return jnp.asarray(leaf)
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _is_small(leaf: Array) -> bool:

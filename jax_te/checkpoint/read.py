@@ -111,30 +111,20 @@ def say(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[_NotFromOrbax]:
-    """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings.
-
-    Yields:
-        The filter, whose ``end`` lets them pass again.
-    """
+def quiet_orbax() -> Iterator[None]:
+    """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings."""
     # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
     logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
     logger.addFilter(log_filter)
     try:
-        yield log_filter
+        yield
     finally:
         logger.removeFilter(log_filter)
 
 
 class _NotFromOrbax(logging.Filter):
-    ended = False
-
-    def end(self, saved: bool) -> None:
-        self.ended = saved
-
     def filter(self, record: logging.LogRecord) -> bool:
-        from_orbax = "orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL
-        return self.ended or not from_orbax
+        return not ("orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL)
 
 
 def chain(error: BaseException) -> list[BaseException]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.checkpoint import checksums as checksums_module
@@ -353,18 +354,20 @@ def test_a_folder_in_which_orbax_would_lose_its_files_is_refused_at_once(tmp_pat
 
 def test_the_first_save_is_read_back(tmp_path, monkeypatch):
     """As if the file system had lost the arrays, or Orbax written them elsewhere."""
+    save = ocp.training.Checkpointer.save_checkpointables_async
+
+    def save_and_lose(*args, **options):
+        response = save(*args, **options)
+        response.result()
+        (tmp_path / "1" / "state" / "manifest.ocdbt").unlink()
+        return response
+
     with TrainCheckpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", save_and_lose)
         checkpointer.save({"params": jnp.ones(3)}, None, 1)
-        response = checkpointer._pending[1]
-        result = response.result
-
-        def lose():
-            result()
-            (tmp_path / "1" / "state" / "manifest.ocdbt").unlink()
-
-        monkeypatch.setattr(response, "result", lose)
         with pytest.raises(OSError, match=r"step 1 could not be saved: .*arrays are not there.; there is no earlier"):
             checkpointer.wait()
+        monkeypatch.undo()
         checkpointer.save({"params": jnp.ones(3)}, None, 1)
         assert checkpointer.latest_step() == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "1.damaged"]

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.errors import CheckpointMismatchError
@@ -329,32 +331,39 @@ def test_a_full_disk_is_called_so(tmp_path, monkeypatch):
             except OSError as error:
                 raise ValueError("could not write") from error
 
-        monkeypatch.setattr(type(checkpointer._writer), "save_checkpointables_async", fail)
+        monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", fail)
+        checkpointer.save(make_state(2), {"at": 2}, 2)
         with pytest.raises(
             OSError, match=r"step 2 could not be saved: no space left on the disk; .* step 1 is"
         ) as caught:
-            checkpointer.save(make_state(2), {"at": 2}, 2)
+            checkpointer.wait()
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.filename == str(tmp_path)
 
 
 def test_a_loop_that_asks_at_each_step_is_told_at_once(tmp_path, monkeypatch):
     """`check` does not wait for a save under way, and raises when it has failed."""
+    go_on = threading.Event()
+
+    def fail(*args, **options):
+        assert go_on.wait(60.0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.check()
         checkpointer.save(make_state(1), {"at": 1}, 1)
         checkpointer.wait()
+        monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", fail)
         checkpointer.save(make_state(2), {"at": 2}, 2)
-        checkpointer._pending[1].result()
-        answers = iter([TimeoutError(), *[OSError(errno.ENOSPC, "No space left on device")] * 2])
-
-        def result(timeout=None):
-            raise next(answers)
-
-        monkeypatch.setattr(checkpointer._pending[1], "result", result)
         checkpointer.check()
+        go_on.set()
+
+        def check_again_and_again():
+            while True:
+                checkpointer.check()
+
         with pytest.raises(OSError, match=r"step 2 could not be saved: no space left on the disk"):
-            checkpointer.check()
+            check_again_and_again()
         checkpointer.check()
 
 

@@ -1,0 +1,111 @@
+"""Copies of a state in the host's memory, from which a checkpoint is written while the state changes."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jax_te.checkpoint.tree import Name
+
+PINNED = "pinned_host"
+"""Memory of the host that devices write to by themselves, without a copy through pages that may be moved."""
+
+
+def host_copies(leaves: dict[Name, Any], *, wait: bool) -> dict[Name, Any]:
+    """Return copies of the leaves that can be made by one call: in pinned memory, without a program to compile.
+
+    Each has its leaf's sharding, in the other memory. Of replicas of one process there is one copy.
+
+    Args:
+        leaves: arrays by name.
+        wait: until all is copied, so that memory that is not there is noticed here.
+
+    Raises:
+        jax.errors.JaxRuntimeError: if there is too little memory that can be pinned.
+
+    >>> copies = host_copies({("a",): jnp.ones(2), ("b",): np.zeros(2)}, wait=True)
+    >>> copies["a",].sharding.memory_kind, type(copies["b",])
+    ('pinned_host', <class 'numpy.ndarray'>)
+    """
+    copies: dict[Name, Any] = {name: leaf.copy() for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)}
+    sources, places = dict[Name, jax.Array](), dict[Name, Sharding]()
+    for number, (name, leaf) in enumerate(leaves.items()):
+        if name not in copies:
+            data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            one = _one_replica(data, number)
+            place = None if one is None else _pinned(one.sharding, one.dtype)
+            if one is not None and place is not None:
+                sources[name], places[name] = one, place
+    # One call, because each costs as much as starting a program does. A state that is in this memory is copied, too.
+    made: Any = jax.device_put(sources, places, may_alias=False)
+    if wait:
+        jax.block_until_ready(made)
+    for name, copy in made.items():
+        leaf = leaves[name]
+        copies[name] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else copy
+    return copies
+
+
+def free(copies: dict[Name, Any]) -> None:
+    """Give the memory of copies back, whoever still refers to them."""
+    for copy in copies.values():
+        if isinstance(copy, jax.Array):
+            (jax.random.key_data(copy) if _is_key(copy) else copy).delete()
+
+
+def _one_replica(leaf: jax.Array, number: int) -> jax.Array | None:
+    """Return an array of the same values of which each part is on one device; None if that takes more than views.
+
+    Args:
+        leaf: of any sharding.
+        number: of the leaf; replicas take turns, so that each device copies its share.
+    """
+    sharding = leaf.sharding
+    if sharding.num_devices * math.prod(sharding.shard_shape(leaf.shape)) == leaf.size:
+        return leaf
+    if not isinstance(sharding, NamedSharding) or not leaf.is_fully_addressable:
+        return None
+    part = _one_of_replicas(sharding, number % sharding.num_devices)
+    parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, part, [parts[device] for device in part.device_set], dtype=leaf.dtype
+    )
+
+
+@lru_cache(maxsize=1024)
+def _one_of_replicas(sharding: NamedSharding, number: int) -> NamedSharding:
+    """Return the sharding over the same axes, those that it does not name cut to one device."""
+    mesh: Any = sharding.mesh
+    named = {axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    index = []
+    for axis, size in mesh.shape.items():
+        index.append(slice(None) if axis in named else slice(number % size, number % size + 1))
+        number //= 1 if axis in named else size
+    return NamedSharding(Mesh(mesh.devices[tuple(index)], mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
+
+
+@lru_cache(maxsize=1024)
+def _pinned(sharding: Sharding, dtype: np.dtype[Any]) -> Sharding | None:
+    """Return the sharding in pinned memory; None if there is no such memory, or if NumPy could not read it there."""
+    # What NumPy would see of two elements in one byte depends on the device.
+    if jnp.issubdtype(dtype, jnp.number) and _bits(dtype) < 8:
+        return None
+    device = next(iter(sharding.addressable_devices))
+    there = any(memory.kind == PINNED for memory in device.addressable_memories())
+    return sharding.with_memory_kind(PINNED) if there else None
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 64
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,73 @@
+"""Writing a checkpoint through Orbax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from orbax.checkpoint import v1 as ocp
+
+from jax_te.checkpoint.folder import Folder
+from jax_te.checkpoint.tree import Name, crc32, stored_parts
+
+
+def kept_by(keep: int, keep_every: int | None, keep_best: int | None, metric: str, best: Literal["min", "max"]) -> Any:
+    """Return Orbax's policy for the arguments of a `TrainCheckpointer`: what one of the rules keeps stays."""
+    policies = ocp.training.preservation_policies
+    kept: list[Any] = [policies.LatestN(keep)]
+    if keep_every is not None:
+        kept.append(policies.EveryNSteps(keep_every))
+    if keep_best is not None:
+        rank = partial(_rank, name=metric, sign=-1.0 if best == "min" else 1.0)
+        kept.append(policies.BestN(get_metric_fn=rank, n=keep_best, keep_checkpoints_without_metrics=False))
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _rank(metrics: Mapping[str, float] | None, *, name: str, sign: float) -> float:
+    """Return a number that is larger for a better checkpoint; of one that has no such metric, the smallest."""
+    value = sign * (metrics or {}).get(name, math.nan)
+    return -math.inf if math.isnan(value) else value
+
+
+def new_writer(directory: Path, kept: Any) -> ocp.training.Checkpointer:
+    """Return Orbax's writer of a folder, in which it removes what a killed save left.
+
+    Raises:
+        ValueError: if a checkpoint's metadata is malformed.
+    """
+    context = ocp.Context()
+    # Random floating-point numbers, as parameters nearly are, lose a tenth of their size, and a save of them takes
+    # two to four times as long.
+    context.array.saving.use_compression = False
+    options: dict[str, Any] = {"preservation_policy": kept, "cleanup_tmp_directories": True}
+    return ocp.training.Checkpointer(Folder(directory), context=context, **options)
+
+
+def call_orbax(
+    writer: ocp.training.Checkpointer,
+    step: int,
+    leaves: dict[Name, Any],
+    body: dict[str, Any],
+    checksums: Callable[[], dict[str, int]],
+    metrics: dict[str, Any],
+) -> Any:
+    """Return Orbax's response, whose ``result`` waits until all is written."""
+    body["checksums"] = checksums()
+    # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided by
+    # the caller, not by a policy of Orbax.
+    return writer.save_checkpointables_async(
+        step, stored_parts(leaves), force=True, metrics=metrics or None, custom_metadata={**body, "crc32": crc32(body)}
+    )
+
+
+def in_thread(call: Callable[..., None], *args: Any) -> Future[None]:
+    """Return the future of a call in a thread of its own."""
+    executor = ThreadPoolExecutor(1, "jax_te-save")
+    try:
+        return executor.submit(call, *args)
+    finally:
+        executor.shutdown(wait=False)
