@@ -39,7 +39,7 @@ def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, 
 def start_checksums(
     leaves: dict[Name, Any], copies: dict[Name, Any], *, version: int = FORMAT
 ) -> Callable[[], dict[str, int]]:
-    """Start computing `checksums`, and return a function that waits for them: a state may be donated meanwhile.
+    """Return a function that waits for `checksums`, which are started here: a state may be donated meanwhile.
 
     Args:
         leaves: arrays by name, of which those that are large are summed where they are.

@@ -112,7 +112,7 @@ def say(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Drop Orbax's warnings and errors from the log: callers get them as our exceptions and warnings."""
+    """Return a context that drops Orbax's warnings and errors from the log: callers get them as ours."""
     # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
     logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
     logger.addFilter(log_filter)
