@@ -1,4 +1,4 @@
-"""A GPT with dropout trains through TE on two and four GPUs to one GPU's losses.
+"""A GPT with dropout trains through TE on the meshes and pipelines of two and four GPUs to one GPU's losses.
 
 bf16 activations and parameters, fp32 masters. Another order of sums turns the rounding of some of a layer's values; of
 the mean loss of 4,096 tokens little is left, but updates differ, and steps add up. On four CPU devices in plain JAX
@@ -21,6 +21,7 @@ import pytest
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
+from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step
@@ -33,10 +34,10 @@ LIMIT = {"none": 0.001, "delayed": 0.003}
 """Nats."""
 
 
-def train(recipe: str, seed: int = 0, **fields: Any) -> np.ndarray:
-    """Losses of the first steps on the mesh in use, if any."""
+def train(recipe: str, seed: int = 0, *, layers: int = 2, options: Any = None, **fields: Any) -> np.ndarray:
+    """Losses of the first steps on the mesh in use, if any; ``options`` are those of the step."""
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=layers,
         hidden_size=256,
         num_attention_heads=4,
         ffn_hidden_size=512,
@@ -55,7 +56,7 @@ def train(recipe: str, seed: int = 0, **fields: Any) -> np.ndarray:
             tx,
             key=jax.random.key(0),
         )
-        step = make_train_step(_loss, tx)
+        step = make_train_step(_loss, tx, **(options or {}))
         state = dataclasses.replace(state, rng=jax.random.fold_in(state.rng, seed))
         for batch in tokens:
             state, metrics = step(state, batch)
@@ -68,8 +69,8 @@ def _loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 @functools.cache
-def one_gpu(recipe: str) -> np.ndarray:
-    return train(recipe)
+def one_gpu(recipe: str, layers: int = 2, microbatches: int = 1) -> np.ndarray:
+    return train(recipe, layers=layers, options={"microbatches": microbatches})
 
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,6 +97,20 @@ def test_losses_are_those_of_one_gpu(gpus: int, form: str, recipe: str) -> None:
         losses = train(recipe, **fields)
     gap = np.abs(losses - one_gpu(recipe))
     print(f"{form} on {gpus}, {recipe}: {gap.max():.4f}, last {losses[-1]:.4f}")
+    assert gap.max() < LIMIT[recipe]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b", "1f1b,virtual_stages=2", "zero_bubble"])
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_stages_of_a_pipeline_give_the_losses_of_one_gpu(gpus: int, pipeline: str, recipe: str) -> None:
+    if jax.device_count() < gpus:
+        pytest.fail(f"this test needs {gpus} GPUs, and there is {jax.device_count()}")
+    options = {"microbatches": BATCH, "pipeline": PipelineConfig.parse(pipeline)}
+    with jax.set_mesh(make_mesh(ParallelConfig(pipeline=gpus))):
+        losses = train(recipe, layers=2 * gpus, options=options)
+    gap = np.abs(losses - one_gpu(recipe, 2 * gpus, BATCH))
+    print(f"pipeline {pipeline} on {gpus}, {recipe}: {gap.max():.4f}, last {losses[-1]:.4f}")
     assert gap.max() < LIMIT[recipe]
 
 

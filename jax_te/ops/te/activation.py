@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.activation import (
@@ -77,11 +76,7 @@ def act_backward_quantize(
         and DActLuDBiasQuantizePrimitive.enabled()
     ):
         return _fused(dz, x, parts, quantizer, how.scale, bias_dtype)
-    dx = xla.act_backward(dz, x, activation)
-    if how.quantizer is None:
-        # Else XLA computes the derivative in the kernel that sums over rows, which takes longer than the two in turn.
-        dx = jax.lax.optimization_barrier(dx)
-    return quantize_dbias(dx, how, axis=x.ndim - 2, bias_dtype=bias_dtype)
+    return quantize_dbias(xla.act_backward(dz, x, activation), how, axis=x.ndim - 2, bias_dtype=bias_dtype)
 
 
 def _fused(
