@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,19 @@ from jax_te.bench.settings import GIB, Row
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.training import TrainState
 
-_NUMBERS = ("blocked_s", "save_s", "restore_s")
+_NUMBERS = ("blocked_s", "stalled_s", "save_s", "restore_s")
 
 
 def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -> list[Row]:
     """Return two rows: of Orbax, which saves and restores the state's arrays as a list, and of `TrainCheckpointer`.
 
     They take turns. Each round of each writes a folder of its own, which is removed. ``blocked_s`` is the time until
-    a save returns, when a step may donate the state: that of a copy from the devices and of what stalls a loop.
-    ``save_s`` is the time until all is written, ``restore_s`` that until it is on the devices again. Numbers are
-    medians, ratios those of Orbax's time to the row's. A round before the others does not count, and neither does the
-    first save of a run, which does more.
+    a save returns, when a step may donate the state; ``stalled_s`` that until a program has run to which all arrays
+    were donated, and which waits for copies that are still under way. ``copy_s`` is this time with a copy to pinned
+    memory in the place of the save, and ``beyond_copy_s`` what a save stalls a loop for besides. ``save_s`` is the time
+    until all is written, ``restore_s`` that until it is on the devices again. Numbers are medians, ratios those of
+    Orbax's time to the row's. A round before the others does not count, and neither does the first save of a run, which
+    does more.
 
     Args:
         state: a run's; its numbers are replaced by random ones. Orbax gets random keys as data, since it has no form
@@ -49,6 +52,7 @@ def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -
     size = sum(leaf.nbytes for leaf in leaves) / GIB
     folder.mkdir(parents=True, exist_ok=True)
     ways: dict[str, Callable[[Any, Path], list[float]]] = {
+        "copy": _copy,
         "Orbax": lambda state, path: _orbax([_data(leaf) for leaf in jax.tree.leaves(state)], path),
         "jax_te": _jax_te,
     }
@@ -65,13 +69,24 @@ def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -
             finally:
                 shutil.rmtree(path)
     medians = {way: [statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in times.items()}
-    rows = []
+    rows, (copy,) = [], medians.pop("copy")
     for way, numbers in medians.items():
         row: Row = {"name": f"{name}, {way}", "gib": round(size, 3), "arrays": len(leaves)}
         row |= {key: round(number, 3) for key, number in zip(_NUMBERS, numbers, strict=True)}
-        ratios = zip(("save_ratio", "restore_ratio"), medians["Orbax"][1:], numbers[1:], strict=True)
+        row |= {"copy_s": round(copy, 3), "beyond_copy_s": round(numbers[1] - copy, 3)}
+        ratios = zip(("save_ratio", "restore_ratio"), medians["Orbax"][2:], numbers[2:], strict=True)
         rows.append(row | {key: round(orbax / own, 3) for key, orbax, own in ratios})
     return rows
+
+
+def _copy(state: TrainState, path: Path) -> list[float]:
+    arrays = [_data(leaf) for leaf in jax.tree.leaves(state)]
+    places = [leaf.sharding.with_memory_kind("pinned_host") for leaf in arrays]
+    start = time.perf_counter()
+    copies = jax.device_put(arrays, places)
+    jax.block_until_ready(_overwritten(arrays))
+    jax.block_until_ready(copies)
+    return [time.perf_counter() - start]
 
 
 def _orbax(arrays: list[Any], path: Path) -> list[float]:
@@ -79,13 +94,18 @@ def _orbax(arrays: list[Any], path: Path) -> list[float]:
     start = time.perf_counter()
     response: Any = ocp.save_checkpointables_async(f"{path}", {"state": arrays})
     blocked = time.perf_counter()
+    new = jax.block_until_ready(_overwritten(arrays))
+    stalled = time.perf_counter()
     response.result()
     written = time.perf_counter()
+    del new
     jax.block_until_ready(ocp.load_checkpointables(f"{path}", {"state": target}))
-    return [blocked - start, written - start, time.perf_counter() - written]
+    return [blocked - start, stalled - start, written - start, time.perf_counter() - written]
 
 
 def _jax_te(state: TrainState, path: Path) -> list[float]:
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    arrays = [_data(leaf) for leaf in jax.tree.leaves(state)]
     with TrainCheckpointer(path) as checkpointer:
         # A run's first save also opens Orbax's writer and is read back, whatever its size.
         checkpointer.save({"first": jnp.zeros(1)}, None, step=0)
@@ -93,11 +113,20 @@ def _jax_te(state: TrainState, path: Path) -> list[float]:
         start = time.perf_counter()
         checkpointer.save(state, None, step=1)
         blocked = time.perf_counter()
+        new = jax.block_until_ready(_overwritten(arrays))
+        stalled = time.perf_counter()
         checkpointer.wait()
         written = time.perf_counter()
-        restored, _, _ = checkpointer.restore(state)
+        del new
+        restored, _, _ = checkpointer.restore(target)
         jax.block_until_ready(jax.tree.leaves(restored))
-        return [blocked - start, written - start, time.perf_counter() - written]
+        return [blocked - start, stalled - start, written - start, time.perf_counter() - written]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _overwritten(arrays: list[Any]) -> list[Any]:
+    """Return other values in the same memory: what a train step does to its state, without the step."""
+    return [leaf + jnp.ones((), leaf.dtype) for leaf in arrays]
 
 
 @jax.jit

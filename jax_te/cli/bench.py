@@ -128,7 +128,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
     add("--pipeline", nargs="+", type=schedule, metavar="SCHEDULE", help=schedules)
     saving = "measure instead, in this folder, how its state is saved and restored, beside Orbax alone; "
-    add("--checkpoints", metavar="DIR", help=saving + "blocked_s is the time until a save returns")
+    add("--checkpoints", metavar="DIR", help=saving + "beyond_copy_s is what a save stalls a loop for")
 
 
 def schedule(text: str) -> str:

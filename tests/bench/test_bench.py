@@ -127,7 +127,10 @@ def test_checkpoints(capsys, tmp_path):
     assert (orbax["name"], own["name"]) == ("delayed, Orbax", "delayed, jax_te")
     assert orbax["gib"] == own["gib"] > 0
     for row in found:
-        assert 0 < row["blocked_s"] < row["save_s"]
+        assert 0 < row["blocked_s"] < row["stalled_s"]
+        assert row["blocked_s"] < row["save_s"]
+        assert row["copy_s"] == orbax["copy_s"] > 0
+        assert row["beyond_copy_s"] == pytest.approx(row["stalled_s"] - row["copy_s"], abs=0.0015)
         assert row["restore_ratio"] == pytest.approx(orbax["restore_s"] / row["restore_s"], rel=0.05)
         assert row["save_ratio"] == pytest.approx(orbax["save_s"] / row["save_s"], rel=0.05)
     assert list(folder.iterdir()) == []
