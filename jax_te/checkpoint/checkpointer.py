@@ -87,7 +87,7 @@ class TrainCheckpointer:
         self._metric = None if keep_best is None else metric
         self._kept = kept_by(keep, keep_every, keep_best, metric, best)
         self._read_back = False
-        self._pinned: bool | None = None
+        self._can_pin = True
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Future[None]] | None = None
         self._damaged: set[int] = set()
@@ -103,8 +103,8 @@ class TrainCheckpointer:
     ) -> None:
         """Start saving. The state may be donated or deleted as soon as this returns.
 
-        Devices copy it to pinned memory of the host. This returns before they are done, except the first time. It also
-        waits for a save before it, and for Orbax to begin where Orbax cannot do so in another thread: with several
+        Devices copy it to pinned memory of the host. This returns before they are done, except the first time. It
+        waits for a save before it, too, and for Orbax to begin where Orbax cannot do so in another thread: with several
         processes, whose replicated arrays it copies itself, and for what cannot be copied so: arrays of types below
         eight bits, on devices without such memory, or where there is too little of it.
 
@@ -313,20 +313,17 @@ class TrainCheckpointer:
 
     def _copies(self, leaves: dict[Name, Any]) -> dict[Name, Any]:
         """Return copies in the host's memory by name; without those that Orbax has to make."""
-        if self._pinned is False:
-            return {}
-        try:
-            # The first time it is waited for, since XLA may notice late that it has too little memory of this kind.
-            copies = host_copies(leaves, wait=self._pinned is None)
-            self._pinned = True
-        except jax.errors.JaxRuntimeError as error:
-            self._pinned, copies = False, {}
-            logging.getLogger("jax_te").warning(
-                "a save will block the loop while arrays are copied through pageable memory, because there is too "
-                "little that can be pinned (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB): %s",
-                str(error)[:300],
-            )
-        return copies
+        if self._can_pin:
+            try:
+                return host_copies(leaves)
+            except jax.errors.JaxRuntimeError as error:
+                self._can_pin = False
+                logging.getLogger("jax_te").warning(
+                    "a save will block the loop while arrays are copied through pageable memory, because there is too "
+                    "little that can be pinned (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB): %s",
+                    str(error)[:300],
+                )
+        return {}
 
     def _write(self, step: int, call: Callable[[], Any], copies: dict[Name, Any], quiet: contextlib.ExitStack) -> None:
         """Call Orbax and wait for it, in a thread of its own."""

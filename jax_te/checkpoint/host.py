@@ -17,22 +17,26 @@ PINNED = "pinned_host"
 """Memory of the host that devices write to by themselves, without a copy through pages that may be moved."""
 
 
-def host_copies(leaves: dict[Name, Any], *, wait: bool) -> dict[Name, Any]:
+_fitting = 0
+"""Bytes of the largest state that this process copied: XLA keeps the memory."""
+
+
+def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
     """Return copies of the leaves that can be made by one call: in pinned memory, without a program to compile.
 
     Each has its leaf's sharding, in the other memory. Of replicas of one process there is one copy.
 
     Args:
-        leaves: arrays by name.
-        wait: until all is copied, so that memory that is not there is noticed here.
+        leaves: arrays by name. For a larger state than those before, this waits until all is copied.
 
     Raises:
         jax.errors.JaxRuntimeError: if there is too little memory that can be pinned.
 
-    >>> copies = host_copies({("a",): jnp.ones(2), ("b",): np.zeros(2)}, wait=True)
+    >>> copies = host_copies({("a",): jnp.ones(2), ("b",): np.zeros(2)})
     >>> copies["a",].sharding.memory_kind, type(copies["b",])
     ('pinned_host', <class 'numpy.ndarray'>)
     """
+    global _fitting  # the memory is that of the process, whoever saves
     copies: dict[Name, Any] = {name: leaf.copy() for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)}
     sources, places = dict[Name, jax.Array](), dict[Name, Sharding]()
     for number, (name, leaf) in enumerate(leaves.items()):
@@ -44,8 +48,11 @@ def host_copies(leaves: dict[Name, Any], *, wait: bool) -> dict[Name, Any]:
                 sources[name], places[name] = one, place
     # One call, because each costs as much as starting a program does. A state that is in this memory is copied, too.
     made: Any = jax.device_put(sources, places, may_alias=False)
-    if wait:
+    size = sum(one.nbytes for one in sources.values())
+    if size > _fitting:
+        # XLA may notice late that it has too little memory of this kind, and then the state would be gone.
         jax.block_until_ready(made)
+        _fitting = size
     for name, copy in made.items():
         leaf = leaves[name]
         copies[name] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else copy
