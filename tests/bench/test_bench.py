@@ -127,7 +127,7 @@ def test_checkpoints(capsys, tmp_path):
     assert (orbax["name"], own["name"]) == ("delayed, Orbax", "delayed, jax_te")
     assert orbax["gib"] == own["gib"] > 0
     for row in found:
-        assert 0 < row["blocked_s"] < row["stalled_s"]
+        assert 0 < row["blocked_s"] <= row["stalled_s"]  # of milliseconds
         assert row["blocked_s"] < row["save_s"]
         assert row["copy_s"] == orbax["copy_s"] > 0
         assert row["beyond_copy_s"] == pytest.approx(row["stalled_s"] - row["copy_s"], abs=0.0015)
