@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.folder import Folder
@@ -43,6 +44,10 @@ def new_writer(directory: Path, kept: Any) -> ocp.training.Checkpointer:
     # Random floating-point numbers, as parameters nearly are, lose a tenth of their size, and a save of them takes
     # two to four times as long.
     context.array.saving.use_compression = False
+    # Otherwise Orbax waits for the folders by the number of the operation, which is one for the whole process: a call
+    # in another thread meanwhile would change it, and the save would wait for ever, or find folders of its own.
+    if jax.process_count() == 1:
+        context.asynchronous.create_directories_asynchronously = False
     options: dict[str, Any] = {"preservation_policy": kept, "cleanup_tmp_directories": True}
     return ocp.training.Checkpointer(Folder(directory), context=context, **options)
 

@@ -206,6 +206,19 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
+def test_two_runs_of_a_process_save_at_once(tmp_path):
+    """Orbax numbers its operations for the whole process; with folders made by these numbers a save waited for ever."""
+    state = {str(i): jnp.full((16, 16), float(i)) for i in range(100)}
+    with TrainCheckpointer(tmp_path / "a") as one, TrainCheckpointer(tmp_path / "b") as two:
+        for step in range(6):
+            one.save(state, None, step)
+            two.save(state, None, step)
+        for checkpointer in (one, two):
+            restored, _, step = checkpointer.restore(state)
+            assert step == 5
+            assert all(np.array_equal(restored[name], leaf) for name, leaf in state.items())
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [({"step": -1}, ValueError), ({"step": 1}, ValueError), ({"data_state": object()}, TypeError)],
