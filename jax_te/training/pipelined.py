@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.pipeline import PipelineConfig, Schedule, make_schedule
-from jax_te.pipeline.internal import AXIS, Cut, Flat, cut_model, pipeline_stages, replace_stack
+from jax_te.pipeline.internal import AXIS, Cut, Flat, cut_model, pipeline_stages, replace_stack, stage_rules
 from jax_te.quantize import merge_quantizers
-from jax_te.sharding import auto_region, current_mesh
+from jax_te.sharding import auto_region, current_mesh, use_rules
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
 from jax_te.training.stage import Stage, Sums
@@ -119,8 +119,10 @@ def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: 
         cut = cut_model(model, lambda: losses.append(loss_fn(model, batch, key)), pipeline_stages(), config)
         found = cut, isinstance(losses[0], WeightedMean)
 
-    jax.eval_shape(look, state.params, state.quantizers, batch, key)
-    _check_around(loss_fn, state, batch, key, found[0])
+    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
+    with use_rules(stage_rules()):
+        jax.eval_shape(look, state.params, state.quantizers, batch, key)
+        _check_around(loss_fn, state, batch, key, found[0])
     return found
 
 
