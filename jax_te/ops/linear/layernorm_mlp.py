@@ -89,8 +89,14 @@ def layernorm_mlp(
     return run_op(_layernorm_mlp, "layernorm_mlp", x, layers, **given)
 
 
+def _as_planned(spec: OpSpec, x: Array) -> Array:
+    """Return ``x [..., k]``, as ``[t, k]`` where the plan is one by rows."""
+    dims = spec.layers[0].plan.x_all_gather
+    return x.reshape(-1, x.shape[-1]) if len(dims) == 1 else x
+
+
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
-    x, norm, (wi, wo) = args
+    shape, x, norm, (wi, wo) = args.x.shape, _as_planned(spec, args.x), *args[1:]
     operand, stats = normed_operand(spec.layers[0], spec.norm, x, *norm, wi.state)  # type: ignore[arg-type]
     pre, saved = gemms.forward(spec.layers[0], operand, wi)
     # te.jax's names, so that its users' policies hold here.
@@ -104,7 +110,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     z, z_used = checkpoint_name((z, z_used), "activation")
     wi_residuals = LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state)
     wo_residuals = LinearResiduals(z, wo_kernel, (z_used, wo_used), wo.state)
-    return out, ((x, stats, *norm), pre, wi_residuals, wo_residuals)
+    return out.reshape(*shape[:-1], -1), ((x, stats, *norm), pre, wi_residuals, wo_residuals)
 
 
 def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
@@ -119,6 +125,7 @@ def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
 
 def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     (normed, pre, wi_residuals, wo_residuals), (wi, wo) = residuals, spec.layers
+    shape, g = g.shape, _as_planned(spec, g)
     grad, dbias = gemms.grad_operand(wo, g, wo_residuals.state)
     # The second layer first, as in any chain rule; both kernels are gathered behind the op's own gradient, so that no
     # all-gather of backward begins in forward.
@@ -126,7 +133,7 @@ def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     dpre, dbias = _activation_backward(spec, pre, dz, wi_residuals.state)
     dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
     dx, dnorm = norm_backward(wi, normed, dy, spec.norm)
-    return LinearArgs(dx, dnorm, (dwi, dwo)), (wi_sink, wo_sink)
+    return LinearArgs(dx.reshape(*shape[:-1], -1), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
 def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState | None) -> tuple[Operand, Array | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -106,6 +107,15 @@ class Plan:
     def without_mesh(self, reason: str | None) -> Plan:
         """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
+
+    def by_rows(self) -> Plan:
+        """Return the plan of an op on matrices of rows ``[t, k]``, all-gathered and scattered along their first axis.
+
+        The gathered rows are then in the order of the devices, not of the tensor.
+        """
+        gathered, scattered = ((flat(dims),) if dims else () for dims in (self.x_all_gather, self.out_reduce_scatter))
+        rows = None if self.rows is None else (prod(self.rows),)
+        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=rows)
 
     def shards(self, args: Any, out: Any) -> Shards | None:
         """Return where arrays lie around an op that runs by this plan; None without a mesh.

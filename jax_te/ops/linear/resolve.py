@@ -17,6 +17,7 @@ from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, Linear
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
 from jax_te.quantize.internal import (
+    ROLES,
     OpaqueTree,
     Precision,
     ambient_observer,
@@ -97,6 +98,12 @@ def run_op(
         reason = f"the norm's input is split along its features, {first.x_spec}"
     if reason is not None:
         plans = [plan.without_mesh(reason) for plan in plans]
+    # Nothing in a feed-forward block depends on the order of rows but blocks of scales, and along another axis than the
+    # first, such as the sequence, XLA transposes what NCCL gathers and scatters.
+    one_order = first.x_all_gather == last.out_reduce_scatter and any(first.x_all_gather[1:])
+    by_rows = activation is not None and one_order and all(getattr(precision, role).one_scale for role in ROLES)
+    if by_rows and reason is None:
+        plans = [plan.by_rows() for plan in plans]
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):
         rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
