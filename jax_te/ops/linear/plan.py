@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -114,8 +115,7 @@ class Plan:
         The gathered rows are then in the order of the devices, not of the tensor.
         """
         gathered, scattered = ((flat(dims),) if dims else () for dims in (self.x_all_gather, self.out_reduce_scatter))
-        rows = None if self.rows is None else (prod(self.rows),)
-        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=rows)
+        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=(prod(self.rows or ()),))
 
     def shards(self, args: Any, out: Any) -> Shards | None:
         """Return where arrays lie around an op that runs by this plan; None without a mesh.
@@ -252,7 +252,4 @@ def _beyond(dims: Dims, without: Dims) -> Dims:
 
 def _common(one: MeshAxes, other: MeshAxes) -> MeshAxes:
     """Return the leading axes that both have."""
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return one[:count]
+    return tuple(axis for axis, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))  # noqa: B905

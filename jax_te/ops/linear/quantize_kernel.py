@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
@@ -97,21 +97,15 @@ def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state
     return Shards(mesh=mesh, args=specs, out=(per_device, PartitionSpec()), cotangents=specs)
 
 
-def _fwd(
-    spec: tuple[Backend, Quantizer, Shards, tuple[str, ...]], args: tuple[Array, Array | None]
-) -> tuple[Any, None]:
+def _fwd(spec: tuple[Any, ...], args: tuple[Array, Array | None]) -> tuple[Any, None]:
     (backend, quantizer, shards, group), (kernel, scale) = spec, args
     operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, group), axis=1)
     amax = None if amax is None else reduce_max(amax, shards.manual_axes)
     return (OpaqueTree.pack(operand, per_device=True), amax), None
 
 
-def _bwd(spec: Any, residuals: None, g: Any) -> tuple[tuple[None, None], None]:
-    # Zeros, as of the stop_gradient that the arguments have passed.
-    return (None, None), None
-
-
-_on_devices = sharded_vjp(_fwd, _bwd)
+# Zeros in backward, as of the stop_gradient that the arguments have passed.
+_on_devices = sharded_vjp(_fwd, lambda *_: ((None, None), None))
 
 
 def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:

@@ -100,9 +100,8 @@ def run_op(
         plans = [plan.without_mesh(reason) for plan in plans]
     # Nothing in a feed-forward block depends on the order of rows but blocks of scales, and along another axis than the
     # first, such as the sequence, XLA transposes what NCCL gathers and scatters.
-    one_order = first.x_all_gather == last.out_reduce_scatter and any(first.x_all_gather[1:])
-    by_rows = activation is not None and one_order and all(getattr(precision, role).one_scale for role in ROLES)
-    if by_rows and reason is None:
+    one_order = first.x_all_gather == last.out_reduce_scatter and any(first.x_all_gather[1:]) and reason is None
+    if activation is not None and one_order and all(getattr(precision, role).one_scale for role in ROLES):
         plans = [plan.by_rows() for plan in plans]
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):
@@ -170,11 +169,9 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
 
 def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: NormSpec) -> None:
     """Raise ValueError unless scale (and bias) are ``[h]`` and the bias is there for layer norm only."""
-    if scale.shape != (hidden,) or (bias is not None and bias.shape != (hidden,)):
-        raise ValueError(
-            f"{op}: the norm's scale and bias must have shape ({hidden},), got {scale.shape}"
-            f"{'' if bias is None else f' and {bias.shape}'}"
-        )
+    shapes = [array.shape for array in (scale, bias) if array is not None]
+    if any(shape != (hidden,) for shape in shapes):
+        raise ValueError(f"{op}: the norm's scale and bias must have shape ({hidden},), got {shapes}")
     if norm.kind == "rmsnorm" and bias is not None:
         raise ValueError(f"{op}: RMS norm has no bias; pass None, or NormSpec(kind='layernorm')")
 

@@ -153,9 +153,7 @@ class Activation(NamedTuple):
         known = ACTIVATIONS.get(self.name) if isinstance(self.name, str) else None
         parts = activation_parts(self.name) if known is None else known
         if self.params is not None and parts != ACTIVATIONS["clamped_swiglu"]:
-            raise ValueError(
-                f"activation {self.name!r} has no parameters, got {self.params}; only 'clamped_swiglu' has"
-            )
+            raise ValueError(f"{self.name!r} has no parameters, got params {self.params}; only 'clamped_swiglu' has")
         return parts
 
 
