@@ -109,7 +109,7 @@ def test_errors():
         activation(jnp.ones((4, 1, 8)), "swiglu")
     with pytest.raises(ValueError, match=r"must be \[..., 1, f\] for 'gelu', got \(8,\)"):
         activation(jnp.ones(8), "gelu")
-    with pytest.raises(ValueError, match=r"activation 'swiglu' has no parameters, .* only 'clamped_swiglu' has"):
+    with pytest.raises(ValueError, match=r"'swiglu' has no parameters, .* only 'clamped_swiglu' has"):
         activation(jnp.ones((4, 2, 8)), "swiglu", params=ActivationParams())
     with pytest.raises(ValueError, match=r"limit must be > 0, got -7\.0"):
         ActivationParams(limit=-7.0)
