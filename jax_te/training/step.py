@@ -16,7 +16,7 @@ from jax_te.config.internal import check_positive, checked
 from jax_te.pipeline import PipelineConfig
 from jax_te.pipeline.internal import pipeline_stages, stage_rules
 from jax_te.quantize import write_back
-from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec, use_rules
+from jax_te.sharding import ShardingRules, auto_region, constrain, current_mesh, logical_to_spec, use_rules
 from jax_te.sharding.internal import current_rules, ranks_of
 from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
@@ -140,7 +140,8 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     def eval_step(state: TrainState, batch: PyTree) -> Array:
         model = state.model
         model.eval()
-        return mean_loss(loss_fn(model, _shard_batch(batch), None))
+        with use_rules(_rules_of(batch)):
+            return mean_loss(loss_fn(model, _shard_batch(batch), None))
 
     return of_global_batches(eval_step)
 
@@ -166,6 +167,15 @@ def _apply(
     }
 
 
+def _rules_of(batch: PyTree) -> ShardingRules:
+    """Return the rules for a batch outside of a pipeline: stages split it, or all compute it where it is small."""
+    mesh, rules = current_mesh(), current_rules()
+    if mesh is None or pipeline_stages() == 1:
+        return rules
+    _, ranks = ranks_of(logical_to_spec(("batch",), mesh)[0], mesh)
+    return stage_rules() if any(jnp.shape(leaf)[:1] and len(leaf) % ranks for leaf in jax.tree.leaves(batch)) else rules
+
+
 def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
     """Leaves ``[b, ...]`` sharded over the batch axis; with ``microbatches``, ``[m, b / m, ...]``, each sharded so."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
@@ -178,10 +188,6 @@ def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
     mesh = current_mesh()
     if mesh is not None:
         over, ranks = ranks_of(logical_to_spec(("batch",), mesh)[0], mesh)
-        if (size // parts) % ranks and pipeline_stages() > 1 and current_rules() != stage_rules():
-            # Outside of a pipeline its stages split a batch as well; too small a one they compute several times.
-            with use_rules(stage_rules()):
-                return _shard_batch(batch, microbatches)
         if (size // parts) % ranks:
             raise ValueError(
                 f"a microbatch of {size // parts} examples (batch size {size}, microbatches={parts}) does not divide "

@@ -17,7 +17,7 @@ from jax_te.ops import dense, quantize_kernel, use_backend
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.sharding import make_mesh
-from jax_te.training import abstract_train_state, create_train_state, inspect_precision, make_train_step
+from jax_te.training import abstract_train_state, create_train_state, inspect_precision, make_eval_step, make_train_step
 from tests.support.numerics import draw
 from tests.support.toy import assert_same
 from tests.training.test_kernels import TX, Net, batch, loss_fn, run
@@ -139,3 +139,16 @@ def test_stages_of_a_pipeline(name):
 
     # fp32 sums in another order, and where the recipe quantizes, a value that rounds the other way now and then.
     np.testing.assert_allclose(losses(ParallelConfig(pipeline=2, tensor=2)), losses(None), rtol=1e-4)
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+def test_evaluation_outside_of_a_pipeline(examples):
+    """Its stages split the examples, or all of them compute the one."""
+    x = jax.random.normal(jax.random.key(0), (examples, 16, 32))
+
+    def loss(mesh: ParallelConfig | None) -> float:
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)), use_backend("te"):
+            state = create_train_state(Stack, TX, key=jax.random.key(0))
+            return float(make_eval_step(lambda model, x, key: jnp.mean((model(x) - x) ** 2))(state, x))
+
+    np.testing.assert_allclose(loss(ParallelConfig(pipeline=2)), loss(None), rtol=1e-6)
