@@ -74,12 +74,14 @@ def test_tensor_parallelism_sums_activations_where_megatron_does(form: str) -> N
 def test_sequence_parallelism_gathers_and_scatters_in_place_of_sums(form: str) -> None:
     """Gathered in forward: what attention, MLP and head read; in backward: the gradients of what attention, MLP and
     embedding gave. Scattered: what attention and MLP gave, and the gradients of what attention, MLP and head read. The
-    embedding is summed whole, and split after that.
+    embedding is summed whole, and split after that. The MLP's two in each direction are of rows, along the first axis.
     """
     found = collectives(form, fields={"sequence_parallel": True, "tensor_model_parallel_size": 4}, tensor=4)
     expected = {
-        ("all-gather", float32(B, S, H)): 6,
-        ("reduce-scatter", float32(B, S // 4, H)): 5,
+        ("all-gather", float32(B, S, H)): 4,
+        ("all-gather", float32(B * S, H)): 2,
+        ("reduce-scatter", float32(B, S // 4, H)): 3,
+        ("reduce-scatter", float32(B * S // 4, H)): 2,
         ("all-reduce", float32(B, S, H)): 1,
         ("all-reduce", float32(B, S)): 2,  # maximum and sum of the cross-entropy
         ("all-reduce", float32(H)): 8,  # gradients of scale and bias of three norms, and of two biases after sums
