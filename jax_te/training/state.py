@@ -119,15 +119,39 @@ def create_train_state(
     _check_key(key)
     mesh = _mesh(mesh)
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
+    if mesh is None:
+        # Not as one program: XLA compiles the draws of each layer anew, for as long as the layers' own step.
+        before = {_buffer(array) for array in jax.live_arrays()}
+        return _without_shared_buffers(build(key, variables), before)
     with _use(mesh):
         # Shapes first: the shardings, which jit needs before it runs, come from the Variables' logical axes.
         abstract = jax.eval_shape(build, key, variables)
-        shardings = None if mesh is None else _places(abstract, mesh)
+        shardings = _places(abstract, mesh)
         # Inside auto_region an Explicit mesh compiles the same program as an Auto one, which gives the same bits.
         axes = [axes for _, _, axes in leaves_with_axes(abstract)]
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
         leaves = jax.jit(init, out_shardings=shardings)(key, variables)
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _without_shared_buffers(state: TrainState, taken: set[Any]) -> TrainState:
+    """Return a state of which a step may donate each array: with copies of those in ``taken``, and of second uses."""
+
+    def own(leaf: Any) -> Array:
+        array, buffer = jnp.asarray(leaf), _buffer(leaf)
+        shared = buffer is not None and buffer in taken
+        taken.add(buffer)
+        return jnp.copy(array) if shared else array
+
+    return jax.tree.map(own, state)
+
+
+def _buffer(leaf: Any) -> Any:
+    """Return what tells the memory of an array on one device from that of others; None for what has none of its own."""
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return None
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return data.unsafe_buffer_pointer() if len(data.devices()) == 1 else None
 
 
 def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:

@@ -154,3 +154,25 @@ def test_kernels_held_quantized_need_a_recipe():
         ):
             with pytest.raises(ValueError, match=r"fp8_param .* no layer has a recipe"):
                 make()
+
+
+def test_a_step_may_donate_a_state_that_shares_nothing_with_what_was_there_before():
+    """Arrays that a model takes from outside, one of them twice, and an optimizer that begins with the parameters."""
+    table, counts = jnp.ones((4, 4)), np.ones(3, np.float32)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.one, self.other, self.counts = nnx.Param(table), nnx.Param(table), nnx.BatchStat(counts)
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x @ self.one @ self.other)
+
+    tx = optax.contrib.schedule_free_adamw(1e-3)
+    state = create_train_state(Model, tx, key=jax.random.key(0))
+    step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx)
+    for _ in range(2):
+        state, metrics = step(state, jnp.ones((2, 4)))
+    assert np.isfinite(metrics["loss"])
+    assert table.sum() == 16.0
+    assert isinstance(state.rest["counts"].get_value(), jax.Array)
