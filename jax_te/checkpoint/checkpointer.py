@@ -44,7 +44,7 @@ class TrainCheckpointer:
     - Saving returns once copies of the arrays to the host are under way; all else is done in a thread of its own. An
       error in it is raised by the next call, also by `check`, `wait` and `close`.
     - A checkpoint appears whole or not at all; the rest of a killed save is ignored, and the next run's first save
-      removes it. A process that ends without `close` or `wait` loses the save under way.
+      removes it. A process that ends without `close` or `wait` may lose the save under way.
     - A save takes as much memory of the host as this process's devices hold of the state, replicas counted once.
     - Every array is stored with a checksum, and restored only if its checksum is right.
 
@@ -141,12 +141,16 @@ class TrainCheckpointer:
             copies = self._copies(leaves)
             stored = {name: copies.get(name, leaf) for name, leaf in leaves.items()}
             call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
-            # What is not copied Orbax copies before its call returns. With several processes its call runs programs on
-            # all devices, which must start in one order with those of the steps: in one thread.
-            if copies.keys() != leaves.keys() or jax.process_count() > 1:
+            try:
                 with self._explained(step):
-                    call = partial(_same, call())
-            self._pending = (step, in_thread(self._write, step, call, copies, quiet.pop_all()))
+                    # What is not copied Orbax copies before its call returns. With several processes its call runs
+                    # programs on all devices, which must start in one order with those of the steps: in one thread.
+                    if copies.keys() != leaves.keys() or jax.process_count() > 1:
+                        call = partial(_same, call())
+                    self._pending = (step, in_thread(self._write, step, call, copies, quiet.pop_all()))
+            except BaseException:
+                free(copies)
+                raise
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -317,18 +321,27 @@ class TrainCheckpointer:
             try:
                 return host_copies(leaves)
             except jax.errors.JaxRuntimeError as error:
-                self._can_pin = False
-                logging.getLogger("jax_te").warning(
-                    "a save will block the loop while arrays are copied through pageable memory, because there is too "
-                    "little that can be pinned (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB): %s",
-                    str(error)[:300],
-                )
+                self._stop_pinning(error)
         return {}
+
+    def _stop_pinning(self, error: Exception) -> None:
+        self._can_pin = False
+        logging.getLogger("jax_te").warning(
+            "a save will block the loop while arrays are copied through pageable memory, because there is too little "
+            "that can be pinned (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB): %s",
+            str(error)[:300],
+        )
 
     def _write(self, step: int, call: Callable[[], Any], copies: dict[Name, Any], quiet: contextlib.ExitStack) -> None:
         """Call Orbax and wait for it, in a thread of its own."""
         with quiet:
             try:
+                try:
+                    jax.block_until_ready(list(copies.values()))
+                except jax.errors.JaxRuntimeError as error:
+                    # This state is gone; the next save does without.
+                    self._stop_pinning(error)
+                    raise
                 call().result()
             finally:
                 free(copies)

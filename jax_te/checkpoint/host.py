@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +18,18 @@ PINNED = "pinned_host"
 """Memory of the host that devices write to by themselves, without a copy through pages that may be moved."""
 
 
-_fitting = 0
-"""Bytes of the largest state that this process copied: XLA keeps the memory."""
+class _Memory:
+    """Bytes of the copies that there are, and the most that there were at a time: XLA keeps the memory of these."""
+
+    lock, held, most = threading.Lock(), 0, 0
+
+    @classmethod
+    def change(cls, size: int) -> bool:
+        """Return whether there are more bytes than ever; ``size`` of them are new, or free again."""
+        with cls.lock:
+            cls.held += size
+            more, cls.most = cls.held > cls.most, max(cls.most, cls.held)
+            return more
 
 
 def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
@@ -36,7 +47,6 @@ def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
     >>> copies["a",].sharding.memory_kind, type(copies["b",])
     ('pinned_host', <class 'numpy.ndarray'>)
     """
-    global _fitting  # the memory is that of the process, whoever saves
     copies: dict[Name, Any] = {name: leaf.copy() for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)}
     sources, places = dict[Name, jax.Array](), dict[Name, Sharding]()
     for number, (name, leaf) in enumerate(leaves.items()):
@@ -46,13 +56,17 @@ def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
             place = None if one is None else _pinned(one.sharding, one.dtype)
             if one is not None and place is not None:
                 sources[name], places[name] = one, place
-    # One call, because each costs as much as starting a program does. A state that is in this memory is copied, too.
-    made: Any = jax.device_put(sources, places, may_alias=False)
-    size = sum(one.nbytes for one in sources.values())
-    if size > _fitting:
-        # XLA may notice late that it has too little memory of this kind, and then the state would be gone.
-        jax.block_until_ready(made)
-        _fitting = size
+    more = _Memory.change(sum(one.nbytes for one in sources.values()))
+    try:
+        # One call, because each costs as much as starting a program. A state that is in this memory is copied, too.
+        made: Any = jax.device_put(sources, places, may_alias=False)
+        if more:
+            # XLA may notice late that it has too little memory of this kind, and then the state would be gone.
+            jax.block_until_ready(made)
+    except jax.errors.JaxRuntimeError:
+        _Memory.change(-sum(one.nbytes for one in sources.values()))
+        _Memory.most = 0
+        raise
     for name, copy in made.items():
         leaf = leaves[name]
         copies[name] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else copy
@@ -62,8 +76,10 @@ def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
 def free(copies: dict[Name, Any]) -> None:
     """Give the memory of copies back, whoever still refers to them."""
     for copy in copies.values():
-        if isinstance(copy, jax.Array):
-            (jax.random.key_data(copy) if _is_key(copy) else copy).delete()
+        if isinstance(copy, jax.Array) and not copy.is_deleted():
+            data = jax.random.key_data(copy) if _is_key(copy) else copy
+            _Memory.change(-data.nbytes)
+            data.delete()
 
 
 def _one_replica(leaf: jax.Array, number: int) -> jax.Array | None:
@@ -94,7 +110,8 @@ def _one_of_replicas(sharding: NamedSharding, number: int) -> NamedSharding:
     for axis, size in mesh.shape.items():
         index.append(slice(None) if axis in named else slice(number % size, number % size + 1))
         number //= 1 if axis in named else size
-    return NamedSharding(Mesh(mesh.devices[tuple(index)], mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
+    one = Mesh(mesh.devices[tuple(index)], mesh.axis_names, axis_types=mesh.axis_types)
+    return NamedSharding(one, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 @lru_cache(maxsize=1024)

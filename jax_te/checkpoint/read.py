@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ _NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError
 def _reading(read: Callable[..., Any], *args: Any) -> Any:
     """Return what ``read`` returns. A failed read is a `DamagedError`, unless it says nothing about the checkpoint."""
     try:
-        with quiet_orbax(), _QuietIfGivenUp():
+        with quiet_orbax(), _GIVEN_UP:
             return read(*args)
     except Exception as error:
         reason = _damage(error)
@@ -46,28 +47,30 @@ class _QuietIfGivenUp(logging.Filter):
     They end at any time after that, in threads that nobody can wait for, so it stays in a process where a read failed.
     """
 
-    _stays = False
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock, self._users, self._stays, self._hook = threading.Lock(), 0, False, sys.unraisablehook
 
     def __enter__(self) -> None:
-        self._hook = None if _QuietIfGivenUp._stays else sys.unraisablehook
-        if self._hook is not None:
-            sys.unraisablehook = self._tell
-            logging.getLogger("asyncio").addFilter(self)
+        with self._lock:
+            if self._users == 0 and not self._stays:
+                self._hook, sys.unraisablehook = sys.unraisablehook, self._tell
+                logging.getLogger("asyncio").addFilter(self)
+            self._users += 1
 
     def __exit__(self, failed: object, *_: object) -> None:
-        if self._hook is None:
-            return
-        if failed:
-            _QuietIfGivenUp._stays = True
-        else:
-            sys.unraisablehook = self._hook
-            logging.getLogger("asyncio").removeFilter(self)
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and not self._stays and not failed:
+                sys.unraisablehook = self._hook
+                logging.getLogger("asyncio").removeFilter(self)
+            self._stays = self._stays or bool(failed)
 
     def _tell(self, found: sys.UnraisableHookArgs) -> None:
         # Of TensorStore's threads there is no object, of what Orbax awaits the coroutine: Python's own errors of this
         # name have the object that could not be deleted.
         ours = found.object is None or inspect.iscoroutine(found.object)
-        if self._hook is not None and not (ours and self._given_up(found.exc_value)):
+        if not (ours and self._given_up(found.exc_value)):
             self._hook(found)
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -75,6 +78,9 @@ class _QuietIfGivenUp(logging.Filter):
 
     def _given_up(self, error: BaseException | None) -> bool:
         return any(text in str(error).lower() for text in ("tensorstore", "event loop is closed"))
+
+
+_GIVEN_UP = _QuietIfGivenUp()
 
 
 def _damage(error: Exception) -> str:

@@ -365,7 +365,7 @@ def all_finite(tree: PyTree) -> Array:
     flags, small = [], []
     for leaf in jax.tree.leaves(tree):
         whole = jax.typeof(leaf).sharding.mesh.empty
-        (small if whole and leaf.size <= _SMALL else flags).append(jnp.isfinite(leaf))
+        (small if whole and jnp.size(leaf) <= _SMALL else flags).append(jnp.isfinite(leaf))
     if small:
         # One kernel for all biases, because each of their own takes as long to launch as to run; the barrier keeps XLA
         # from making them anew. On a mesh shards would have to be gathered.

@@ -121,7 +121,7 @@ def create_train_state(
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
     if mesh is None:
         # Not as one program: XLA compiles the draws of each layer anew, for as long as the layers' own step.
-        before = {_buffer(array) for array in jax.live_arrays()}
+        before = set[int]().union(*map(_buffers, jax.live_arrays()))
         return _without_shared_buffers(build(key, variables), before)
     with _use(mesh):
         # Shapes first: the shardings, which jit needs before it runs, come from the Variables' logical axes.
@@ -134,24 +134,26 @@ def create_train_state(
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def _without_shared_buffers(state: TrainState, taken: set[Any]) -> TrainState:
+def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
     """Return a state of which a step may donate each array: with copies of those in ``taken``, and of second uses."""
 
     def own(leaf: Any) -> Array:
-        array, buffer = jnp.asarray(leaf), _buffer(leaf)
-        shared = buffer is not None and buffer in taken
-        taken.add(buffer)
+        array, buffers = jnp.asarray(leaf), _buffers(leaf)
+        shared = not taken.isdisjoint(buffers)
+        taken.update(buffers)
         return jnp.copy(array) if shared else array
 
     return jax.tree.map(own, state)
 
 
-def _buffer(leaf: Any) -> Any:
-    """Return what tells the memory of an array on one device from that of others; None for what has none of its own."""
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-        return None
-    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    return data.unsafe_buffer_pointer() if len(data.devices()) == 1 else None
+def _buffers(leaf: Any) -> set[int]:
+    """Return where the parts of an array lie in the devices' memory; none for what has no such memory."""
+    # One that a thread of a checkpointer is done with may be deleted meanwhile.
+    with contextlib.suppress(RuntimeError):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            return {shard.data.unsafe_buffer_pointer() for shard in data.addressable_shards}
+    return set()
 
 
 def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:

@@ -168,7 +168,7 @@ def _apply(
 
 
 def _rules_of(batch: PyTree) -> ShardingRules:
-    """Return the rules for a batch outside of a pipeline: stages split it, or all compute it where it is small."""
+    """Return the rules for a batch outside of a pipeline: stages split it, or all compute what does not divide."""
     mesh, rules = current_mesh(), current_rules()
     if mesh is None or pipeline_stages() == 1:
         return rules

@@ -8,16 +8,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_te.config import ParallelConfig
-from jax_te.ops import LinearOptions, activation, dense, dot_product_attention, layernorm, softmax_cross_entropy
+from jax_te.layers import LayerNormMLP
+from jax_te.ops import (
+    Activation,
+    LinearOptions,
+    LinearWeights,
+    MlpOptions,
+    activation,
+    dense,
+    dot_product_attention,
+    layernorm,
+    layernorm_mlp,
+    softmax_cross_entropy,
+)
 from jax_te.quantize.internal import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.cases import CASES, GEMM_CASES, make_case
-from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, assert_same_rounding, quick_jit, with_vjp
+from tests.support.numerics import (
+    TOLERANCE,
+    assert_bitwise,
+    assert_close,
+    assert_same_rounding,
+    quick_jit,
+    with_vjp,
+)
 
 RECIPES = {
     "none": None,
@@ -199,3 +219,46 @@ def test_axes_of_the_wrong_number(mesh):
     x, kernel = jnp.ones((4, 16, 16)), jnp.ones((16, 16))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="2 logical axes"):
         jax.jit(lambda x, k: dense(x, k, options=LinearOptions(out_axes=("batch", "ffn"))))(x, kernel)
+
+
+SPLIT, WHOLE = P("data", "tensor", None), P("data", None, None)
+
+
+@pytest.mark.parametrize(
+    ("x_axes", "out_axes", "wo_axes"),
+    [
+        (SPLIT, SPLIT, P("tensor", None)),
+        (SPLIT, WHOLE, P("tensor", None)),
+        (WHOLE, SPLIT, P("tensor", None)),
+        (WHOLE, WHOLE, P("tensor", None)),
+        (SPLIT, P(None, "tensor", "data"), P("tensor", "data")),
+    ],
+)
+def test_rows_of_a_feed_forward_block_that_are_split_in_front_of_it_and_behind_it(x_axes, out_axes, wo_axes):
+    shapes = [(4, 8, 16), (16, 2, 32), (32, 16)]
+    x, wi, wo = (0.3 * jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    options = MlpOptions(
+        activation=Activation("swiglu"),
+        wi=LinearOptions(x_axes=x_axes, kernel_axes=P(None, None, "tensor"), out_axes=P("data", None, None, "tensor")),
+        wo=LinearOptions(x_axes=P("data", None, "tensor"), kernel_axes=wo_axes, out_axes=out_axes),
+    )
+
+    def run(x, wi, wo):
+        y = layernorm_mlp(x, jnp.ones(16), None, LinearWeights(wi), LinearWeights(wo), options=options)
+        return jnp.sum(jnp.sin(y)), y
+
+    def results():
+        (_, y), gradients = jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))(x, wi, wo)
+        return [y, *gradients]
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])):
+        found = results()
+    # Ten steps, in backward: norm, GEMM, activation, product and GEMM, and those again for their gradients.
+    for actual, expected in zip(found, results(), strict=True):
+        assert_close(actual, expected, 10 * TOLERANCE["float32"])
+
+
+def test_a_sequence_parallel_block_without_examples():
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        layer = LayerNormMLP(64, 128, sequence_parallel=True, rngs=nnx.Rngs(0))
+        assert nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((0, 8, 64))).shape == (0, 8, 64)

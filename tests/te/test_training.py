@@ -122,16 +122,18 @@ class Stack(nnx.Module):
         return self.norm(run_layers(self.layers, x, [None, None]))
 
 
-@pytest.mark.parametrize("name", ["none", "delayed"])
-def test_stages_of_a_pipeline(name):
-    """Each stage's devices run TE's primitives, inside of two nested regions."""
+@pytest.mark.parametrize(("name", "microbatches"), [("none", 2), ("none", 8), ("delayed", 8)])
+def test_stages_of_a_pipeline(name, microbatches):
+    """Each stage's devices run TE's primitives, inside of two nested regions. Eight microbatches have one example each,
+    which cannot be split over the pipeline axis.
+    """
 
     def losses(mesh: ParallelConfig | None) -> list[float]:
         place = contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
         with place, autocast(recipe_from_name(name)), use_backend("te"):
             state = create_train_state(Stack, TX, key=jax.random.key(0))
-            # Microbatches of one example, which cannot be split over the pipeline axis.
-            step, found = make_train_step(lambda model, x, key: jnp.mean((model(x) - x) ** 2), TX, microbatches=8), []
+            loss_fn = lambda model, x, key: jnp.mean((model(x) - x) ** 2)  # noqa: E731
+            step, found = make_train_step(loss_fn, TX, microbatches=microbatches), []
             for i in range(2):
                 state, metrics = step(state, jax.random.normal(jax.random.key(i), (8, 16, 32)))
                 found.append(float(metrics["loss"]))

@@ -176,3 +176,22 @@ def test_a_step_may_donate_a_state_that_shares_nothing_with_what_was_there_befor
     assert np.isfinite(metrics["loss"])
     assert table.sum() == 16.0
     assert isinstance(state.rest["counts"].get_value(), jax.Array)
+
+
+def test_arrays_on_several_devices_that_a_model_takes_from_outside_are_not_donated():
+    """Without ``jax.set_mesh``; one of them is used twice."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    table = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P("x")))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.one, self.other = nnx.Param(table), nnx.Param(table)
+
+        def __call__(self, x):
+            return x @ self.one @ self.other
+
+    state = create_train_state(Model, optax.sgd(0.1), key=jax.random.key(0))
+    step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), optax.sgd(0.1))
+    state, _ = step(state, jnp.ones((2, 8)))
+    assert table.sum() == 64.0
+    assert state.params["one"].get_value().sharding.is_equivalent_to(table.sharding, 2)

@@ -89,10 +89,9 @@ def layernorm_mlp(
     return run_op(_layernorm_mlp, "layernorm_mlp", x, layers, **given)
 
 
-def _as_planned(spec: OpSpec, x: Array) -> Array:
-    """Return ``x [..., k]``, as ``[t, k]`` where the plan is one by rows."""
-    dims = spec.layers[0].plan.x_all_gather
-    return x.reshape(-1, x.shape[-1]) if len(dims) == 1 else x
+def _as_planned(spec: OpSpec, x: Array, rows: tuple[int, ...] = (-1,)) -> Array:
+    """Return ``x [..., k]`` as ``[*rows, k]`` if the plan is one by rows, else as it is."""
+    return x.reshape(*rows, x.shape[-1]) if len(spec.layers[0].plan.x_all_gather) == 1 else x
 
 
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
@@ -110,7 +109,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     z, z_used = checkpoint_name((z, z_used), "activation")
     wi_residuals = LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state)
     wo_residuals = LinearResiduals(z, wo_kernel, (z_used, wo_used), wo.state)
-    return out.reshape(*shape[:-1], out.shape[-1]), ((x, stats, *norm), pre, wi_residuals, wo_residuals)
+    return _as_planned(spec, out, shape[:-1]), ((x, stats, *norm), pre, wi_residuals, wo_residuals)
 
 
 def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
@@ -133,7 +132,7 @@ def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     dpre, dbias = _activation_backward(spec, pre, dz, wi_residuals.state)
     dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
     dx, dnorm = norm_backward(wi, normed, dy, spec.norm)
-    return LinearArgs(dx.reshape(*shape[:-1], dx.shape[-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
+    return LinearArgs(_as_planned(spec, dx, shape[:-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
 def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState | None) -> tuple[Operand, Array | None]:

@@ -99,9 +99,10 @@ def run_op(
     if reason is not None:
         plans = [plan.without_mesh(reason) for plan in plans]
     # Nothing in a feed-forward block depends on the order of rows but blocks of scales, and along another axis than the
-    # first, such as the sequence, XLA transposes what NCCL gathers and scatters.
-    one_order = first.x_all_gather == last.out_reduce_scatter and any(first.x_all_gather[1:]) and reason is None
-    if activation is not None and one_order and all(getattr(precision, role).one_scale for role in ROLES):
+    # first, such as the sequence, XLA transposes what NCCL gathers and scatters. Rows come back in the order they had.
+    same = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
+    one_order = same and not last.x_all_gather and any(first.x_all_gather[1:]) and prod(first.rows or (0,)) > 0
+    if activation and one_order and reason is None and all(getattr(precision, role).one_scale for role in ROLES):
         plans = [plan.by_rows() for plan in plans]
     chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
     for layer, plan in zip(layers, plans, strict=True):

@@ -27,7 +27,7 @@ def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     (x,), (dx,) = primals, tangents
     square = x * x
     s = jax.nn.sigmoid(_GELU * x * (1.0 + 0.044715 * square))
-    return _gelu(x), dx * (s + s * (1.0 - s) * (_GELU * x * (1.0 + 3 * 0.044715 * square)))
+    return _gelu(x), dx * (s + s * (1.0 - s) * (_GELU * x) * (1.0 + 3 * 0.044715 * square))
 
 
 _FUNCTIONS: dict[str, Callable[[Array], Array]] = {

@@ -93,6 +93,12 @@ def test_large_inputs_stay_finite():
         assert jnp.isfinite(dx).all()
 
 
+def test_the_derivative_of_gelu_is_that_of_its_limits_far_out():
+    x = jnp.array([[-1e18, -1e13, 1e13, 1e18]])
+    _, (dx,) = value_and_vjp(lambda x: activation(x, "gelu", backend="xla"), (x,), jnp.ones(4))
+    assert dx[0].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
 def test_errors():
     with pytest.raises(
         ValueError, match="unknown activation 'tanh'; allowed: gelu, geglu, qgelu, qgeglu, relu, reglu, "
