@@ -156,7 +156,7 @@ def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args
     out, residuals = _run_forward(fwd, spec, shards, args)
     sources, treedef = residuals.static
     leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
-    used = [source for source in sources if source is not None]
+    used = list(filter(functools.partial(operator.is_not, None), sources))
     arguments, arg_specs = tuple(map(leaves.__getitem__, used)), tuple(map(specs.__getitem__, used))
     return out, _Residuals((arguments, residuals.tree), (arg_specs, sources, treedef))
 
@@ -180,8 +180,9 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
     arg_specs, sources, treedef = residuals.static
 
     def on_device(tree: tuple[tuple[Any, ...], OpaqueTree], g: Any) -> Any:
-        given, own = iter(tree[0]), iter(tree[1].unpack())
-        leaves = [next(own if source is None else given) for source in sources]
+        given, own, leaves = iter(tree[0]), iter(tree[1].unpack()), []
+        for source in sources:
+            leaves.append(next(own if source is None else given))
         return bwd(spec, jax.tree.unflatten(treedef, leaves), g)
 
     g_specs = shards.out

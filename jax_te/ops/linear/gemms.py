@@ -224,8 +224,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
             kernel = spec.backend.all_gather_kernel(kernel, dims, "dgrad")
         else:
             # No state: what has it (delayed scaling) has one scale.
-            whole, _ = kernel_operand(spec, kernel, None)
-            kernel = spec.backend.residual_for_dgrad(whole.read_by(spec, "dgrad"))
+            kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
     dx = dx if spec.lead is None else unpad_rows(dx, spec.lead)
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)

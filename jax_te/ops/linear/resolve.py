@@ -170,8 +170,8 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
 
 def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: NormSpec) -> None:
     """Raise ValueError unless scale (and bias) are ``[h]`` and the bias is there for layer norm only."""
-    shapes = [array.shape for array in (scale, bias) if array is not None]
-    if any(shape != (hidden,) for shape in shapes):
+    shapes = scale.shape, None if bias is None else bias.shape
+    if shapes not in (((hidden,), (hidden,)), ((hidden,), None)):
         raise ValueError(f"{op}: the norm's scale and bias must have shape ({hidden},), got {shapes}")
     if norm.kind == "rmsnorm" and bias is not None:
         raise ValueError(f"{op}: RMS norm has no bias; pass None, or NormSpec(kind='layernorm')")
