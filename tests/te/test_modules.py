@@ -193,7 +193,10 @@ def check_values(recipe, dtype, kind, step, ours, theirs):
         assert name in ("y", "dx") or actual.dtype == jnp.float32, (
             what
         )  # TE's kernel gradients come in the compute dtype
-        if dtype == "float32":
+        if dtype == "float32" and recipe != "none" and "MLP" in kind and name in ("dscale", "dln_bias"):
+            # Sums over rows: a value that rounds the other way changes one row, and so each of these sums a little.
+            assert relative_l2(actual, expected) < 0.02, what
+        elif dtype == "float32":
             check = assert_same_rounding if recipe != "none" and "MLP" in kind else assert_close
             check(actual, expected, 4 * TOLERANCE["float32"], what=what)
         else:
