@@ -103,10 +103,10 @@ class TrainCheckpointer:
     ) -> None:
         """Start saving. The state may be donated or deleted as soon as this returns.
 
-        Devices copy it to pinned memory of the host. This returns before they are done, except the first time. It
-        waits for a save before it, too, and for Orbax to begin where Orbax cannot do so in another thread: with several
-        processes, whose replicated arrays it copies itself, and for what cannot be copied so: arrays of types below
-        eight bits, on devices without such memory, or where there is too little of it.
+        Devices copy it to pinned memory of the host, and this returns before they are done, except the first time. It
+        waits for the save before it. It also waits for the copies that Orbax makes itself: of arrays with replicas in
+        several processes, of types below eight bits, on devices without pinned memory, and where there is too little of
+        it. With several processes it waits for Orbax to begin writing, too.
 
         Args:
             state: pytree of arrays.

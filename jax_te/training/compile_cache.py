@@ -14,8 +14,8 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     """Return the folder in which JAX now keeps compiled programs, so that the same program does not compile again.
 
     They are found again for the same program, shapes and shardings, devices, XLA flags and versions of jax and jaxlib,
-    and compiled anew otherwise. Captured graphs are among them. JAX keeps what takes more than a second to compile
-    (its option ``jax_persistent_cache_min_compile_time_secs``).
+    and compiled anew otherwise. Captured graphs are among them. Programs are kept however little time they take to
+    compile, unless JAX's option ``jax_persistent_cache_min_compile_time_secs`` has another value than its default, 1.
 
     Loading a program runs it: the folder is the user's alone, and neither a run nor a checkpoint says where it is.
 
@@ -56,4 +56,7 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     if jax.config.jax_compilation_cache_dir != str(path):
         reset_cache()  # JAX looks at the option only until it has opened a folder
         jax.config.update("jax_compilation_cache_dir", str(path))
+    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:
+        # The draws of a model's parameters are small programs, which take a second or two together.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return path

@@ -74,7 +74,6 @@ class Scale(GraphableMegatronModule):
         return jnp.sin(hidden_states * self.scale)
 
 keep_compiled_programs(sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cuda_graph_impl="transformer_engine")
 layer, x = Scale(config), jax.block_until_ready(jnp.ones((2, 4, 8)))
 found = []
