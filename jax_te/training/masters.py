@@ -19,6 +19,16 @@ def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
     return nnx.merge_state(params, masters)
 
 
+def rounded(params: nnx.State) -> nnx.State:
+    """Return new parameters, of which every reader in the same program sees the rounded values.
+
+    XLA for GPUs drops a cast to bf16 whose result is cast back: of a program that draws parameters, too, masters and
+    quantized kernels would have the bits of the draws before they were rounded.
+    """
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+    return jax.lax.optimization_barrier(params) if traced else params
+
+
 def masters_of(params: nnx.State, stored: nnx.State | None = None) -> nnx.State:
     """Return fp32 copies of half-precision and quantized parameters, without the others.
 
@@ -63,7 +73,7 @@ def updated(
         if path in old and isinstance(before := old[path].get_value(), QuantizedKernel):
             # Selected by itself: it may have been quantized with the scale of another state.
             values[path] = select(finite, module.requantized(kernel, values[path], before), before)
-    stored = [(path, variable.replace(_rounded(variable, values[path]))) for path, variable in old.items()]
+    stored = [(path, variable.replace(_as_stored(variable, values[path]))) for path, variable in old.items()]
     return full, nnx.from_flat_state(stored)
 
 
@@ -72,7 +82,7 @@ def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
 
 
-def _rounded(old: Any, new: Any) -> Any:
+def _as_stored(old: Any, new: Any) -> Any:
     return new if isinstance(new, QuantizedKernel) else new.astype(old.dtype)
 
 

@@ -15,7 +15,7 @@ from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, select, store_quantized, updated
+from jax_te.training.masters import full_precision, masters_of, rounded, select, store_quantized, updated
 from jax_te.typing import Array, PyTree
 
 
@@ -74,7 +74,10 @@ class Optimizer(nnx.Optimizer):
         fp8_param: bool = False,
     ):
         # Copies of the Variables: those of the model are about to change.
-        exact = jax.tree.map(lambda leaf: leaf, nnx.state(model, wrt))
+        copies = jax.tree.map(lambda leaf: leaf, nnx.state(model, wrt))
+        exact = rounded(copies)
+        if exact is not copies:
+            nnx.update(model, exact)
         for path, variable in nnx.to_flat_state(exact):
             if isinstance(variable.get_value(), QuantizedKernel):
                 raise ValueError(

@@ -21,7 +21,7 @@ from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, shardings_of
 from jax_te.sharding.internal import leaves_with_axes, log_whole_parameters
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, store_quantized
+from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
 from jax_te.typing import Array, PyTree
 
 
@@ -258,6 +258,7 @@ def _builder(
         else:
             model: Any = model_or_fn(nnx.Rngs(init_key))
             definition, params, quantizers, rest = split_model(model)
+            params = rounded(params)
         exact = params
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
         store_quantized(model, fp8_param)

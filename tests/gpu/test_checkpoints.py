@@ -51,7 +51,7 @@ def test_a_step_overwrites_a_state_while_it_is_saved(tmp_path, more):
 TOO_LARGE = """
 import logging, sys, jax, jax.numpy as jnp, numpy as np
 from jax_te.checkpoint import TrainCheckpointer
-logging.basicConfig(stream=sys.stdout, format="%(message).60s")
+logging.basicConfig(stream=sys.stdout, format="%(message).60s", force=True)
 state = {str(i): jnp.full((2**26,), float(i)) for i in range(8)}
 wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 with TrainCheckpointer(sys.argv[1]) as checkpointer:
