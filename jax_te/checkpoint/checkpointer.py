@@ -24,7 +24,7 @@ from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.tree import FORMAT, PARAMETERS, Name, named_leaves, records
+from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer
 from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.typing import PyTree
@@ -119,7 +119,8 @@ class TrainCheckpointer:
                 opened. Earlier checkpoints are still there. That this one could not be written a later call says.
             ValueError: if the step is saved already, or is no integer >= 0; if ``metrics`` lacks that by which the best
                 checkpoints are kept.
-            TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero.
+            TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
+                the state that is no array.
         """
         step = _check_step(step)
         self.wait()
@@ -130,22 +131,25 @@ class TrainCheckpointer:
             raise ValueError(f"the best checkpoints are kept by {self._metric!r}; give it in metrics, got {given}")
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
-        leaves = named_leaves(state)
-        body = {"format": FORMAT, "data": data, "arrays": records(leaves)}
-        _check_storable(body["arrays"])
         with contextlib.ExitStack() as quiet:
             # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
             quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 writer = self._open_writer()
-            copies = self._copies(leaves)
-            stored = {name: copies.get(name, leaf) for name, leaf in leaves.items()}
-            call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
+            # Before anything else that takes time with each leaf: the host does that while devices copy.
+            copies = self._copies(array_leaves(state))
             try:
+                leaves = named_leaves(state)
+                body = {"format": FORMAT, "data": data, "arrays": records(leaves)}
+                _check_storable(body["arrays"])
+                missing = any(copy is None for copy in copies)
+                pairs = zip(leaves.items(), copies, strict=True)
+                stored = {name: leaf if copy is None else copy for (name, leaf), copy in pairs}
+                call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
                 with self._explained(step):
                     # What is not copied Orbax copies before its call returns. With several processes its call runs
                     # programs on all devices, which must start in one order with those of the steps: in one thread.
-                    if copies.keys() != leaves.keys() or jax.process_count() > 1:
+                    if missing or jax.process_count() > 1:
                         call = partial(_same, call())
                     self._pending = (step, in_thread(self._write, step, call, copies, quiet.pop_all()))
             except BaseException:
@@ -315,14 +319,14 @@ class TrainCheckpointer:
     def _load(self, step: int, target: Target) -> tuple[PyTree, Any]:
         return load(self._directory / str(step), f"checkpoint step {step} in {self._directory}", target)
 
-    def _copies(self, leaves: dict[Name, Any]) -> dict[Name, Any]:
-        """Return copies in the host's memory by name; without those that Orbax has to make."""
+    def _copies(self, leaves: list[Any]) -> list[Any]:
+        """Return copies in the host's memory; None for those that Orbax has to make."""
         if self._can_pin:
             try:
                 return host_copies(leaves)
             except jax.errors.JaxRuntimeError as error:
                 self._stop_pinning(error)
-        return {}
+        return [None] * len(leaves)
 
     def _stop_pinning(self, error: Exception) -> None:
         self._can_pin = False
@@ -332,12 +336,12 @@ class TrainCheckpointer:
             str(error)[:300],
         )
 
-    def _write(self, step: int, call: Callable[[], Any], copies: dict[Name, Any], quiet: contextlib.ExitStack) -> None:
+    def _write(self, step: int, call: Callable[[], Any], copies: list[Any], quiet: contextlib.ExitStack) -> None:
         """Call Orbax and wait for it, in a thread of its own."""
         with quiet:
             try:
                 try:
-                    jax.block_until_ready(list(copies.values()))
+                    jax.block_until_ready(copies)
                 except jax.errors.JaxRuntimeError as error:
                     # This state is gone; the next save does without.
                     self._stop_pinning(error)

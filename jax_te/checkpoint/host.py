@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jax_te.checkpoint.tree import Name
-
 PINNED = "pinned_host"
 """Memory of the host that devices write to by themselves, without a copy through pages that may be moved."""
 
@@ -32,31 +30,35 @@ class _Memory:
             return more
 
 
-def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
+def host_copies(leaves: list[Any]) -> list[Any]:
     """Return copies of the leaves that can be made by one call: in pinned memory, without a program to compile.
 
-    Each has its leaf's sharding, in the other memory. Of replicas of one process there is one copy.
+    Each has its leaf's sharding, in the other memory. Of replicas of one process there is one copy. None stands for a
+    copy that cannot be made so.
 
     Args:
-        leaves: arrays by name. For a larger state than those before, this waits until all is copied.
+        leaves: arrays. For a larger state than those before, this waits until all is copied.
 
     Raises:
         jax.errors.JaxRuntimeError: if there is too little memory that can be pinned.
 
-    >>> copies = host_copies({("a",): jnp.ones(2), ("b",): np.zeros(2)})
-    >>> copies["a",].sharding.memory_kind, type(copies["b",])
+    >>> copies = host_copies([jnp.ones(2), np.zeros(2)])
+    >>> copies[0].sharding.memory_kind, type(copies[1])
     ('pinned_host', <class 'numpy.ndarray'>)
     """
-    copies: dict[Name, Any] = {name: leaf.copy() for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)}
-    sources, places = dict[Name, jax.Array](), dict[Name, Sharding]()
-    for number, (name, leaf) in enumerate(leaves.items()):
-        if name not in copies:
-            data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    # What is done before the call the devices wait for: little.
+    sources, places, numbers = list[jax.Array](), list[Sharding](), list[int]()
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array):
+            data = jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf
             one = _one_replica(data, number)
             place = None if one is None else _pinned(one.sharding, one.dtype)
             if one is not None and place is not None:
-                sources[name], places[name] = one, place
-    more = _Memory.change(sum(one.nbytes for one in sources.values()))
+                sources.append(one)
+                places.append(place)
+                numbers.append(number)
+    size = sum(one.nbytes for one in sources)
+    more = _Memory.change(size)
     try:
         # One call, because each costs as much as starting a program. A state that is in this memory is copied, too.
         made: Any = jax.device_put(sources, places, may_alias=False)
@@ -64,20 +66,22 @@ def host_copies(leaves: dict[Name, Any]) -> dict[Name, Any]:
             # XLA may notice late that it has too little memory of this kind, and then the state would be gone.
             jax.block_until_ready(made)
     except jax.errors.JaxRuntimeError:
-        _Memory.change(-sum(one.nbytes for one in sources.values()))
+        _Memory.change(-size)
         _Memory.most = 0
         raise
-    for name, copy in made.items():
-        leaf = leaves[name]
-        copies[name] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else copy
+    copies: list[Any] = [None if isinstance(leaf, jax.Array) else leaf.copy() for leaf in leaves]
+    for number, copy in zip(numbers, made, strict=True):
+        leaf = leaves[number]
+        is_key = _is_key(leaf.dtype)
+        copies[number] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if is_key else copy
     return copies
 
 
-def free(copies: dict[Name, Any]) -> None:
+def free(copies: list[Any]) -> None:
     """Give the memory of copies back, whoever still refers to them."""
-    for copy in copies.values():
+    for copy in copies:
         if isinstance(copy, jax.Array) and not copy.is_deleted():
-            data = jax.random.key_data(copy) if _is_key(copy) else copy
+            data = jax.random.key_data(copy) if _is_key(copy.dtype) else copy
             _Memory.change(-data.nbytes)
             data.delete()
 
@@ -131,5 +135,6 @@ def _bits(dtype: Any) -> int:
     return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+@lru_cache(maxsize=1024)
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

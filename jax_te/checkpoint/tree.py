@@ -54,6 +54,26 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
     return leaves
 
 
+def array_leaves(tree: PyTree) -> list[Any]:
+    """Return the leaves of a pytree of arrays, in the order of `named_leaves`.
+
+    Raises:
+        TypeError: for one that is no array.
+
+    >>> array_leaves({"b": np.ones(2), "a": np.zeros(1)})
+    [array([0.]), array([1., 1.])]
+    """
+    leaves = jax.tree.leaves(tree)
+    if not all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves):
+        for name, leaf in named_leaves(tree).items():
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                raise TypeError(
+                    f"{'/'.join(name)} is no array but {type(leaf).__name__}: give the state its jnp.asarray, or store "
+                    "it in data_state"
+                )
+    return leaves
+
+
 def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
     """Return nested dicts of leaves given by name.
 
