@@ -67,7 +67,7 @@ def test_defaults_are_megatrons():
         ({"fp16": True, "bf16": True}, ValueError, "fp16 and bf16 are both True"),
         ({"init_model_with_meta_device": True}, ValueError, r"nnx\.eval_shape"),
         ({"deterministic_mode": True}, ValueError, "--xla_gpu_exclude_nondeterministic_ops"),
-        ({"tp_comm_overlap": True}, ValueError, "--xla_gpu_enable_latency_hiding_scheduler"),
+        ({"tp_comm_overlap": True}, ValueError, "batch_parts=2"),
         ({"symmetric_ar_type": "ring"}, ValueError, "symmetric_ar_type must be one of None, 'two_shot', .*got 'ring'"),
         ({"quant_recipe": {}}, TypeError, "quant_recipe must be a jax_te.megatron.RecipeConfig, got dict"),
         ({"fp8": "e5m2"}, ValueError, "fp8 must be one of None, 'e4m3', 'hybrid', got 'e5m2'"),

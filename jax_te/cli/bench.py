@@ -51,6 +51,7 @@ MODEL_DEFAULTS = {
     "layers": None,
     "vocabulary": RunConfig.vocab_size,
     "loss_chunks": 1,
+    "batch_parts": [1],
     "peer": None,
     "batch": None,
     "pipeline": ["1f1b"],
@@ -123,6 +124,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"rows of the embedding (default: {RunConfig.vocab_size}, bytes)",
     )
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
+    parts = "parts of the batch that take turns in each layer (default: 1)"
+    add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
     add("--peer", choices=("te",), help="beside a GPT of te.jax's own layers, the first row (default: none)")
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
     schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
@@ -206,11 +209,11 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
             "--model measures whole train steps at the preset's sizes; leave out --modules, --shape, "
             "--context-parallel and --hlo"
         )
-    of_steps = {"stack", "recompute", "peer", "loss_chunks", "batch", "pipeline"} & {*given}
+    of_steps = {"stack", "recompute", "peer", "loss_chunks", "batch_parts", "batch", "pipeline"} & {*given}
     if args.checkpoints is not None and (of_steps or args.microbatches is not None or args.calls != CALLS):
         raise ValueError(
-            "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --batch, --pipeline, "
-            "--microbatches and --calls"
+            "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --batch-parts, "
+            "--batch, --pipeline, --microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args.model, alone=args.mesh is None and args.microbatches is None)
@@ -287,15 +290,17 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     variants, parallel = [], None if args.mesh is None else ParallelConfig.parse(args.mesh)
     fields = {"num_layers": args.layers, "batch_size": args.batch, "microbatches": args.microbatches, "mesh": args.mesh}
     fields |= {"sequence_parallel": args.sequence_parallel or None}
-    for stack, way, schedule in itertools.product(args.stack, args.recompute, args.pipeline):
+    ways = itertools.product(args.stack, args.recompute, args.pipeline, args.batch_parts)
+    for stack, way, schedule, parts in ways:
         config = train_step_config(args.model, recipe, way, **fields, pipeline=schedule)
         config = replace(config, vocab_size=args.vocabulary)
         devices = 1 if parallel is None else parallel.num_devices
         check_fits(least_memory(config, training=False), devices, "--layers or --vocabulary, or take a smaller --model")
-        execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks)
+        execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks, parts)
         stages = f", {schedule}" if parallel is not None and parallel.pipeline > 1 else ""
+        turns = f", {parts} parts" if parts > 1 else ""
         variant = Variant(
-            name=f"{recipe}, {stack}, recompute {way}{stages}",
+            name=f"{recipe}, {stack}, recompute {way}{stages}{turns}",
             recipe=config.make_recipe(),
             build=build_model(config, execution=execution),
             pipeline=PipelineConfig.parse(schedule),

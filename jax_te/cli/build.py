@@ -73,7 +73,7 @@ def _finished(config: RunConfig, model: GPTModel, rngs: nnx.Rngs) -> GPTModel:
 
 
 def _execution(config: RunConfig) -> Execution:
-    return Execution(config.recompute_policy, config.scan_layers)
+    return Execution(config.recompute_policy, config.scan_layers, batch_parts=config.batch_parts)
 
 
 def build_model(config: RunConfig, *, execution: Execution | None = None) -> Callable[[nnx.Rngs], GPTModel]:

@@ -304,12 +304,11 @@ class ExecutionOptions:
     """Where and how the steps run."""
 
     backend: str = _free(get_args(BackendName), "kernels; te runs or says why it cannot", "auto")
-    mesh: str | None = _on_mesh(
-        MESH, "pipeline, data, fsdp, context, tensor: e.g. data=2,tensor=4", None, shown="one device"
-    )
+    mesh: str | None = _on_mesh(MESH, "data=2,tensor=4; also pipeline, fsdp, context", None, shown="one device")
     mesh_axis_type: str = _on_mesh(("auto", "explicit"), "kind of mesh axes", "auto")
     pipeline: str = _on_mesh(_PIPELINE, "of the pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble", "1f1b")
     sequence_parallel: bool = _on_mesh(FLAG, "shard activations over the tensor axis between blocks", False)
+    batch_parts: int = _on_mesh(SIZE, "parts of a batch by turns in each layer: 2 hides tensor's collectives", 1)
     cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how the context axis exchanges keys", "p2p")
     cp_load_balanced: bool = _on_mesh(FLAG, "context shards have tokens in zig-zag order", False)
     recompute_granularity: str = _free(_GRANULARITIES, "what backward computes again", "none")

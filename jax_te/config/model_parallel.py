@@ -54,8 +54,8 @@ class ModelParallelConfig:
     Raises:
         ValueError: for a size that is not positive; sequence parallelism without tensor parallelism; both fp16 and
             bf16; an unknown dtype or kind of all-reduce; for what JAX does another way: ``init_model_with_meta_device``
-            (``nnx.eval_shape``), ``tp_comm_overlap`` (XLA flags), ``deterministic_mode`` (XLA flags and an environment
-            variable); for expert parallelism.
+            (``nnx.eval_shape``), ``tp_comm_overlap`` (`jax_te.models.Execution`), ``deterministic_mode`` (XLA flags and
+            an environment variable); for expert parallelism.
         TypeError: for a flag that is no bool, a ``quant_recipe`` that is not hashable.
 
     Source: ``megatron.core.ModelParallelConfig``, and what ``TELinear`` reads of ``TransformerConfig``.
@@ -104,9 +104,9 @@ class ModelParallelConfig:
             )
         if self.tp_comm_overlap:
             raise ValueError(
-                "tp_comm_overlap=True: XLA overlaps collectives with GEMMs, there are no user buffers. Leave it False "
-                "and see XLA_FLAGS: --xla_gpu_enable_latency_hiding_scheduler, and for collectives that are cut into "
-                "parts --xla_gpu_threshold_for_windowed_einsum_mib and --xla_gpu_multi_streamed_windowed_einsum"
+                "tp_comm_overlap=True: there are no user buffers. Leave it False, and give the model "
+                "Execution(batch_parts=2) (jax-te train --batch-parts 2): XLA runs the collectives of one half of a "
+                "batch beside the GEMMs of the other"
             )
         check_choice(SYMMETRIC_AR_TYPES, symmetric_ar_type=self.symmetric_ar_type)
         log_hints(

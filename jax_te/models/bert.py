@@ -155,8 +155,7 @@ class BertModel(LanguageModel):
                 dropout(x, self.config.hidden_dropout, embedding_key, axes=self._axes),
                 keys,
                 recompute=self.config,
-                policy=self.execution.recompute_policy,
-                scan=self.execution.scan_layers,
+                **self.execution.of_stack(),
                 **mask,
             )
 

@@ -258,8 +258,7 @@ class GPTModel(LanguageModel):
             x,
             keys,
             recompute=self.config,
-            policy=self.execution.recompute_policy,
-            scan=self.execution.scan_layers,
+            **self.execution.of_stack(),
             rotary_pos_emb=self._angles(positions),
         )
         return self.final_norm(x)

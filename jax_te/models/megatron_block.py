@@ -82,7 +82,7 @@ class TransformerBlock(MegatronModule):
         """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` turn each layer's dropout on."""
         del attention_mask  # the layers are causal
         keys = [None] * len(self.layers) if keys is None else keys
-        how: Any = {"policy": self.execution.recompute_policy, "scan": self.execution.scan_layers}
+        how = self.execution.of_stack()
         x = run_layers(self.layers, hidden_states, keys, recompute=self.config, rotary_pos_emb=rotary_pos_emb, **how)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jax_te.config import RecomputeConfig
 from jax_te.config.internal import check_positive, checked
@@ -14,7 +15,8 @@ from jax_te.remat import RecomputePolicy
 @checked
 @dataclass(frozen=True)
 class Execution:
-    """How a model runs: options that trade memory, speed and compile time, and change no result but by rounding.
+    """How a model runs: options that trade memory, speed and compile time, and change no result but by rounding (and
+    dropout masks, of a batch in parts).
 
     Args:
         recompute_policy: which residuals are saved inside of layers that ``config.recompute_granularity="full"``
@@ -23,9 +25,16 @@ class Execution:
             stacks of many layers, see `runs_scanned`.
         loss_chunks: number of pieces of the sequence whose logits the loss computes one after the other, see
             `linear_cross_entropy`; must divide the sequence length. 1: all at once.
+        batch_parts: number of parts of the batch that take turns in every layer, so that the collectives of one run
+            beside the GEMMs of another; must divide the rows of each device. With tensor parallelism take 2. Kernels
+            are read, and under FSDP all-gathered, for each part; each has its own dropout masks and, under current
+            scaling, its own amaxes.
 
     Raises:
-        ValueError: for another ``scan_layers``, or ``loss_chunks`` below 1.
+        ValueError: for another ``scan_layers``, or ``loss_chunks`` or ``batch_parts`` below 1.
+
+    Source of ``batch_parts``: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor
+    Slicing and Overlapping"; in the place of ``tp_comm_overlap`` of Megatron-Core.
 
     >>> Execution(scan_layers=True).loss_chunks
     1
@@ -34,11 +43,20 @@ class Execution:
     recompute_policy: RecomputePolicy | str = "full"
     scan_layers: bool | str = "auto"
     loss_chunks: int = 1
+    batch_parts: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(loss_chunks=self.loss_chunks)
+        check_positive(loss_chunks=self.loss_chunks, batch_parts=self.batch_parts)
         # For its error: a wrong choice is reported where it is made, not in the first call.
         runs_scanned(self.scan_layers, 1)
+
+    def of_stack(self) -> dict[str, Any]:
+        """Return what `run_layers` takes of these.
+
+        >>> Execution().of_stack()
+        {'policy': 'full', 'scan': 'auto', 'batch_parts': 1}
+        """
+        return {"policy": self.recompute_policy, "scan": self.scan_layers, "batch_parts": self.batch_parts}
 
     def check(self, config: RecomputeConfig) -> None:
         """Raise ValueError for a recompute policy that is unknown or has no effect under ``config``."""

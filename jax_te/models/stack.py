@@ -14,14 +14,18 @@ from flax import nnx
 
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
+from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops.internal import residuals_are_stacked
 from jax_te.pipeline.internal import stack_of_layers
 from jax_te.quantize import QuantizerState
-from jax_te.quantize.internal import as_float32_inside
+from jax_te.quantize.internal import as_float32_inside, with_max_gradients_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
 
 _NO_RECOMPUTE = RecomputeConfig()
+
+Parts = tuple[Array, ...]
+"""A batch ``[b, s, h]`` in parts, see `split_batch`."""
 
 UNROLL_LIMIT = 96
 """Layers of a stack that ``"auto"`` unrolls at most, see `runs_scanned`."""
@@ -115,6 +119,7 @@ def run_layers(
     recompute: RecomputeConfig = _NO_RECOMPUTE,
     policy: RecomputePolicy | str | None = "full",
     scan: bool | str = "auto",
+    batch_parts: int = 1,
     mask_types: dict[str, str] | None = None,
     **arrays: Any,
 ) -> Array:
@@ -130,16 +135,17 @@ def run_layers(
             at its default without full recomputation.
         scan: run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled once; if
             groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see `runs_scanned`.
-            The parameters remain those of the single layers: they are stacked before the loop, which takes memory for a
-            copy of them. A layer that differs from its neighbours, because it has its own recipe or name, runs
-            outside of the loop.
+            The parameters remain those of the single layers, and are stacked before the loop. A layer that differs from
+            its neighbours, because it has its own recipe or name, runs outside of the loop.
+        batch_parts: number of parts of the batch, see `Execution`.
         mask_types: arguments that are strings: ``self_attn_mask_type``, ``enc_dec_attn_mask_type``,
             ``core_attention_bias_type``.
         **arrays: the other arguments of `TransformerLayer`, the same for all layers; ``rotary_pos_emb`` may be a pair,
             see `rotary_of`.
 
     Raises:
-        ValueError: for a ``policy`` that is unknown or has no effect under ``recompute``; for another ``scan``.
+        ValueError: for a ``policy`` that is unknown or has no effect under ``recompute``; for another ``scan``; for a
+            batch that does not divide into its parts.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
     >>> recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -147,45 +153,52 @@ def run_layers(
     (2, 8, 16)
     """
     check_recompute_policy(recompute, policy)
+    distribute = recompute.distribute_saved_activations
+    if batch_parts > 1 and distribute:
+        raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
     # Bound, not passed along: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
     plain = functools.partial(_run_group, mask_types or {})
-    saved = functools.partial(
-        remat,
-        plain,
-        policy=policy,
-        distribute_saved_activations=recompute.distribute_saved_activations,
-    )
-    calls: dict[bool, Callable[..., Array]] = {False: plain, True: saved}
+    saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
+    calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     groups = recompute_groups(recompute, len(layers))
+    given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
     # Entered also without modules: the configuration decides, not a context around the model.
     with selective_recompute(*modules):
         if runs_scanned(scan, len(layers)):
-            return _run_scanned(calls, groups, layers, x, keys, arrays)
+            return join_batch(_run_scanned(calls, groups, layers, xs, keys, given))
         for group in groups:
             members = slice(group.first, group.first + group.count)
-            x = calls[group.recomputed](x, list(layers[members]), list(keys[members]), arrays, first=group.first)
-        return x
+            xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
+        return join_batch(xs)
 
 
 def _run_group(
     mask_types: dict[str, str],
-    x: Array,
+    xs: Parts,
     layers: Sequence[nnx.Module],
     keys: Sequence[Any],
-    arrays: dict[str, Any],
+    given: tuple[dict[str, Any], ...],
     first: int | None = None,
-) -> Array:
+) -> Parts:
     """Run consecutive layers; ``first`` is the number of the first one, None inside a loop, where it varies."""
-    rotary = arrays.get("rotary_pos_emb")
     each: Any = zip(layers, keys, strict=True)
     for i, (layer, key) in enumerate(each):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
-            if "rotary_pos_emb" in arrays:
-                arrays = arrays | {"rotary_pos_emb": rotary_of(layer, rotary)}
-            out: Any = layer(x, dropout_key=key, **mask_types, **arrays)
-            x = out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
-    return x
+            # Each part of the batch has masks of its own.
+            own = [key] if len(xs) == 1 else layer_keys(key, len(xs))
+            parts: Any = zip(xs, own, given, strict=True)
+            xs = tuple(_run_layer(layer, x, key, mask_types, arrays) for x, key, arrays in parts)
+    return xs
+
+
+def _run_layer(
+    layer: nnx.Module, x: Array, key: Array | None, mask_types: dict[str, str], arrays: dict[str, Any]
+) -> Array:
+    if "rotary_pos_emb" in arrays:
+        arrays = arrays | {"rotary_pos_emb": rotary_of(layer, arrays["rotary_pos_emb"])}  # type: ignore[arg-type]
+    out: Any = layer(x, dropout_key=key, **mask_types, **arrays)  # type: ignore[operator]
+    return out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
 
 
 def rotary_of(layer: TransformerLayer, rotary: Rotary | tuple[Rotary, Rotary] | None) -> Rotary | None:
@@ -196,13 +209,13 @@ def rotary_of(layer: TransformerLayer, rotary: Rotary | tuple[Rotary, Rotary] | 
 
 
 def _run_scanned(
-    calls: dict[bool, Callable[..., Array]],
+    calls: dict[bool, Callable[..., Parts]],
     groups: Sequence[Group],
     layers: Sequence[nnx.Module],
-    x: Array,
+    xs: Parts,
     keys: Sequence[Any],
-    arrays: dict[str, Any],
-) -> Array:
+    given: tuple[dict[str, Any], ...],
+) -> Parts:
     """Run consecutive groups of the same structure in one loop."""
     split = [nnx.split(layer) for layer in layers]
 
@@ -217,39 +230,49 @@ def _run_scanned(
             members = range(group.first, group.first + group.count)
             steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
         with jax.named_scope("layers"):
-            x = _scan(calls[recomputed], graphdefs, steps, x, arrays)
-    return x
+            xs = _scan(calls[recomputed], graphdefs, steps, xs, given)
+    return xs
 
 
 def _stackable(state: nnx.State) -> nnx.State:
     """Return ``state`` with its quantizer states in plain fp32."""
+    # JAX cannot stack arrays of the dtype whose gradients merge by maximum. In a loop each state is used once, unless
+    # there are parts of the batch.
+    return _of_quantizers(as_float32_inside, state)
 
-    def plain(variable: Any) -> Any:
-        # JAX cannot stack arrays of the dtype whose gradients merge by maximum. In a loop each state is used once, so
-        # there is nothing to merge.
+
+def _merging(state: nnx.State) -> nnx.State:
+    """Return ``state`` with quantizer states whose gradients merge by maximum: each part of the batch has one."""
+    return _of_quantizers(with_max_gradients_inside, state)
+
+
+def _of_quantizers(convert: Callable[[Any], Any], state: nnx.State) -> nnx.State:
+    def converted(variable: Any) -> Any:
         is_state = isinstance(variable, QuantizerState)
-        return variable.replace(as_float32_inside(variable.get_value())) if is_state else variable
+        return variable.replace(convert(variable.get_value())) if is_state else variable
 
-    return jax.tree.map(plain, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree.map(converted, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _scan(
-    call: Callable[..., Array],
+    call: Callable[..., Parts],
     graphdefs: Sequence[Any],
     steps: list[tuple[list[nnx.State], list[Any]]],
-    x: Array,
-    arrays: dict[str, Any],
-) -> Array:
-    def run(x: Array, step: tuple[list[nnx.State], list[Any]]) -> Array:
+    xs: Parts,
+    given: tuple[dict[str, Any], ...],
+) -> Parts:
+    def run(xs: Parts, step: tuple[list[nnx.State], list[Any]]) -> Parts:
         states, keys = step
-        return call(x, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, arrays)
+        if len(xs) > 1:
+            states = [_merging(state) for state in states]
+        return call(xs, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, given)
 
     # One step needs no loop, which would stack and slice for nothing.
     if len(steps) == 1:
-        return run(x, steps[0])
+        return run(xs, steps[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
     with residuals_are_stacked(True):
-        return jax.lax.scan(lambda x, step: (run(x, step), None), x, stacked)[0]
+        return jax.lax.scan(lambda xs, step: (run(xs, step), None), xs, stacked)[0]
 
 
 def _behind_barrier(leaf: Array) -> Array:

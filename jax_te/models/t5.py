@@ -225,8 +225,7 @@ class T5Model(LanguageModel):
             x,
             keys,
             recompute=self.config,
-            policy=self.execution.recompute_policy,
-            scan=self.execution.scan_layers,
+            **self.execution.of_stack(),
             mask_types=mask_types,
             **arrays,
         )

@@ -8,7 +8,7 @@ from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
 from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, check_state, precision_of
 from jax_te.quantize.quantizer import Quantization, quantize_operand
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
-from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen
+from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen, with_max_gradients_inside
 from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "scale_in_use",
     "scales_are_frozen",
     "unpad_rows",
+    "with_max_gradients_inside",
 ]

@@ -130,6 +130,28 @@ _as_float32_inside.defvjp(
 )
 
 
+def with_max_gradients_inside(quantizers: PyTree) -> PyTree:
+    """Return `with_max_gradients` of states inside a function that is differentiated: the inverse of
+    `as_float32_inside`.
+
+    >>> state = {"scale": jnp.float32(2.0)}
+    >>> jax.grad(lambda state: as_float32_inside(with_max_gradients_inside(state))["scale"])(state)["scale"].dtype
+    dtype('float32')
+    """
+    return jax.tree.map(_with_max_gradients_inside, quantizers)
+
+
+@jax.custom_vjp
+def _with_max_gradients_inside(leaf: jax.Array) -> jax.Array:
+    return jax.lax.convert_element_type(leaf, fp32_max_grad)
+
+
+_with_max_gradients_inside.defvjp(
+    lambda leaf: (_with_max_gradients_inside(leaf), None),
+    lambda _, gradient: (jax.lax.convert_element_type(gradient, jnp.float32),),
+)
+
+
 def merge_quantizers(stacked: PyTree) -> PyTree:
     """Return one next state of several that started from the same state: their maximum over the leading axis.
 
