@@ -114,12 +114,24 @@ class Block(nnx.Module):
 class Stack(nnx.Module):
     """Layers, and a norm behind them, whose rows are split over the batch's axes."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+    def __init__(self, rngs: nnx.Rngs, parts: int = 1):
+        self.layers, self.parts = nnx.List([Block(rngs) for _ in range(2)]), parts
         self.norm = LayerNorm(32, rngs=rngs)
 
     def __call__(self, x):
-        return self.norm(run_layers(self.layers, x, [None, None]))
+        return self.norm(run_layers(self.layers, x, [None, None], batch_parts=self.parts))
+
+
+def losses(mesh: ParallelConfig | None, name: str, microbatches: int, parts: int = 1) -> list[float]:
+    place = contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
+    with place, autocast(recipe_from_name(name)), use_backend("te"):
+        state = create_train_state(lambda rngs: Stack(rngs, parts), TX, key=jax.random.key(0))
+        loss_fn = lambda model, x, key: jnp.mean((model(x) - x) ** 2)  # noqa: E731
+        step, found = make_train_step(loss_fn, TX, microbatches=microbatches), []
+        for i in range(2):
+            state, metrics = step(state, jax.random.normal(jax.random.key(i), (8, 16, 32)))
+            found.append(float(metrics["loss"]))
+    return found
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("none", 2), ("none", 8), ("delayed", 8)])
@@ -127,20 +139,16 @@ def test_stages_of_a_pipeline(name, microbatches):
     """Each stage's devices run TE's primitives, inside of two nested regions. Eight microbatches have one example each,
     which cannot be split over the pipeline axis.
     """
-
-    def losses(mesh: ParallelConfig | None) -> list[float]:
-        place = contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
-        with place, autocast(recipe_from_name(name)), use_backend("te"):
-            state = create_train_state(Stack, TX, key=jax.random.key(0))
-            loss_fn = lambda model, x, key: jnp.mean((model(x) - x) ** 2)  # noqa: E731
-            step, found = make_train_step(loss_fn, TX, microbatches=microbatches), []
-            for i in range(2):
-                state, metrics = step(state, jax.random.normal(jax.random.key(i), (8, 16, 32)))
-                found.append(float(metrics["loss"]))
-        return found
-
     # fp32 sums in another order, and where the recipe quantizes, a value that rounds the other way now and then.
-    np.testing.assert_allclose(losses(ParallelConfig(pipeline=2, tensor=2)), losses(None), rtol=1e-4)
+    mesh = ParallelConfig(pipeline=2, tensor=2)
+    np.testing.assert_allclose(losses(mesh, name, microbatches), losses(None, name, microbatches), rtol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", [ParallelConfig(data=2, tensor=2), ParallelConfig(pipeline=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("name", ["none", "delayed"])
+def test_a_batch_in_parts(name, mesh):
+    """On each device, or in each stage, the parts of a microbatch of four take turns; tolerance as above."""
+    np.testing.assert_allclose(losses(mesh, name, 2, parts=2), losses(None, name, 2), rtol=1e-4)
 
 
 @pytest.mark.parametrize("examples", [1, 2])
