@@ -43,27 +43,20 @@ class SharedState:
 
 @dataclass
 class Contestant:
-    """A train step and its measurements.
+    """A train step and its measurements; a subclass says how it begins and takes steps.
 
     Args:
         name: of its row.
-        state: what it steps.
-        lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
-        prepare: turns a state that another contestant has left into one for this step; copies nothing.
     """
 
     name: str
-    state: SharedState
-    lower: Callable[[], Any]
-    prepare: Callable[[Any], Any] = lambda state: state
-    compiled: Any = None
     compile_s: float | None = None
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
 
     def start(self, tokens: Array) -> None:
-        """Compile it, and take a step that does not count."""
-        self._try(self._compile)
+        """Make it ready, and take a step that does not count."""
+        self._try(self._begin)
         if self.error is None:
             self.round(tokens, 1)  # the first step of a program also loads it
             self.seconds.clear()
@@ -71,23 +64,17 @@ class Contestant:
     def round(self, tokens: Array, calls: int) -> None:
         """Take this many steps and note their mean time, unless it has failed before."""
         if self.error is None:
-            self._try(lambda: self._steps(tokens, calls))
+            self._try(lambda: self.seconds.append(self._steps(tokens, calls)))
 
-    def _compile(self) -> None:
-        start = time.perf_counter()
-        self.compiled = self.lower().compile()
-        self.compile_s = time.perf_counter() - start
-        print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
+    def close(self) -> None:
+        """Give back what it has outside of this process: nothing, unless a subclass says so."""
 
-    def _steps(self, tokens: Array, calls: int) -> None:
-        # Waiting first, so that no work of the contestant before is timed.
-        state, result = jax.block_until_ready(self.prepare(self.state.take())), None
-        start = time.perf_counter()
-        for _ in range(calls):
-            state, result = self.compiled(state, tokens)
-        jax.block_until_ready(result)
-        self.seconds.append((time.perf_counter() - start) / calls)
-        self.state.put(state)
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _steps(self, tokens: Array, calls: int) -> float:
+        """Return the mean seconds of a step over this many."""
+        raise NotImplementedError
 
     def _try(self, action: Callable[[], None]) -> None:
         """Run a part of a measurement; its exception becomes the row's error."""
@@ -96,7 +83,47 @@ class Contestant:
         except Exception as error:  # a compiler or a GPU can fail in many ways
             self.error = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         if self.error is not None:
+            self.close()
             gc.collect()  # what the traceback held may be most of the memory
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Its ``peak_gib``, as far as it is known."""
+        return {}
+
+
+@dataclass
+class CompiledStep(Contestant):
+    """A train step that JAX compiles.
+
+    Args:
+        name: of its row.
+        state: what it steps.
+        lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
+        prepare: turns a state that another contestant has left into one for this step; copies nothing.
+    """
+
+    state: SharedState = field(kw_only=True)
+    lower: Callable[[], Any] = field(kw_only=True)
+    prepare: Callable[[Any], Any] = lambda state: state
+    compiled: Any = None
+
+    def _begin(self) -> None:
+        start = time.perf_counter()
+        self.compiled = self.lower().compile()
+        self.compile_s = time.perf_counter() - start
+        print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
+
+    def _steps(self, tokens: Array, calls: int) -> float:
+        # Waiting first, so that no work of the contestant before is timed.
+        state, result = jax.block_until_ready(self.prepare(self.state.take())), None
+        start = time.perf_counter()
+        for _ in range(calls):
+            state, result = self.compiled(state, tokens)
+        jax.block_until_ready(result)
+        seconds = (time.perf_counter() - start) / calls
+        self.state.put(state)
+        return seconds
 
     @property
     def memory(self) -> dict[str, float]:

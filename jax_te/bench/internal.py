@@ -3,6 +3,7 @@
 from jax_te.bench.attention import bench_attention
 from jax_te.bench.checkpoints import bench_checkpoints
 from jax_te.bench.layers import MODULES, Case, bench_layer
+from jax_te.bench.megatron import check_megatron
 from jax_te.bench.microbatches import bench_microbatches
 from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.bench.train_steps import Sizes, Variant, bench_train_steps, created
@@ -20,5 +21,6 @@ __all__ = [
     "bench_layer",
     "bench_microbatches",
     "bench_train_steps",
+    "check_megatron",
     "created",
 ]

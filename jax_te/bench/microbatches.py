@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te.bench.contestants import Contestant, SharedState, rows_of
+from jax_te.bench.contestants import CompiledStep, SharedState, rows_of
 from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
@@ -53,7 +53,7 @@ def bench_microbatches(recipes: Sequence[str], shape: Shape, microbatches: int, 
         del contestants  # their states and programs, before the next recipe's are made
 
 
-def _contestant(recipe: str, shape: Shape, microbatches: int, keep: bool, tokens: Array) -> Contestant:
+def _contestant(recipe: str, shape: Shape, microbatches: int, keep: bool, tokens: Array) -> CompiledStep:
     _, sequence, hidden, heads, ffn = shape
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -70,7 +70,7 @@ def _contestant(recipe: str, shape: Shape, microbatches: int, keep: bool, tokens
     state = SharedState(lambda: create_train_state(build, tx, key=jax.random.key(0)))
     step = make_train_step(_loss, tx, microbatches=microbatches, keep_kernels=keep)
     name = f"{recipe}, quantized {'once a step' if keep else 'in every microbatch'}"
-    return Contestant(name, state, lambda: step.lower(abstract_train_state(build, tx), tokens))
+    return CompiledStep(name, state=state, lower=lambda: step.lower(abstract_train_state(build, tx), tokens))
 
 
 def _loss(model: Any, tokens: jax.Array, key: Any) -> jax.Array:

@@ -13,8 +13,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_te.bench.contestants import Contestant, SharedState, rows_of
+from jax_te.bench.contestants import CompiledStep, Contestant, SharedState, rows_of
 from jax_te.bench.layers import TE_RECIPES
+from jax_te.bench.megatron import MEGATRON_RECIPES, MegatronGPT, megatron_model
 from jax_te.bench.settings import Row, Settings
 from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
@@ -72,14 +73,14 @@ class Sizes:
     mesh: Mesh | None = None
 
 
-def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: bool) -> list[Row]:
+def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: str | None) -> list[Row]:
     """Return rows of train steps (AdamW on fp32 masters) that were timed in turn, all on one state.
 
     Args:
         variants: of one model under one recipe.
         sizes: of the model.
         settings: of the measurement.
-        peer: whether a GPT of te.jax's own layers, in GPT-2's form, comes first.
+        peer: whose GPT in GPT-2's form comes first: ``"te"``, ``"megatron"`` or none's.
     """
     first = variants[0]
 
@@ -88,15 +89,20 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
     if sizes.mesh is not None:
         tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
-    contestants = [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
-    if peer:
-        contestants.insert(0, _peer(first.recipe, sizes, tokens))
-    for contestant in contestants:
-        contestant.start(tokens)
-    for _ in range(settings.rounds):
+    contestants: list[Contestant] = []
+    if peer is not None:
+        contestants.append((_te_jax if peer == "te" else _megatron)(first.recipe, sizes, tokens))
+    contestants += [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
+    try:
         for contestant in contestants:
-            contestant.round(tokens, settings.calls)
-    return rows_of(contestants, sizes.batch * sizes.sequence)
+            contestant.start(tokens)
+        for _ in range(settings.rounds):
+            for contestant in contestants:
+                contestant.round(tokens, settings.calls)
+        return rows_of(contestants, sizes.batch * sizes.sequence)
+    finally:
+        for contestant in contestants:
+            contestant.close()
 
 
 def created(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
@@ -105,7 +111,7 @@ def created(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
         return create_train_state(variant.build, _TX, key=jax.random.key(0))
 
 
-def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes, backend: BackendName) -> Contestant:
+def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes, backend: BackendName) -> CompiledStep:
     with variant.context(backend, sizes.mesh):
         abstract = abstract_train_state(variant.build, _TX)  # shapes only: compiling needs no arrays
     options: dict[str, Any] = {"microbatches": sizes.microbatches, "pipeline": variant.pipeline}
@@ -116,10 +122,21 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
             return step.lower(abstract, tokens)
 
     # Variants differ in the static graph definition alone: so a state passes from one to the next without a copy.
-    return Contestant(variant.name, state, lower, lambda other: dataclasses.replace(other, graphdef=abstract.graphdef))
+    def prepare(other: TrainState) -> TrainState:
+        return dataclasses.replace(other, graphdef=abstract.graphdef)
+
+    return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare)
 
 
-def _peer(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> Contestant:
+def _megatron(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> MegatronGPT:
+    """Return Megatron-Core's GPT under the recipe, or in bf16 where Megatron-Core does not have it."""
+    taken = recipe if recipe is not None and recipe.name in MEGATRON_RECIPES else None
+    rows, positions = tokens.shape
+    model = megatron_model(sizes.config, taken, vocabulary=sizes.vocabulary, batch=rows, sequence=positions - 1)
+    return MegatronGPT(f"{'none' if taken is None else taken.name}, Megatron-Core", model=model)
+
+
+def _te_jax(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> CompiledStep:
     """Return te.jax's layers under the recipe, or in bf16 where te.jax does not have it."""
     # Imported late: Transformer Engine is optional.
     from jax_te.bench.peers.te_jax import raw_context
@@ -144,4 +161,5 @@ def _peer(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> Contestant:
 
     create, step = raw_train_step(model, _TX, key=jax.random.key(0))
     name = f"{'none' if taken is None else taken.name}, te.jax"
-    return Contestant(name, SharedState(inside(create)), inside(lambda: step.lower(jax.eval_shape(create), tokens)))
+    lower = inside(lambda: step.lower(jax.eval_shape(create), tokens))
+    return CompiledStep(name, state=SharedState(inside(create)), lower=lower)

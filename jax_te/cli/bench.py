@@ -1,4 +1,4 @@
-"""``jax-te bench``: layers, attention or train steps of jax_te and of its peers, in turn, in one process."""
+"""``jax-te bench``: layers, attention or train steps of jax_te and of its peers, in turn, in one command."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from jax_te.bench.internal import (
     bench_layer,
     bench_microbatches,
     bench_train_steps,
+    check_megatron,
     created,
 )
 from jax_te.cli.build import build_model
@@ -126,7 +127,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
-    add("--peer", choices=("te",), help="beside a GPT of te.jax's own layers, the first row (default: none)")
+    peer = "beside a GPT of te.jax's own layers, or Megatron-Core's in a process of its own (peak_gib is what torch "
+    peer += "allocated); the first row (default: none)"
+    add("--peer", choices=("te", "megatron"), help=peer)
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
     schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
     add("--pipeline", nargs="+", type=schedule, metavar="SCHEDULE", help=schedules)
@@ -216,7 +219,7 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
             "--batch, --pipeline, --microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
-        _check_peer(args.model, alone=args.mesh is None and args.microbatches is None)
+        _check_peer(args.peer, args.model, alone=args.mesh is None and args.microbatches is None)
     if args.context_parallel is None and args.groups is not None:
         raise ValueError("--groups is of --context-parallel, which measures attention alone")
     if args.context_parallel is not None:
@@ -252,15 +255,20 @@ def _check_shape(args: argparse.Namespace) -> None:
     check_fits(2 * values // devices, devices, "--shape, or give a larger --mesh")
 
 
-def _check_peer(preset: str, alone: bool) -> None:
+def _check_peer(peer: str, preset: str, alone: bool) -> None:
     if not alone:
-        raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
+        raise ValueError(
+            f"--peer {peer} is a GPT on one device, without microbatches; leave out --mesh and --microbatches"
+        )
+    form = PRESETS[preset].values
+    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
+        raise ValueError(f"--peer {peer} is a GPT in GPT-2's form, and {preset} is not; take one of the gpt presets")
+    if peer == "megatron":
+        check_megatron()
+        return
     ok, reason = te.available()
     if not ok:
         raise ValueError(f"--peer te: {reason}")
-    form = PRESETS[preset].values
-    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
-        raise ValueError(f"--peer te is a GPT in GPT-2's form, and {preset} is not; take one of the gpt presets")
 
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:
@@ -317,7 +325,7 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     if args.checkpoints is not None:
         state = created(variants[0], sizes, settings.backend)
         return bench_checkpoints(state, Path(args.checkpoints), settings.rounds, recipe)
-    return bench_train_steps(variants, sizes, settings, peer=args.peer is not None)
+    return bench_train_steps(variants, sizes, settings, peer=args.peer)
 
 
 def train_step_config(preset: str, recipe: str, way: str, **fields: object) -> RunConfig:

@@ -138,8 +138,7 @@ def test_checkpoints(capsys, tmp_path):
 
 def test_one_row_has_no_ratio():
     def contestant(name, seconds):
-        state = bench_contestants.SharedState(lambda: None)
-        return bench_contestants.Contestant(name, state, lambda: None, seconds=[seconds])
+        return bench_contestants.Contestant(name, seconds=[seconds])
 
     one, two = contestant("one", 0.5), contestant("two", 0.25)
     assert bench_contestants.rows_of([one], 8) == [{"name": "one", "ms": 500.0, "spread_ms": 0.0, "tokens_s": 16}]
@@ -162,21 +161,21 @@ def test_what_a_row_stands_for():
 
 def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, monkeypatch):
     """One that cannot be compiled, and one that takes the state with it when it runs."""
-    compile_it, steps = bench_contestants.Contestant._compile, bench_contestants.Contestant._steps
+    begin, steps = bench_contestants.CompiledStep._begin, bench_contestants.CompiledStep._steps
 
     def compile_not(contestant):
         if contestant.name.endswith("layernorm"):
             raise NotImplementedError("no such\nkernel")
-        compile_it(contestant)
+        begin(contestant)
 
     def run_not(contestant, tokens, calls):
         if contestant.name.endswith("core_attn"):
             contestant.compiled(contestant.prepare(contestant.state.take()), tokens)
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        steps(contestant, tokens, calls)
+        return steps(contestant, tokens, calls)
 
-    monkeypatch.setattr(bench_contestants.Contestant, "_compile", compile_not)
-    monkeypatch.setattr(bench_contestants.Contestant, "_steps", run_not)
+    monkeypatch.setattr(bench_contestants.CompiledStep, "_begin", compile_not)
+    monkeypatch.setattr(bench_contestants.CompiledStep, "_steps", run_not)
     status, found, _ = model_rows(capsys, "--recompute", "layernorm", "core_attn", "none", "--recipes", "none")
     assert status == 0
     names = [row["name"].split()[-1] for row in found]
@@ -202,7 +201,8 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--hlo", "somewhere"], "leave out --modules, --shape, --context-parallel and --hlo"),
         (["--pipeline", "gpipe"], "--pipeline gpipe is for pipeline ranks, and --mesh (none) has one"),
         (["--batch", "3", "--microbatches", "2"], "--batch-size 3 is not divisible by --microbatches 2"),
-        (["--peer", "te"], "--peer te: not here"),
+        (["--peer", "te"], "--peer te is a GPT in GPT-2's form, and tiny is not"),
+        (["--peer", "te", "--model", "gpt-125m"], "--peer te: not here"),
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
         (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
         (["--checkpoints", "somewhere"], "--batch, --pipeline, --microbatches and --calls"),  # MODEL has --calls
