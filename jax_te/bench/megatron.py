@@ -22,6 +22,7 @@ from jax_te.typing import Array
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
 """Megatron-Core's names of recipes; others are measured beside what it does in bf16."""
 
+_PATIENCE_S = 20.0
 _PROGRAM = Path(__file__).parent / "peers" / "megatron_gpt.py"
 
 
@@ -72,8 +73,11 @@ class MegatronProcess:
 
     def close(self) -> None:
         """End the process, which gives its memory back."""
-        self._process.kill()
-        self._process.communicate()  # closes both pipes and waits
+        try:
+            self._process.communicate(timeout=_PATIENCE_S)  # closes stdin, with which it ends, and waits
+        except subprocess.TimeoutExpired:  # NCCL and CUDA may hang when they are unloaded
+            self._process.kill()
+            self._process.communicate()
 
 
 def check_megatron() -> None:

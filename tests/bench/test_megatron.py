@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import jax
 import pytest
@@ -278,6 +279,14 @@ def test_what_is_missing_is_named(capsys, tmp_path, processes, name):
 def test_a_package_that_ends_the_process(capsys, tmp_path):
     (tmp_path / "path" / "torch" / "__init__.py").write_text("import os; os._exit(3)")
     assert "--peer megatron: Megatron-Core's process ended with status 3" in refused(capsys)
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path, monkeypatch, processes):
+    with (tmp_path / "path" / "torch" / "__init__.py").open("a") as file:
+        file.write("\nimport atexit\natexit.register(time.sleep, 60)\n")
+    monkeypatch.setattr(megatron, "_PATIENCE_S", 0.5)
+    MegatronProcess().close()
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 def test_torch_without_a_gpu_and_another_device(capsys, monkeypatch):
