@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -24,7 +25,7 @@ from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import TrainState, abstract_train_state, create_train_state, make_train_step
-from jax_te.typing import BackendName
+from jax_te.typing import BackendName, DTypeLike
 
 _TX = optax.adamw(1e-4)
 
@@ -38,12 +39,14 @@ class Variant:
         recipe: that it runs under, or None.
         build: makes the model. Those of one measurement have the same arrays.
         pipeline: its schedule, on a mesh with a pipeline axis.
+        wgrad_dtype: of the gradients of kernels.
     """
 
     name: str
     recipe: Recipe | None
     build: Callable[[nnx.Rngs], GPTModel]
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    wgrad_dtype: DTypeLike = jnp.float32
 
     @contextlib.contextmanager
     def context(self, backend: BackendName, mesh: Mesh | None) -> Iterator[None]:
@@ -115,6 +118,7 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
     with variant.context(backend, sizes.mesh):
         abstract = abstract_train_state(variant.build, _TX)  # shapes only: compiling needs no arrays
     options: dict[str, Any] = {"microbatches": sizes.microbatches, "pipeline": variant.pipeline}
+    options |= {"wgrad_dtype": variant.wgrad_dtype}
     step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX, **options)
 
     def lower() -> Any:

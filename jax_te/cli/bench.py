@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jax_te.bench.internal import (
     MODULES,
@@ -53,6 +54,7 @@ MODEL_DEFAULTS = {
     "vocabulary": RunConfig.vocab_size,
     "loss_chunks": 1,
     "batch_parts": [1],
+    "wgrad_dtype": ["float32"],
     "peer": None,
     "batch": None,
     "pipeline": ["1f1b"],
@@ -60,6 +62,7 @@ MODEL_DEFAULTS = {
 }
 """Options that go with ``--model`` only, and their values where they are not given."""
 
+_OF_STEPS = {"stack", "recompute", "peer", "loss_chunks", "batch_parts", "wgrad_dtype", "batch", "pipeline"}
 _COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
 _MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
 
@@ -125,6 +128,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"rows of the embedding (default: {RunConfig.vocab_size}, bytes)",
     )
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
+    add("--wgrad-dtype", nargs="+", choices=("float32", "bfloat16"), help="of kernels' gradients (default: float32)")
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
     peer = "beside a GPT of te.jax's own layers, or Megatron-Core's in a process of its own (peak_gib is what torch "
@@ -212,11 +216,10 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
             "--model measures whole train steps at the preset's sizes; leave out --modules, --shape, "
             "--context-parallel and --hlo"
         )
-    of_steps = {"stack", "recompute", "peer", "loss_chunks", "batch_parts", "batch", "pipeline"} & {*given}
-    if args.checkpoints is not None and (of_steps or args.microbatches is not None or args.calls != CALLS):
+    if args.checkpoints is not None and (_OF_STEPS & {*given} or args.microbatches is not None or args.calls != CALLS):
         raise ValueError(
             "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --batch-parts, "
-            "--batch, --pipeline, --microbatches and --calls"
+            "--wgrad-dtype, --batch, --pipeline, --microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args.peer, args.model, alone=args.mesh is None and args.microbatches is None)
@@ -298,20 +301,21 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     variants, parallel = [], None if args.mesh is None else ParallelConfig.parse(args.mesh)
     fields = {"num_layers": args.layers, "batch_size": args.batch, "microbatches": args.microbatches, "mesh": args.mesh}
     fields |= {"sequence_parallel": args.sequence_parallel or None}
-    ways = itertools.product(args.stack, args.recompute, args.pipeline, args.batch_parts)
-    for stack, way, schedule, parts in ways:
+    ways = itertools.product(args.stack, args.recompute, args.pipeline, args.batch_parts, args.wgrad_dtype)
+    for stack, way, schedule, parts, wgrad in ways:
         config = train_step_config(args.model, recipe, way, **fields, pipeline=schedule)
         config = replace(config, vocab_size=args.vocabulary)
         devices = 1 if parallel is None else parallel.num_devices
         check_fits(least_memory(config, training=False), devices, "--layers or --vocabulary, or take a smaller --model")
         execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks, parts)
         stages = f", {schedule}" if parallel is not None and parallel.pipeline > 1 else ""
-        turns = f", {parts} parts" if parts > 1 else ""
+        turns = (f", {parts} parts" if parts > 1 else "") + (f", gradients {wgrad}" if wgrad != "float32" else "")
         variant = Variant(
             name=f"{recipe}, {stack}, recompute {way}{stages}{turns}",
             recipe=config.make_recipe(),
             build=build_model(config, execution=execution),
             pipeline=PipelineConfig.parse(schedule),
+            wgrad_dtype=jnp.dtype(wgrad),
         )
         variants.append(variant)
     sizes = Sizes(

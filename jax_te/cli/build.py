@@ -156,6 +156,12 @@ RATES = 1024
 """Learning rates computed at once."""
 
 
+def train_step(config: RunConfig, tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """Return the train step of a run; ``tx`` is the run's `optimizer`."""
+    pipeline, wgrad_dtype = PipelineConfig.parse(config.pipeline), jnp.dtype(config.wgrad_dtype)
+    return make_train_step(loss_fn, tx, microbatches=config.microbatches, pipeline=pipeline, wgrad_dtype=wgrad_dtype)
+
+
 class Trainer:
     """The parts of a run, put together. Make and use it inside `contexts`.
 
@@ -168,8 +174,7 @@ class Trainer:
     def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer):
         self.config, self.data, self.checkpointer = config, data, checkpointer
         self._parts = (model_builder(config), optimizer(config))
-        pipeline = PipelineConfig.parse(config.pipeline)
-        self.step = make_train_step(loss_fn, self._parts[1], microbatches=config.microbatches, pipeline=pipeline)
+        self.step = train_step(config, self._parts[1])
         self._eval_step = make_eval_step(loss_fn)
         self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
         self._sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}

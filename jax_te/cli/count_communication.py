@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.cli.build import abstract_state, contexts, loss_fn, optimizer
+from jax_te.cli.build import abstract_state, contexts, optimizer, train_step
 from jax_te.cli.main import explain
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.models import runs_scanned
 from jax_te.pipeline import PipelineConfig
 from jax_te.sharding import CollectiveCount, communication_report, named_sharding
-from jax_te.training import make_train_step
 
 MAX_DEVICES = 2048
 """That XLA compiles for: it takes CPU devices of higher numbers for those of another process."""
@@ -190,8 +189,7 @@ def tables(configs: list[RunConfig]) -> Iterator[list[dict[str, Any]]]:
         print(f"compiling for {config.mesh}, {config.num_layers} layers", file=sys.stderr, flush=True)
         with contexts(config) as mesh:
             state = abstract_state(config)
-            pipeline = PipelineConfig.parse(config.pipeline)
-            step = make_train_step(loss_fn, optimizer(config), microbatches=config.microbatches, pipeline=pipeline)
+            step: Any = train_step(config, optimizer(config))
             # Each process reads the rows of its own devices.
             assert mesh is not None
             rows = named_sharding(("batch", None), mesh)

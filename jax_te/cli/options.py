@@ -297,6 +297,7 @@ class PrecisionOptions:
         FLOAT_DTYPES, "half keeps fp32 masters", "float32", shown="bfloat16 on a GPU, else float32"
     )
     compute_dtype: str = option(FLOAT_DTYPES, "of activations", "float32", shown="--params-dtype")
+    wgrad_dtype: str = option(("float32", "bfloat16"), "of kernels' gradients, which devices add up in it", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)

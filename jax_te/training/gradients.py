@@ -33,7 +33,7 @@ from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree
 
 _SMALL = 2**15
 """The largest number of elements of a bias or a norm's scale, of which there are many."""
@@ -189,13 +189,19 @@ def _within(name: str, wrt: Any) -> Callable[..., bool]:
     return lambda path, value: path[0] == name and inside(path[1:], value)
 
 
-def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array) -> Gradients:
-    """Return loss and gradients of one batch."""
-    return _of_batch(loss_fn, state, state.rest, batch, key, cached=None)
+def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, wgrad_dtype: DTypeLike) -> Gradients:
+    """Return loss and gradients of one batch; those of kernels are computed in ``wgrad_dtype``."""
+    return _of_batch(loss_fn, state, state.rest, batch, key, wgrad_dtype)
 
 
 def accumulated_gradients(
-    loss_fn: LossFn, state: TrainState, batches: PyTree, key: Array, microbatches: int, keep_kernels: bool = True
+    loss_fn: LossFn,
+    state: TrainState,
+    batches: PyTree,
+    key: Array,
+    microbatches: int,
+    keep_kernels: bool,
+    wgrad_dtype: DTypeLike,
 ) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
@@ -207,7 +213,7 @@ def accumulated_gradients(
     def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
         total, sums, rest = carry
         batch, index = microbatch
-        found = _of_batch(loss_fn, state, rest, batch, jax.random.fold_in(key, index), cached)
+        found = _of_batch(loss_fn, state, rest, batch, jax.random.fold_in(key, index), wgrad_dtype, cached)
         loss, grads, quantizers, rest, weight = found[:5]
         if weight is not None:
             # Not gradients of the totals: these would be so much larger that fp16 overflows sooner.
@@ -235,10 +241,11 @@ def _of_batch(
     rest: PyTree,
     batch: PyTree,
     key: Array,
+    wgrad_dtype: DTypeLike,
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
-    parts = state.graphdef, state.params, state.quantizers, rest
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, state.scaler, cached)
+    parts, how = (state.graphdef, state.params, state.quantizers, rest), (state.scaler, cached, (), wgrad_dtype)
+    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, *how)
 
 
 def differentiate(
@@ -248,6 +255,7 @@ def differentiate(
     scaler: LossScale,
     cached: list[QuantizedKernel | None] | None = None,
     inputs: tuple[Array, ...] = (),
+    wgrad_dtype: DTypeLike = jnp.float32,
 ) -> Gradients:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
@@ -258,11 +266,12 @@ def differentiate(
         scaler: multiplies the loss.
         cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
         inputs: other arrays to differentiate by.
+        wgrad_dtype: of kernels' gradients, which are cast to fp32 behind the sum over devices.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
     names = dict(nnx.to_flat_state(params))
-    grad_sinks = _grad_sinks(nnx.merge(graphdef, params, quantizers, rest), params)
+    grad_sinks = _grad_sinks(nnx.merge(graphdef, params, quantizers, rest), params, wgrad_dtype)
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
@@ -283,18 +292,22 @@ def differentiate(
     for path, grad in sink_grads.items():
         if grad is not None:
             # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
+            grad = grad.astype(jnp.float32)
             total[path] = total[path].replace(total[path] + grad) if path in total else names[path].replace(grad)
     grads = as_created(nnx.from_flat_state(total.items()))
     return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads)
 
 
-def vjp_of_model(fn: Callable[..., Array], model: nnx.Module, x: Array) -> tuple[Array, Partial]:
+def vjp_of_model(
+    fn: Callable[..., Array], model: nnx.Module, x: Array, wgrad_dtype: DTypeLike
+) -> tuple[Array, Partial]:
     """Return ``fn(model, x)`` and its backward pass.
 
     Args:
         fn: differentiable. It gets a copy of the model.
         model: may have cached kernels, and kernels that are stored quantized.
         x: an array.
+        wgrad_dtype: as in `differentiate`.
 
     Returns:
         ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32, the next
@@ -302,7 +315,7 @@ def vjp_of_model(fn: Callable[..., Array], model: nnx.Module, x: Array) -> tuple
     """
     graphdef, params, quantizers, rest = split_model(model)
     plain, quantized = split_parameters(params)
-    grad_sinks = _grad_sinks(model, params)
+    grad_sinks = _grad_sinks(model, params, wgrad_dtype)
 
     def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: Array) -> Array:
         used = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
@@ -320,23 +333,24 @@ def _backward(vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
     for path, grad in sink_grads.items():
         if grad is not None:
             # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.
+            grad = grad.astype(jnp.float32)
             total[path] = total[path] + grad if path in total else grad
     return nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in total.items()]), as_float32(quantizers), dx
 
 
-def _grad_sinks(model: nnx.Module, params: nnx.State) -> dict[Any, Array | None]:
+def _grad_sinks(model: nnx.Module, params: nnx.State, dtype: DTypeLike) -> dict[Any, Array | None]:
     """Return a sink for each kernel of `quantizable_kernels`; None where there is none, and outside of ``params``."""
     names = {path for path, _ in nnx.to_flat_state(params)}
     kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
-    return {path: _grad_sink(value) if path in names else None for path, value in kernels}
+    return {path: _grad_sink(value, dtype) if path in names else None for path, value in kernels}
 
 
-def _grad_sink(kernel: Array | QuantizedKernel) -> Array | None:
-    """An array whose values nothing reads, and whose gradient is the kernel's, in fp32. None for an fp32 kernel."""
+def _grad_sink(kernel: Array | QuantizedKernel, dtype: DTypeLike) -> Array | None:
+    """An array whose values nothing reads, and whose gradient is the kernel's. None for a kernel of this dtype."""
     # JAX gives a gradient the dtype of its argument, so that of a bf16 kernel would be rounded to bf16.
     if isinstance(kernel, QuantizedKernel):
-        return jnp.zeros(kernel.shape, jnp.float32)
-    return None if kernel.dtype == jnp.float32 else jnp.zeros_like(kernel, jnp.float32)
+        return jnp.zeros(kernel.shape, dtype)
+    return None if kernel.dtype == dtype else jnp.zeros_like(kernel, dtype)
 
 
 def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:

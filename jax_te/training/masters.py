@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
@@ -25,7 +26,7 @@ def rounded(params: nnx.State) -> nnx.State:
     XLA for GPUs drops a cast to bf16 whose result is cast back: of a program that draws parameters, too, masters and
     quantized kernels would have the bits of the draws before they were rounded.
     """
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params))
     return jax.lax.optimization_barrier(params) if traced else params
 
 

@@ -20,7 +20,7 @@ from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_create
 from jax_te.training.stage import Stage, Sums
 from jax_te.training.stage_model import Program, StageModel, as_state, depends
 from jax_te.training.state import TrainState
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree
 
 
 def pipelined_gradients(
@@ -30,6 +30,7 @@ def pipelined_gradients(
     key: Array,
     microbatches: int,
     keep_kernels: bool,
+    wgrad_dtype: DTypeLike,
     config: PipelineConfig,
 ) -> Gradients:
     """Return what `accumulated_gradients` does, from the stages of a pipeline.
@@ -42,7 +43,7 @@ def pipelined_gradients(
         loss_fn, state: of the run.
         batches: leaves ``[m, b / m, ...]``.
         key: of the step.
-        microbatches, keep_kernels: as for `make_train_step`.
+        microbatches, keep_kernels, wgrad_dtype: as for `make_train_step`.
         config: schedule and split.
 
     Raises:
@@ -54,7 +55,7 @@ def pipelined_gradients(
     cut, weighted = _cut(loss_fn, state, jax.tree.map(lambda leaf: leaf[0], batches), key, config)
     sizes = {"stages": pipeline_stages(), "microbatches": microbatches, "virtual_stages": config.virtual_stages}
     schedule = make_schedule(config.schedule, **sizes)
-    program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels)
+    program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels, wgrad_dtype)
 
     def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
         stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))

@@ -18,7 +18,7 @@ from jax_te.training import gradients
 from jax_te.training.deferred import deferred_vjp
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean
 from jax_te.training.loss_scale import LossScale
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree
 
 
 class Program(NamedTuple):
@@ -31,6 +31,7 @@ class Program(NamedTuple):
         cut: where the model is cut.
         schedule: of the step.
         keep_kernels: quantize each kernel once a step.
+        wgrad_dtype: of the gradients of kernels.
     """
 
     loss_fn: LossFn
@@ -39,6 +40,7 @@ class Program(NamedTuple):
     cut: Cut
     schedule: Schedule
     keep_kernels: bool
+    wgrad_dtype: DTypeLike
 
 
 class ChunkModel(nnx.Module):
@@ -113,9 +115,9 @@ class StageModel:
 
         # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
         y, backward = (
-            deferred_vjp(run, model, x, wgrad_dtype=jnp.float32)
+            deferred_vjp(run, model, x, wgrad_dtype=self.program.wgrad_dtype)
             if self.schedule.waits
-            else gradients.vjp_of_model(run, model, x)
+            else gradients.vjp_of_model(run, model, x, self.program.wgrad_dtype)
         )
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(
@@ -150,6 +152,7 @@ class StageModel:
             lambda model: (None, nothing, nothing, nothing),
             scaler,
             inputs=inputs,
+            wgrad_dtype=self.program.wgrad_dtype,
         )
 
     def microbatch(self, number: Array) -> tuple[PyTree, Array]:

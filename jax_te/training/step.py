@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked
+from jax_te.config.internal import check_positive, checked, float_dtype
 from jax_te.pipeline import PipelineConfig
 from jax_te.pipeline.internal import pipeline_stages, stage_rules
 from jax_te.quantize import write_back
@@ -24,7 +24,7 @@ from jax_te.training.masters import full_precision, select, updated
 from jax_te.training.optimizer import transformed
 from jax_te.training.pipelined import pipelined_gradients
 from jax_te.training.state import TrainState
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree
 
 _PIPELINE = PipelineConfig()
 
@@ -36,6 +36,7 @@ def make_train_step(
     *,
     microbatches: int = 1,
     keep_kernels: bool = True,
+    wgrad_dtype: DTypeLike = jnp.float32,
     pipeline: PipelineConfig = _PIPELINE,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Return a jitted ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
@@ -60,6 +61,8 @@ def make_train_step(
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
             of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
             same.
+        wgrad_dtype: of the gradients of kernels, which devices add up in it; fp32 or bf16. bf16 moves half of the bytes
+            and rounds each microbatch's gradient; microbatches are added up in fp32 either way.
         pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:
@@ -73,8 +76,9 @@ def make_train_step(
             microbatches and over the mesh's batch axes, or a loss that is no scalar; on a mesh of several processes,
             for arrays that are not global.
 
-    Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining`` and
-        ``Float16OptimizerWithFloat16Params.step``.
+    Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining``,
+        ``Float16OptimizerWithFloat16Params.step`` and, of ``wgrad_dtype``, ``grad_reduce_in_fp32`` of
+        ``DistributedDataParallelConfig``.
 
     >>> from jax_te.training.state import create_train_state
     >>> tx = optax.sgd(0.1)
@@ -85,6 +89,9 @@ def make_train_step(
     (1, ['grad_norm', 'loss', 'loss_scale', 'skipped'])
     """
     check_positive(microbatches=microbatches)
+    if (wgrad_dtype := float_dtype("wgrad_dtype", wgrad_dtype)) == jnp.float16:
+        raise ValueError("wgrad_dtype=float16 overflows where devices add up gradients; take float32 or bfloat16")
+    how = keep_kernels, wgrad_dtype
     # The update passes the loss, which some transformations ask for; this makes the others ignore it.
     tx = optax.with_extra_args_support(tx)
 
@@ -94,13 +101,13 @@ def make_train_step(
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
                 batches = _shard_batch(batch, microbatches)
-            found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, pipeline)
+            found = pipelined_gradients(loss_fn, state, batches, key, microbatches, *how, pipeline)
         # A scan over one microbatch would hold fp32 sums beside its gradients.
         elif microbatches == 1:
-            found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0))
+            found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0), wgrad_dtype)
         else:
             batches = _shard_batch(batch, microbatches)
-            found = accumulated_gradients(loss_fn, state, batches, key, microbatches, keep_kernels)
+            found = accumulated_gradients(loss_fn, state, batches, key, microbatches, *how)
         grads = state.scaler.unscale(found.grads)
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.

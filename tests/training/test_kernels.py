@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -12,7 +13,9 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNormMLP, Linear
+from jax_te.models import run_layers
 from jax_te.quantize import BlockQuantizer, QuantizedKernel
 from jax_te.recipe import (
     RECIPES,
@@ -23,7 +26,9 @@ from jax_te.recipe import (
     autocast,
     recipe_from_name,
 )
+from jax_te.sharding import make_mesh
 from jax_te.training import change_recipe, create_train_state, make_train_step
+from jax_te.training.masters import full_precision
 from tests.support.toy import assert_same
 
 QUANTIZED = [name for name in RECIPES if name != "none"]
@@ -255,3 +260,68 @@ def test_kernels_read_directly_by_the_loss_keep_their_values_and_gradients(dtype
         states.append(np.asarray(full["head"]["kernel"][...]))
     # d/dk of 0.5 k^2 is k; bf16 gradients of the direct use are rounded once.
     np.testing.assert_allclose(states[0] - states[1], start, atol=1e-6 if dtype == jnp.float32 else 2e-4)
+
+
+def flat(state):
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["none", "delayed"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_kernels_in_bf16(recipe, dtype):
+    """Each is the fp32 one rounded once: plain gradient descent shows it in the masters."""
+
+    def kernels(**options):
+        tx = optax.sgd(1.0)
+        with autocast(recipe):
+            state = create_train_state(lambda rngs: Net(rngs, dtype=dtype), tx, key=jax.random.key(0))
+            before = jax.tree.map(np.asarray, flat(full_precision(state.params, state.masters)))
+            state, _ = make_train_step(loss_fn, tx, **options)(state, batch(dtype))
+        after = flat(full_precision(state.params, state.masters))
+        return {path: old - np.asarray(after[path]) for path, old in before.items()}
+
+    exact, low = kernels(), kernels(wgrad_dtype=jnp.bfloat16)
+    for path in exact:
+        if "kernel" in path[-1]:
+            assert not np.any(exact[path]) or not np.array_equal(exact[path], low[path])
+            # Eight bits of the largest: CPUs round partial sums of bf16, too.
+            np.testing.assert_allclose(low[path], exact[path], rtol=0, atol=2.0**-8 * np.abs(exact[path]).max())
+        else:
+            np.testing.assert_array_equal(exact[path], low[path])
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "data=2", "pipeline=2,data=2"])
+def test_devices_add_up_gradients_of_kernels_in_bf16(mesh):
+    """The program as it is lowered: CPUs add up in fp32. Microbatches are added in fp32."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.mlp = LayerNormMLP(32, 64, rngs=rngs)
+
+        def __call__(self, x, dropout_key):
+            return self.mlp(x)
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            return run_layers(self.layers, x, [None, None])
+
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh))):
+        state = create_train_state(Stack, TX, key=jax.random.key(0))
+
+        def sums(**options):
+            step = make_train_step(loss_fn, TX, microbatches=2, **options)
+            text = step.lower(state, batch()).as_text()
+            found = re.findall(r'(?:all_reduce|reduce_scatter)".*?\}\) : \(tensor<([\dx]+)x(\w+)>', text, re.DOTALL)
+            # Without biases and norms.
+            return {dtype for shape, dtype in found if math.prod(map(int, shape.split("x"))) >= 16 * 64}
+
+        assert sums() == {"f32"}
+        assert sums(wgrad_dtype=jnp.bfloat16) == {"bf16"}
+
+
+def test_gradients_in_fp16_are_refused():
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        make_train_step(loss_fn, TX, wgrad_dtype=jnp.float16)
