@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.loss.reduction import LossOptions, reduced_loss
+from jax_te.sharding import current_mesh
 from jax_te.typing import Array, LogicalAxes
 
 _OPTIONS = LossOptions()
@@ -89,8 +90,11 @@ def cross_entropy_value(options: LossOptions, logits: Array, labels: Array) -> t
     # The cast is fused into the reductions: no fp32 copy of the logits is stored.
     wide = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(wide, axis=-1)
-    # A masked sum, not a gather: it partitions over a sharded vocabulary, and XLA fuses it with the pass above.
-    own = jnp.sum(jnp.where(_is_label(logits, labels), wide, 0.0), axis=-1)
+    if current_mesh() is None:
+        own = jnp.take_along_axis(wide, jnp.clip(labels, 0, logits.shape[-1] - 1)[..., None], axis=-1)[..., 0]
+    else:
+        # A masked sum, not a gather: it partitions over a sharded vocabulary. It reads all logits once more.
+        own = jnp.sum(jnp.where(_is_label(logits, labels), wide, 0.0), axis=-1)
     if smoothing := options.label_smoothing:
         own = (1.0 - smoothing) * own + smoothing * jnp.mean(wide, axis=-1)
     ignored, inside = options.ignored(labels), (labels >= 0) & (labels < logits.shape[-1])
