@@ -44,7 +44,7 @@ def test_defaults_are_megatrons():
         "nvfp4",
     )
     assert (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo) == (1, "most_recent")
-    assert (precision.fp8_wgrad, precision.num_layers_at_start_in_bf16) == (True, 1)
+    assert (precision.fp8_wgrad, precision.fp8_output_proj, precision.num_layers_at_start_in_bf16) == (True, False, 1)
     assert (made.softmax_type, made.qk_clip_alpha, made.qk_clip_threshold) == ("vanilla", 0.5, 100.0)
     assert made.attention_softmax_in_fp32
     assert made.window_size is None

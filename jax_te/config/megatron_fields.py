@@ -62,7 +62,6 @@ _REFUSED = {
     "jax_te.config.ActivationParams have an offset and a limit",
     "activation_func_fp8_input_store=False": "jax_te.remat.selective_recompute('activation') saves this memory",
     "embedding_init_method=None embedding_init_method_std=None": "init_method draws embeddings, too",
-    "fp8_output_proj=False": "the output head stays in the compute dtype",
     "use_kitchen=False use_kitchen_attention=False": "quant_recipe takes quantization files of Transformer Engine",
 }
 """Fields that would change numbers or communication -> what JAX has in their place."""

@@ -21,8 +21,9 @@ _DELAYED_ONLY = {
 class PrecisionConfig:
     """The recipe of a whole model; `TransformerConfig` has these fields, too.
 
-    They say which recipe, not where it applies: `jax_te.megatron.recipe_from_config` gives the recipe, and layers run
-    under it inside of ``autocast(recipe)``, as Megatron's do inside of the context that its transformer block opens.
+    They say which recipe; `jax_te.megatron.recipe_from_config` gives it, and layers run under it inside of
+    ``autocast(recipe)``, as Megatron's do inside of the context that its transformer block opens. Only
+    ``first_last_layers_bf16`` and ``fp8_output_proj`` say where it applies.
 
     Args:
         fp8: ``"e4m3"``, ``"hybrid"`` (E5M2 for gradients) or None: no FP8; the other ``fp8_`` fields then say nothing.
@@ -34,6 +35,8 @@ class PrecisionConfig:
             `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. Without effect under another recipe.
         fp8_wgrad: False: weight gradients in high precision. Megatron's has no effect; here it holds, and for every
             recipe of FP8.
+        fp8_output_proj: the models' output head follows the ambient recipe, too, whichever that is; in Megatron only
+            MXFP8. False: it stays in the compute dtype.
         fp8_dot_product_attention, fp8_multi_head_attention: refused if True: attention does not run in FP8 here.
         fp4: ``"e2m1"`` or None.
         fp4_recipe: ``"nvfp4"`` or ``"custom"``.
@@ -60,6 +63,7 @@ class PrecisionConfig:
     fp8_amax_history_len: int = 1
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     fp8_wgrad: bool = True
+    fp8_output_proj: bool = False
     fp8_dot_product_attention: bool = False
     fp8_multi_head_attention: bool = False
     tp_only_amax_red: bool = False

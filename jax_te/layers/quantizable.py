@@ -267,16 +267,25 @@ def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], Quanti
     ]
 
 
+def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
+    """Return layer, kernel's name and value of every kernel that a module in ``model`` gives one of its layers.
+
+    A module says so by a method ``given_kernels``: the kernel is a parameter of its own, or made of one, as a head's
+    that is tied to the embedding.
+    """
+    methods = [getattr(module, "given_kernels", None) for _, module in nnx.iter_modules(model)]
+    return [kernel for method in methods if method is not None for kernel in method()]
+
+
 def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
-    """Return every kernel of `quantizable_kernels`, quantized as its recipe says here; None where it does not."""
-    kept: list[QuantizedKernel | None] = []
-    for _, module, kernel in quantizable_kernels(model):
-        value = getattr(module, kernel).get_value()
-        if isinstance(value, QuantizedKernel) or module.kernel_quantizer(kernel) is None:
-            kept.append(None)
-            continue
-        kept.append(module.quantized(kernel, value))
-    return kept
+    """Return every kernel of `quantizable_kernels` and `given_kernels`, quantized as its recipe says here, or None."""
+    own = [(module, kernel, getattr(module, kernel).get_value()) for _, module, kernel in quantizable_kernels(model)]
+    return [
+        None
+        if isinstance(value, QuantizedKernel) or module.kernel_quantizer(kernel) is None
+        else module.quantized(kernel, value)
+        for module, kernel, value in (*own, *given_kernels(model))
+    ]
 
 
 def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
@@ -319,8 +328,16 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
 
 
 def use_cached_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
-    """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them."""
-    for (_, module, kernel), quantized, gradient in zip(quantizable_kernels(model), kept, gradients, strict=True):
+    """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them.
+
+    Where ``kept`` is longer, as `quantize_kernels` gives it, kernels of `given_kernels` get their forms, too. The
+    gradient of such a kernel goes to what the call is given.
+    """
+    layers = [(module, kernel) for _, module, kernel in quantizable_kernels(model)]
+    if len(kept) > len(layers):
+        layers += [(module, kernel) for module, kernel, _ in given_kernels(model)]
+        gradients = gradients + [None] * (len(layers) - len(gradients))
+    for (module, kernel), quantized, gradient in zip(layers, kept, gradients, strict=True):
         if quantized is not None or gradient is not None:
             setattr(module, cache_name(kernel), CachedKernel((quantized, gradient)))
         if quantized is not None:

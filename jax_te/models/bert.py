@@ -32,8 +32,8 @@ class BertModel(LanguageModel):
     Every token sees all others. BERT's own form is ``TransformerConfig(activation="gelu_exact",
     layernorm_epsilon=1e-12, hidden_dropout=0.1, attention_dropout=0.1, …)``.
 
-    The layers' linear operations follow the ambient recipe; embeddings, attention core, pooler and head stay in the
-    compute dtype.
+    The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's projection
+    to the vocabulary; embeddings, attention core, pooler and the rest of the head stay in the compute dtype.
 
     Args:
         config: sizes and choices of the layers; the head has its ``activation``, without a gate, and its norm.
@@ -96,6 +96,8 @@ class BertModel(LanguageModel):
         self.output_kernel = None
         zeros = jax.nn.initializers.zeros
         self.output_bias = parameter(zeros, rngs, (vocab_size,), dtype, ("vocab",)) if add_lm_head else None
+        if add_lm_head:
+            self._make_output_layer(rngs, bias=True)
 
     def _dense(self, rngs: nnx.Rngs) -> Linear:
         h, options = self.config.hidden_size, self.config

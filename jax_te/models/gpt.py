@@ -35,8 +35,8 @@ class GPTModel(LanguageModel):
     ``qk_layernorm=True``; Gemma 2's has ``layernorm_zero_centered_gamma``, ``block_output_layernorm``,
     ``logit_softcap`` and `Multipliers`.
 
-    The layers' linear operations follow the ambient recipe; embedding, attention core and head stay in the compute
-    dtype.
+    The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's; embedding
+    and attention core stay in the compute dtype, and without it the head.
 
     Tokens, labels, weights, positions and logits are in natural order. With ``config.cp_load_balanced`` on a mesh with
     context shards the layers run in zig-zag order. `loss` reorders integers and weights only; a call that returns

@@ -11,13 +11,73 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import check_positive
-from jax_te.layers import Embedding, LayerNorm, RMSNorm, dropout, make_norm
+from jax_te.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm
 from jax_te.layers.internal import check_context_size, parameter
 from jax_te.models.from_config import check_config
 from jax_te.models.options import Execution, Multipliers
-from jax_te.ops import LinearOptions, LossOptions, dense, linear_cross_entropy, softmax_cross_entropy
+from jax_te.ops import (
+    LinearOptions,
+    LinearWeights,
+    LossOptions,
+    dense,
+    linear_cross_entropy,
+    softmax_cross_entropy,
+    use_backend,
+)
+from jax_te.quantize.internal import precision_of
 from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
+
+
+class OutputHead(Linear):
+    """The projection to logits of a model with ``config.fp8_output_proj``, whose three GEMMs a recipe quantizes.
+
+    It is a `Linear` with the path ``output_layer``, Megatron's: rules, quantizer state, statistics and cached kernels
+    have it as they have any other layer. Without a recipe it computes what a model without the option computes.
+
+    Args:
+        config: of the model.
+        vocab_size: ``v``.
+        bias: each call is given a bias ``[v]``.
+        own_kernel: it has a kernel ``[h, v]``. False: each call is given one.
+        rngs: the ``params`` stream draws the kernel.
+
+    Raises:
+        ValueError: when called, for a vocabulary that is no multiple of the recipe's ``alignment``.
+
+    Source: ``TELMHeadColumnParallelLinear`` of Megatron-Core.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, vocab_size: int, *, bias: bool = False, own_kernel: bool, rngs: nnx.Rngs
+    ):
+        super().__init__(
+            config.hidden_size,
+            vocab_size,
+            bias,
+            init_method=config.init_method,
+            sequence_parallel=config.sequence_parallel,
+            parallel_mode="column",
+            skip_weight_param_allocation=not own_kernel,
+            params_dtype=config.params_dtype,
+            kernel_axes=("fsdp", "vocab"),
+            rngs=rngs,
+        )
+
+    def _dense(self, x: Array, weights: LinearWeights) -> Array:
+        recipe, size = self.recipe, self.kernel_shape[-1]
+        if recipe is None:
+            # As in a model without the option, see `LanguageModel._head`.
+            with use_backend("xla"):
+                return super()._dense(x, weights)
+        multiple = precision_of(recipe).alignment
+        if size % multiple:
+            raise ValueError(
+                f"vocab_size {size} is no multiple of {multiple}, as it must be for fp8_output_proj=True under recipe "
+                f"{recipe.name!r}; build the model with vocab_size={size + -size % multiple}, whose last rows no token "
+                "has, or leave fp8_output_proj out of its config"
+            )
+        return super()._dense(x, weights)
 
 
 class LanguageModel(nnx.Module):
@@ -34,6 +94,9 @@ class LanguageModel(nnx.Module):
     output_bias: Any = None
     """Added to the logits, ``[v]``, where a model has it."""
 
+    output_layer: Any = None
+    """The `OutputHead` of a model whose head a recipe quantizes (``config.fp8_output_proj``)."""
+
     def _configure(
         self,
         config: TransformerConfig,
@@ -46,6 +109,12 @@ class LanguageModel(nnx.Module):
         """Check the arguments that all models have, and keep them."""
         check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length)
         execution.check(config)
+        if config.fp8_output_proj and execution.loss_chunks > 1:
+            raise ValueError(
+                f"loss_chunks={execution.loss_chunks} computes logits in the compute dtype, and fp8_output_proj=True "
+                "quantizes the head's GEMMs; build the model with Execution(loss_chunks=1), or leave fp8_output_proj "
+                "out of its config"
+            )
         check_config(config, also=not_followed, follows=follows)
         self.config = config
         self.vocab_size = vocab_size
@@ -87,6 +156,12 @@ class LanguageModel(nnx.Module):
         self.output_kernel = (
             None if tied else parameter(config.init_method, rngs, shape, config.params_dtype, ("fsdp", "vocab"))
         )
+        self._make_output_layer(rngs)
+
+    def _make_output_layer(self, rngs: nnx.Rngs, *, bias: bool = False) -> None:
+        if self.config.fp8_output_proj:
+            # Without a kernel of its own: parameters have the same names with and without the option.
+            self.output_layer = OutputHead(self.config, self.vocab_size, bias=bias, own_kernel=False, rngs=rngs)
 
     def _embed(self, tokens: Array, positions: Array, key: Array | None, *others: Array) -> Array:
         """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``, and others added."""
@@ -106,24 +181,29 @@ class LanguageModel(nnx.Module):
     def _head_kernel(self) -> Array:
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
 
+    def given_kernels(self) -> list[tuple[Linear, str, Array]]:
+        """Return the layers that calls give a kernel of the model's, its name there and its value."""
+        head = self.output_layer if self.config.fp8_output_proj else None
+        return [] if head is None or head.kernel is not None else [(head, "kernel", self._head_kernel())]
+
     def _head(self, x: Array) -> Array:
         """Return the logits ``[b, s, v]`` of hidden states ``[b, s, h]``."""
         with jax.named_scope("head"):
-            # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
-            logits = dense(
-                _times(x, self.multipliers.head),
-                self._head_kernel(),
-                None if self.output_bias is None else self.output_bias[...],
-                options=LinearOptions(
-                    x_axes=self._axes, kernel_axes=("fsdp", "vocab"), out_axes=("batch", "sequence", "vocab")
-                ),
-                # TE's GEMM would read a transposed copy of a tied table and write its gradient transposed, which the
-                # embedding's gradient and the optimizer would copy; XLA's reads and writes it as it is.
-                backend="xla",
-            )
+            logits = self._logits(_times(x, self.multipliers.head))
             cap = self.multipliers.softcap
             # In fp32: half precision would round logits once more before the tangent, and so tie some.
             return logits if cap is None else (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
+
+    def _logits(self, x: Array) -> Array:
+        bias = None if self.output_bias is None else self.output_bias[...]
+        if self.config.fp8_output_proj:
+            head = self.output_layer
+            return head(x, self._head_kernel() if head.kernel is None else None, bias)
+        # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
+        axes = LinearOptions(self._axes, ("fsdp", "vocab"), ("batch", "sequence", "vocab"))
+        # TE's GEMM would read a transposed copy of a tied table and write its gradient transposed, which the
+        # embedding's gradient and the optimizer would copy; XLA's reads and writes it as it is.
+        return dense(x, self._head_kernel(), bias, options=axes, backend="xla")
 
     def _loss(self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: str) -> Array:
         """Return the loss of hidden states ``[b, s, h]``; that of each token ``[b, s]`` for the reduction "none"."""

@@ -90,6 +90,8 @@ class TransformerBlock(MegatronModule):
 class OutputLayer(MegatronModule):
     """The head's kernel ``[h, v]``; None if the head is tied to the embedding. No recipe quantizes it.
 
+    With ``config.fp8_output_proj`` an `OutputHead` stands in its place.
+
     Source: ``megatron.core.tensor_parallel.ColumnParallelLinear``.
     """
 

@@ -14,6 +14,7 @@ from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.megatron.internal import check_groups
 from jax_te.models.gpt import Cache, GPTModel
+from jax_te.models.language_model import OutputHead
 from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
 from jax_te.models.options import Execution, RotaryPositions
 from jax_te.models.stack import layer_keys
@@ -162,7 +163,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         self.embedding = embedding if pre_process else None
         self.decoder = TransformerBlock(config, layer_class, execution, numbers, post_process, rngs=rngs)
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
-        self.output_layer = OutputLayer(config, vocab_size, tied, rngs=rngs) if post_process else None
+        self.output_layer = _make_output_layer(config, vocab_size, tied, rngs) if post_process else None
         self.input_tensor: Array | None = nnx.data(None)
         if config.quant_recipe is not None:
             apply_quantization_config(self, config.quant_recipe)
@@ -320,6 +321,12 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """Return the arguments of a graph, tokens first."""
         first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
         return super()._get_te_cuda_graph_replay_args(*first, *args, **kwargs)
+
+
+def _make_output_layer(config: TransformerConfig, vocab_size: int, tied: bool, rngs: nnx.Rngs) -> nnx.Module:
+    if config.fp8_output_proj:
+        return OutputHead(config, vocab_size, own_kernel=not tied, rngs=rngs)
+    return OutputLayer(config, vocab_size, tied, rngs=rngs)
 
 
 def _check_stage(numbers: range, num_layers: int, ends: tuple[bool, bool], tied: bool) -> None:

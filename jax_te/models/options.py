@@ -24,7 +24,8 @@ class Execution:
         scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
             stacks of many layers, see `runs_scanned`.
         loss_chunks: number of pieces of the sequence whose logits the loss computes one after the other, see
-            `linear_cross_entropy`; must divide the sequence length. 1: all at once.
+            `linear_cross_entropy`; must divide the sequence length. 1: all at once, as it must be for
+            ``config.fp8_output_proj``.
         batch_parts: number of parts of the batch that take turns in every layer, so that the collectives of one run
             beside the GEMMs of another; must divide the rows of each device. With tensor parallelism take 2. Kernels
             are read, and under FSDP all-gathered, for each part; each has its own dropout masks and, under current

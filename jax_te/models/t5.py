@@ -33,8 +33,8 @@ class T5Model(LanguageModel):
     T5's own form is ``TransformerConfig(normalization="RMSNorm", activation="relu", add_bias_linear=False,
     softmax_scale=1.0, …)`` with relative positions; T5 v1.1's has ``activation="geglu"`` and a head of its own.
 
-    The layers' linear operations follow the ambient recipe; embedding, attention cores and head stay in the compute
-    dtype.
+    The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's; embedding
+    and attention cores stay in the compute dtype, and without it the head.
 
     Args:
         config: sizes and choices of the layers; ``num_layers`` are the decoder's.
