@@ -195,9 +195,7 @@ class Trainer:
     def create(self) -> tuple[TrainState, int]:
         """Return a new state, and its step, 0."""
         key = jax.random.key(self.config.seed)
-        scaler, fp8_param = loss_scaler(self.config), self.config.fp8_param
-        model, tx = first_model(self.config), self._parts[1]
-        return create_train_state(model, tx, key=key, scaler=scaler, fp8_param=fp8_param), 0
+        return create_train_state(first_model(self.config), self._parts[1], key=key, **_state_options(self.config)), 0
 
     def restore(self) -> tuple[TrainState, int]:
         """Return the newest checkpoint's state and step, and let the batches go on from there."""
@@ -227,9 +225,12 @@ class Trainer:
 
 def abstract_state(config: RunConfig) -> TrainState:
     """Return what a checkpoint of the run restores into; call it inside `contexts`."""
-    return abstract_train_state(
-        model_builder(config), optimizer(config), scaler=loss_scaler(config), fp8_param=config.fp8_param
-    )
+    return abstract_train_state(model_builder(config), optimizer(config), **_state_options(config))
+
+
+def _state_options(config: RunConfig) -> dict[str, Any]:
+    options = {"fp8_param": config.fp8_param, "distributed_optimizer": config.distributed_optimizer}
+    return {"scaler": loss_scaler(config), **options}
 
 
 def abstract_model_state(config: RunConfig, *, masters: bool = False) -> TrainState:

@@ -293,9 +293,7 @@ class PrecisionOptions:
     # A run folder may be somebody else's: what it names is not imported, only what the command line names.
     factory_modules: str | None = _free(MODULE_NAMES, "of the factories that its rules may name", None, kept=False)
     # The defaults in words are resolved when a run is made, since they depend on its device.
-    params_dtype: str = option(
-        FLOAT_DTYPES, "half keeps fp32 masters", "float32", shown="bfloat16 on a GPU, else float32"
-    )
+    params_dtype: str = option(FLOAT_DTYPES, "half has masters", "float32", shown="bfloat16 on a GPU, else float32")
     compute_dtype: str = option(FLOAT_DTYPES, "of activations", "float32", shown="--params-dtype")
     wgrad_dtype: str = option(("float32", "bfloat16"), "of kernels' gradients, which devices add up in it", "float32")
 
@@ -309,6 +307,7 @@ class ExecutionOptions:
     mesh_axis_type: str = _on_mesh(("auto", "explicit"), "kind of mesh axes", "auto")
     pipeline: str = _on_mesh(_PIPELINE, "of the pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble", "1f1b")
     sequence_parallel: bool = _on_mesh(FLAG, "shard activations over the tensor axis between blocks", False)
+    distributed_optimizer: bool = _on_mesh(FLAG, "data devices split masters and optimizer state", False)
     batch_parts: int = _on_mesh(SIZE, "parts of a batch by turns in each layer: 2 hides tensor's collectives", 1)
     cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how the context axis exchanges keys", "p2p")
     cp_load_balanced: bool = _on_mesh(FLAG, "context shards have tokens in zig-zag order", False)

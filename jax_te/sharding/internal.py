@@ -22,6 +22,7 @@ from jax_te.sharding.rules import (
     mesh_dims,
     partition_spec,
     ranks_of,
+    replica_axes,
     row_axis,
     whole_sequences,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "ranks_of",
     "reduce_max",
     "reduce_sum",
+    "replica_axes",
     "reshard",
     "row_axis",
     "variable_axes",

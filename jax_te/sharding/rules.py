@@ -24,6 +24,8 @@ Dims = tuple[MeshAxes, ...]
 # The tensor axis outermost: an all-gather over fsdp then leaves each device its tensor shard, in one piece. The tokens
 # of experts, [tokens, h], are those of [b, s, h] under sequence parallelism.
 _COMPOSED = {"tokens": ("batch", "sequence_parallel"), "heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
+_SHARDED_KERNELS = {name: _COMPOSED.get(name, (name,)) for name in ("fsdp", "heads_fsdp", "ffn_fsdp")}
+_COMPOSED |= {f"{name}_replicas": (*parts, "replicas") for name, parts in _SHARDED_KERNELS.items()}
 # What fsdp splits of a kernel is all-gathered before its GEMM: to an activation it is the whole axis.
 _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 
@@ -61,6 +63,9 @@ class ShardingRules:
             Kernels that the tensor axis shards along that axis too (row-parallel ones) name it ``heads_fsdp``
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
+        replicas: what masters and optimizer state are split over besides, along the axis of ``fsdp``, by
+            ``create_train_state(distributed_optimizer=True)``: the data axis, whose devices hold the same parameters.
+            The names are ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
         components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
             shard of every component, and any number of devices shards in the same way.
@@ -80,6 +85,7 @@ class ShardingRules:
     ffn: MeshAxes = ("tensor",)
     vocab: MeshAxes = ("tensor",)
     fsdp: MeshAxes = ("fsdp", "pipeline")
+    replicas: MeshAxes = ("data",)
     norm: MeshAxes = ()
     components: MeshAxes = ()
 
@@ -87,8 +93,8 @@ class ShardingRules:
     def names(cls) -> tuple[str, ...]:
         """Return all logical axes.
 
-        >>> ShardingRules.names()[-2:]
-        ('heads_fsdp', 'ffn_fsdp')
+        >>> ShardingRules.names()[:3]
+        ('batch', 'sequence', 'sequence_parallel')
         """
         return (*(rule.name for rule in fields(ShardingRules)), *_COMPOSED)
 
@@ -288,6 +294,16 @@ def row_axis(axis: str | None) -> str:
     ('ffn_fsdp', 'fsdp')
     """
     return "fsdp" if axis is None else f"{axis}_fsdp"
+
+
+def replica_axes(axes: Any) -> Any:
+    """Return the logical axes under which replicas split what is sharded like a parameter among them; others stay.
+
+    >>> replica_axes(("ffn_fsdp", None)), replica_axes(("norm",))
+    (('ffn_fsdp_replicas', None), ('norm',))
+    """
+    names = isinstance(axes, tuple)
+    return tuple(f"{name}_replicas" if name in _SHARDED_KERNELS else name for name in axes) if names else axes
 
 
 def activation_axis(axis: str | None) -> str | None:

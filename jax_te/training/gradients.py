@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -244,7 +244,8 @@ def _of_batch(
     wgrad_dtype: DTypeLike,
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
-    parts, how = (state.graphdef, state.params, state.quantizers, rest), (state.scaler, cached, (), wgrad_dtype)
+    parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
+    how = (state.scaler, cached, (), wgrad_dtype, full)
     return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, *how)
 
 
@@ -256,6 +257,7 @@ def differentiate(
     cached: list[QuantizedKernel | None] | None = None,
     inputs: tuple[Array, ...] = (),
     wgrad_dtype: DTypeLike = jnp.float32,
+    like: nnx.State | None = None,
 ) -> Gradients:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
@@ -267,10 +269,11 @@ def differentiate(
         cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
         inputs: other arrays to differentiate by.
         wgrad_dtype: of kernels' gradients, which are cast to fp32 behind the sum over devices.
+        like: Variables in whose axes the gradients come. None: the parameters.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
-    names = dict(nnx.to_flat_state(params))
+    names = dict(nnx.to_flat_state(params if like is None else like))
     grad_sinks = _grad_sinks(nnx.merge(graphdef, params, quantizers, rest), params, wgrad_dtype)
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
@@ -288,13 +291,17 @@ def differentiate(
     (grads, sink_grads, quantizers, input_grads), (loss, rest, weight, aux) = differentiated(
         plain, grad_sinks, with_max_gradients(quantizers), inputs
     )
-    total = dict(nnx.to_flat_state(_wide(grads)))
-    for path, grad in sink_grads.items():
-        if grad is not None:
-            # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
-            grad = grad.astype(jnp.float32)
-            total[path] = total[path].replace(total[path] + grad) if path in total else names[path].replace(grad)
-    grads = as_created(nnx.from_flat_state(total.items()))
+
+    def placed(found: Iterable[tuple[Any, Array]]) -> dict[Any, Any]:
+        # Before the cast: between an all-reduce and a slice of it a cast would keep XLA from a reduce-scatter.
+        state = as_created(nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in found]))
+        return dict(nnx.to_flat_state(_wide(state)))
+
+    total = placed((path, grad.get_value()) for path, grad in nnx.to_flat_state(grads))
+    for path, grad in placed((path, grad) for path, grad in sink_grads.items() if grad is not None).items():
+        # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
+        total[path] = grad.replace(total[path] + grad) if path in total else grad
+    grads = nnx.from_flat_state(total.items())
     return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads)
 
 

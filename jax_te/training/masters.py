@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
+from jax_te.sharding.internal import replica_axes
 from jax_te.typing import PyTree
 
 
@@ -30,12 +31,13 @@ def rounded(params: nnx.State) -> nnx.State:
     return jax.lax.optimization_barrier(params) if traced else params
 
 
-def masters_of(params: nnx.State, stored: nnx.State | None = None) -> nnx.State:
+def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distributed: bool = False) -> nnx.State:
     """Return fp32 copies of half-precision and quantized parameters, without the others.
 
     Args:
         params: in their own dtypes.
         stored: the same parameters as the model stores them, some of them quantized. None: ``params``.
+        distributed: of all parameters that replicas can split, and in their logical axes for that.
 
     >>> state = nnx.State({"a": nnx.Param(jnp.ones(2, jnp.bfloat16)), "b": nnx.Param(jnp.ones(2))})
     >>> list(masters_of(state))
@@ -46,9 +48,27 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None) -> nnx.State:
     less = [
         (path, variable)
         for path, variable in nnx.to_flat_state(params)
-        if variable.dtype in (jnp.bfloat16, jnp.float16) or isinstance(forms[path].get_value(), QuantizedKernel)
+        if variable.dtype in (jnp.bfloat16, jnp.float16)
+        or isinstance(forms[path].get_value(), QuantizedKernel)
+        or (distributed and _split_axes(variable) != _axes(variable))
     ]
+    if distributed:
+        less = [(path, variable.replace(logical_axes=_split_axes(variable))) for path, variable in less]
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(less))
+
+
+def like_full_precision(grads: nnx.State, params: nnx.State, masters: nnx.State) -> nnx.State:
+    """Return gradients of parameters as the optimizer takes them: in the axes of `full_precision`."""
+    full = dict(nnx.to_flat_state(full_precision(params, masters)))
+    return nnx.from_flat_state([(path, full[path].replace(g.get_value())) for path, g in nnx.to_flat_state(grads)])
+
+
+def _axes(variable: nnx.Variable) -> Any:
+    return variable.get_metadata().get("logical_axes")
+
+
+def _split_axes(variable: nnx.Variable) -> Any:
+    return replica_axes(_axes(variable))
 
 
 def updated(

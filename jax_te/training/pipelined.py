@@ -17,6 +17,7 @@ from jax_te.quantize import merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, use_rules
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
+from jax_te.training.masters import like_full_precision
 from jax_te.training.stage import Stage, Sums
 from jax_te.training.stage_model import Program, StageModel, as_state, depends
 from jax_te.training.state import TrainState
@@ -81,7 +82,8 @@ def pipelined_gradients(
         state.params, state.quantizers, batches, key
     )
     loss, grads, quantizers = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return Gradients(loss, as_created(as_state(grads)), as_state(quantizers), state.rest)
+    grads = like_full_precision(as_state(grads), state.params, state.masters)
+    return Gradients(loss, as_created(grads), as_state(quantizers), state.rest)
 
 
 def _manual_axes() -> set[str]:

@@ -84,15 +84,14 @@ def create_train_state(
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
     fp8_param: bool = False,
+    distributed_optimizer: bool = False,
 ) -> TrainState:
     """Return the state of a run at step 0.
 
     With a mesh, one compiled function creates parameters, masters and optimizer state in the sharding of each Param's
     ``logical_axes``, or of Flax's own names (``nnx.with_partitioning``) by Flax's rules: no device ever holds a whole
     sharded parameter that a function built. Everything else is replicated; matrices that no rule splits are logged once
-    if the mesh could split them. Values do not depend on the mesh.
-
-    Call it under ``autocast(recipe)`` if the recipe has state.
+    if the mesh could split them. Values do not depend on the mesh. Under a recipe with state call it there, too.
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
@@ -103,9 +102,14 @@ def create_train_state(
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
         fp8_param: store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do ``fp8_param``
             and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own `ModuleRecipe`
-            says so. Create the state, and call the step, under the recipe. Kernels are
-            quantized from their fp32 values: with fp32 parameters a step gives the same bits as without ``fp8_param``,
-            with bf16 ones it leaves out a rounding to bf16.
+            says so. Create the state, and call the step, under the recipe. Kernels are quantized from their fp32
+            values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a rounding.
+        distributed_optimizer: split masters and optimizer state over the mesh's data axis, too, whose devices hold the
+            same parameters (ZeRO-1 and 2): they reduce-scatter gradients, and all-gather the new parameters once a
+            step, in the parameters' dtype. fp32 kernels and embeddings get masters for that. Without a data axis
+            there is nothing to split.
+
+    Source of ``distributed_optimizer``: Rajbhandari et al. 2020; ``--use-distributed-optimizer`` of Megatron-LM.
 
     Raises:
         TypeError: for a key that is not typed, or anything but a model or a function.
@@ -118,7 +122,7 @@ def create_train_state(
     """
     _check_key(key)
     mesh = _mesh(mesh)
-    build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer)
     if mesh is None:
         # Not as one program: XLA compiles the draws of each layer anew, for as long as the layers' own step.
         before = set[int]().union(*map(_buffers, jax.live_arrays()))
@@ -204,6 +208,7 @@ def abstract_train_state(
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
     fp8_param: bool = False,
+    distributed_optimizer: bool = False,
 ) -> TrainState:
     """Return `create_train_state`'s result as ``jax.ShapeDtypeStruct`` with shardings, for restoring into.
 
@@ -211,7 +216,7 @@ def abstract_train_state(
 
     Args:
         key: only its kind matters. None: the default kind.
-        model_or_fn, tx, scaler, mesh, fp8_param: as for `create_train_state`.
+        model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: as for `create_train_state`.
 
     >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))
     >>> state.params["kernel"].shape
@@ -220,7 +225,7 @@ def abstract_train_state(
     key = jax.random.key(0) if key is None else key
     _check_key(key)
     mesh = _mesh(mesh)
-    build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param)
+    build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer)
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
@@ -239,6 +244,7 @@ def _builder(
     scaler: LossScale | None,
     mesh: Mesh | None,
     fp8_param: bool,
+    distributed: bool,
 ) -> tuple[Callable[[Array, PyTree], TrainState], PyTree]:
     """``build(key, variables) -> TrainState``, to be traced, and the variables to call it with."""
     is_model = isinstance(model_or_fn, nnx.Module)
@@ -264,7 +270,7 @@ def _builder(
         store_quantized(model, fp8_param)
         definition, params, quantizers, rest = split_model(model)
         # Masters of the values before quantization, which loses them.
-        masters = masters_of(exact, params)
+        masters = masters_of(exact, params, distributed=distributed)
         # optax relies on implicit promotion; a caller may have set "strict".
         with jax.numpy_dtype_promotion("standard"):
             opt_state = tx.init(full_precision(params, masters))

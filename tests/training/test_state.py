@@ -9,11 +9,12 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import Linear
 from jax_te.megatron import recipe_from_config
 from jax_te.models import GPTModel
-from jax_te.recipe import autocast
+from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import ConstantLossScale, Optimizer, abstract_train_state, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
@@ -195,3 +196,67 @@ def test_arrays_on_several_devices_that_a_model_takes_from_outside_are_not_donat
     state, _ = step(state, jnp.ones((2, 8)))
     assert table.sum() == 64.0
     assert state.params["one"].get_value().sharding.is_equivalent_to(table.sharding, 2)
+
+
+def run_distributed(distributed, mode="auto", dtype=jnp.bfloat16, mesh="data=2,fsdp=2,tensor=2"):
+    """Parameters, masters, optimizer state and losses of three steps."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=2, ffn_hidden_size=64, params_dtype=dtype, hidden_dropout=0.0
+    )
+    losses: list[float] = []
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh), axis_type=mode)), autocast(DelayedScaling()):
+        state = create_train_state(
+            lambda rngs: GPTModel(config, vocab_size=48, max_sequence_length=16, rngs=rngs),
+            TX,
+            key=jax.random.key(0),
+            distributed_optimizer=distributed,
+        )
+        step = make_train_step(lambda model, rows, key: model.loss(rows[:, :-1], rows[:, 1:]), TX, microbatches=2)
+        for i in range(3):
+            state, metrics = step(state, jax.random.randint(jax.random.key(i), (8, 17), 0, 48))
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,fsdp=2,tensor=2", "pipeline=2,data=2"])
+def test_replicas_split_masters_and_optimizer_state(mode, dtype, mesh):
+    """The run is the same to the bit, but for a pipeline's sums of gradients, which are split before they are added."""
+    whole, losses = run_distributed(False, mode, dtype, mesh)
+    state, found = run_distributed(True, mode, dtype, mesh)
+
+    def of_data(tree):
+        flat = nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
+        return {"/".join(map(str, path)) for path, leaf in flat if "data" in str(leaf.get_value().sharding.spec)}
+
+    assert not of_data(state.params)
+    split = of_data(state.masters)
+    assert {path.split("/")[-1] for path in split} == {"embedding", "kernel", "wi_kernel", "wo_kernel"}
+    adam = state.opt_state[1][0]
+    assert of_data(adam.mu) == of_data(adam.nu) == split
+    np.testing.assert_allclose(found, losses, rtol=1e-5 if "pipeline" in mesh else 0)
+    if "pipeline" not in mesh:
+        for one, other in zip(jax.tree.leaves(whole.params), jax.tree.leaves(state.params), strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_nothing_to_split_without_a_data_axis():
+    state = create_train_state(half_toy, TX, key=jax.random.key(0), distributed_optimizer=True)
+    assert_same(state.params, create_train_state(half_toy, TX, key=jax.random.key(0)).params)
+    step = make_train_step(loss_fn, TX)
+    assert np.isfinite(float(step(state, make_batch(0))[1]["loss"]))
+
+
+def test_a_checkpoint_of_replicas_restores_whole_and_split(tmp_path):
+    state, _ = run_distributed(True)
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, None, 3)
+        for distributed in (False, True):
+            wanted, _ = run_distributed(distributed)
+            restored, _, _ = checkpointer.restore(wanted)
+            for one, other in zip(jax.tree.leaves(restored.masters), jax.tree.leaves(state.masters), strict=True):
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+            for leaf, like in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
+                assert leaf.sharding == like.sharding
