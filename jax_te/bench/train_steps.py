@@ -66,6 +66,7 @@ class Sizes:
         batch, sequence: sizes of a step's tokens.
         microbatches: of a step.
         mesh: that it runs on, or None.
+        distributed_optimizer: replicas split masters and optimizer state.
     """
 
     config: TransformerConfig
@@ -74,6 +75,7 @@ class Sizes:
     sequence: int
     microbatches: int = 1
     mesh: Mesh | None = None
+    distributed_optimizer: bool = False
 
 
 def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: str | None) -> list[Row]:
@@ -111,12 +113,14 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
 def created(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
     """Return the state at step 0 that a variant's train step takes: AdamW, fp32 masters."""
     with variant.context(backend, sizes.mesh):
-        return create_train_state(variant.build, _TX, key=jax.random.key(0))
+        split = sizes.distributed_optimizer
+        return create_train_state(variant.build, _TX, key=jax.random.key(0), distributed_optimizer=split)
 
 
 def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes, backend: BackendName) -> CompiledStep:
     with variant.context(backend, sizes.mesh):
-        abstract = abstract_train_state(variant.build, _TX)  # shapes only: compiling needs no arrays
+        # Shapes only: compiling needs no arrays.
+        abstract = abstract_train_state(variant.build, _TX, distributed_optimizer=sizes.distributed_optimizer)
     options: dict[str, Any] = {"microbatches": sizes.microbatches, "pipeline": variant.pipeline}
     options |= {"wgrad_dtype": variant.wgrad_dtype}
     step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX, **options)

@@ -55,6 +55,7 @@ MODEL_DEFAULTS = {
     "loss_chunks": 1,
     "batch_parts": [1],
     "wgrad_dtype": ["float32"],
+    "distributed_optimizer": False,
     "peer": None,
     "batch": None,
     "pipeline": ["1f1b"],
@@ -133,6 +134,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
     peer = "beside a GPT of te.jax's own layers, or Megatron-Core's in a process of its own (peak_gib is what torch "
     peer += "allocated); the first row (default: none)"
+    add("--distributed-optimizer", action="store_true", help="data devices of --mesh split masters and optimizer state")
     add("--peer", choices=("te", "megatron"), help=peer)
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
     schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
@@ -325,6 +327,7 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
         sequence=config.seq_len,
         microbatches=config.microbatches,
         mesh=None if parallel is None else make_mesh(parallel),
+        distributed_optimizer=args.distributed_optimizer,
     )
     if args.checkpoints is not None:
         state = created(variants[0], sizes, settings.backend)

@@ -119,6 +119,19 @@ def test_train_steps_on_a_mesh(capsys, states):
     assert len(states[0].step.sharding.device_set) == 4
 
 
+def test_forms_of_a_train_step_on_replicas(capsys, states):
+    ways = ["--batch-parts", "2", "--wgrad-dtype", "float32", "bfloat16", "--distributed-optimizer"]
+    status, found, _ = model_rows(
+        capsys, "--mesh", "data=2", "--layers", "1", *ways, "--batch", "4", "--recipes", "none"
+    )
+    assert status == 0
+    one = "none, unrolled, recompute none, 2 parts"
+    assert [row["name"] for row in found] == [one, f"{one}, gradients bfloat16"]
+    assert all("error" not in row for row in found)
+    (state,) = states
+    assert "data" in state.masters["embedding"]["embedding"].get_value().sharding.spec
+
+
 def test_checkpoints(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
     status, found, _ = model_rows(capsys, "--recipes", "delayed", "--checkpoints", str(folder), "--calls", "10")
