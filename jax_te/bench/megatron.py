@@ -43,7 +43,8 @@ class MegatronProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             first = self._answer()
-        except RuntimeError:
+        except BaseException:  # also while it imports: nothing else knows of it yet
+            self._process.kill()
             self.close()
             raise
         self.missing: dict[str, str] = first["missing"]

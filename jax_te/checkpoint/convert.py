@@ -148,6 +148,11 @@ class Forms:
             groups.setdefault(name[0], Counter()).update(each.used())
         sizes = {name: prod(shape) for name, (_, shape) in self._saved.items()}
         held = {name for group in groups.values() for name, count in group.items() if count >= sizes[name]}
+        # Masters in the parameters' own dtype are copies of them, which a distributed optimizer splits.
+        for name in list(held):
+            master = MASTERS + name.removeprefix(PARAMETERS)
+            if name.startswith(f"{PARAMETERS}/") and self._saved.get(master) == self._saved[name]:
+                held.add(master)
         return [name for name in self._saved if name not in held and not _is_derived(name, held)]
 
     def _of_shape(self, name: Name, shape: tuple[int, ...]) -> Made | None:

@@ -57,19 +57,22 @@ def host_copies(leaves: list[Any]) -> list[Any]:
                 sources.append(one)
                 places.append(place)
                 numbers.append(number)
-    size = sum(one.nbytes for one in sources)
+    size, most = sum(one.nbytes for one in sources), _Memory.most
     more = _Memory.change(size)
+    made: Any = []
     try:
         # One call, because each costs as much as starting a program. A state that is in this memory is copied, too.
-        made: Any = jax.device_put(sources, places, may_alias=False)
+        made = jax.device_put(sources, places, may_alias=False)
+        copies: list[Any] = [None if isinstance(leaf, jax.Array) else leaf.copy() for leaf in leaves]
         if more:
             # XLA may notice late that it has too little memory of this kind, and then the state would be gone.
             jax.block_until_ready(made)
-    except jax.errors.JaxRuntimeError:
+    except BaseException as error:
+        for copy in made:
+            copy.delete()
         _Memory.change(-size)
-        _Memory.most = 0
+        _Memory.most = 0 if isinstance(error, jax.errors.JaxRuntimeError) else most
         raise
-    copies: list[Any] = [None if isinstance(leaf, jax.Array) else leaf.copy() for leaf in leaves]
     for number, copy in zip(numbers, made, strict=True):
         leaf = leaves[number]
         is_key = _is_key(leaf.dtype)

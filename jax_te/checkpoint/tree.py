@@ -64,9 +64,9 @@ def array_leaves(tree: PyTree) -> list[Any]:
     [array([0.]), array([1., 1.])]
     """
     leaves = jax.tree.leaves(tree)
-    if not all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves):
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
         for name, leaf in named_leaves(tree).items():
-            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(
                     f"{'/'.join(name)} is no array but {type(leaf).__name__}: give the state its jnp.asarray, or store "
                     "it in data_state"

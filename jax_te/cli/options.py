@@ -283,9 +283,7 @@ class PrecisionOptions:
     stochastic_rounding: bool | None = _field(("nvfp4",), FLAG, "nvfp4: of gradients")
     square_blocks: bool | None = _field(("nvfp4",), FLAG, "nvfp4: kernels have 16 x 16 blocks, not 1 x 16")
     fp8_accumulation: str | None = _field(_SCALED_ONCE, ("fast", "precise"), "delayed, current: sums on Hopper")
-    override_linear_precision: str | None = _field(
-        _QUANTIZED, *_some("GEMMS", GEMMS, "GEMMs in high precision"), shown="none of them"
-    )
+    override_linear_precision: str | None = _field(_QUANTIZED, *_some("GEMMS", GEMMS, "in bf16"), shown="none")
     fp8_param: bool = option(FLAG, "hold kernels quantized, with fp32 masters", False)
     bf16_layers_start: int = option(COUNT, "first layers not to quantize", 0, library=("num_layers_at_start_in_bf16",))
     bf16_layers_end: int = option(COUNT, "last layers not to quantize", 0, library=("num_layers_at_end_in_bf16",))

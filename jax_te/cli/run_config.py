@@ -126,6 +126,7 @@ class RunConfig(RunOptions):
             "cp_comm_type": ("context", mesh.context, "--cp-comm-type p2p"),
             "sequence_parallel": ("tensor", mesh.tensor, "--no-sequence-parallel"),
             "pipeline": ("pipeline", mesh.pipeline, "--pipeline 1f1b"),
+            "distributed_optimizer": ("data", mesh.data, "--no-distributed-optimizer"),
         }
         for name, (axis, size, remedy) in ranks.items():
             if size == 1 and (given := getattr(self, name)) not in (False, "p2p", "1f1b"):
@@ -163,8 +164,9 @@ class RunConfig(RunOptions):
             size = f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads} ="
             yield size, head, 2, "2, as --position-embedding rope needs it"
         yield "--batch-size", self.batch_size, parts, f"--microbatches {parts}"
-        spread = f"--microbatches {parts} times data*fsdp = {ranks} of --mesh {self.mesh}"
+        turns, spread = self.batch_parts, f"--microbatches {parts} times data*fsdp = {ranks} of --mesh {self.mesh}"
         yield "--batch-size", self.batch_size, parts * ranks, spread
+        yield "--batch-size", self.batch_size, parts * ranks * turns, f"{spread} times --batch-parts {turns}"
         # One axis of a kernel is split over all of these.
         kernels = "tensor*fsdp*pipeline", mesh.tensor * mesh.fsdp * mesh.pipeline
         axes = {"num_query_groups": ("tensor", mesh.tensor), "ffn_hidden_size": kernels, "hidden_size": kernels}

@@ -69,14 +69,14 @@ def join_batch(parts: tuple[Array, ...]) -> Array:
 
 
 def split_arguments(arrays: dict[str, Any], batch: int, parts: int) -> tuple[dict[str, Any], ...]:
-    """Return the arguments of a layer for each part of a batch of ``batch`` rows.
+    """Return the arguments of a layer for each part of a batch of ``batch`` rows; flags are those of all parts.
 
     Raises:
-        ValueError: for arguments other than those of `TransformerLayer`, which may or may not begin with the batch.
+        ValueError: for arrays other than those of `TransformerLayer`, which may or may not begin with the batch.
     """
     if parts == 1:
         return (arrays,)
-    unknown = sorted(name for name, value in arrays.items() if value is not None and name not in _RANKS)
+    unknown = sorted(name for name, value in arrays.items() if name not in _RANKS and not _is_flag(value))
     if unknown:
         raise ValueError(
             f"batch_parts={parts} cannot split {', '.join(unknown)}; known are {', '.join(sorted(_RANKS))}"
@@ -88,8 +88,16 @@ def split_arguments(arrays: dict[str, Any], batch: int, parts: int) -> tuple[dic
 
     found: list[dict[str, Any]] = [{} for _ in range(parts)]
     for name, value in arrays.items():
+        if _is_flag(value):
+            for own in found:
+                own[name] = value
+            continue
         leaves, treedef = jax.tree.flatten(value)
         columns = [split(name, leaf) for leaf in leaves]
         for part, own in enumerate(found):
             own[name] = jax.tree.unflatten(treedef, [column[part] for column in columns])
     return tuple(found)
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool | str)

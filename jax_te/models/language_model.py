@@ -74,8 +74,8 @@ class OutputHead(Linear):
         if size % multiple:
             raise ValueError(
                 f"vocab_size {size} is no multiple of {multiple}, as it must be for fp8_output_proj=True under recipe "
-                f"{recipe.name!r}; build the model with vocab_size={size + -size % multiple}, whose last rows no token "
-                "has, or leave fp8_output_proj out of its config"
+                f"{recipe.name!r}; leave fp8_output_proj out of its config, or build a new model with "
+                f"vocab_size={size + -size % multiple}, whose last logits stand for no token"
             )
         return super()._dense(x, weights)
 
@@ -184,7 +184,8 @@ class LanguageModel(nnx.Module):
     def given_kernels(self) -> list[tuple[Linear, str, Array]]:
         """Return the layers that calls give a kernel of the model's, its name there and its value."""
         head = self.output_layer if self.config.fp8_output_proj else None
-        return [] if head is None or head.kernel is not None else [(head, "kernel", self._head_kernel())]
+        base = getattr(head, "base", head)  # of a LoRA
+        return [] if base is None or base.kernel is not None else [(base, "kernel", self._head_kernel())]
 
     def _head(self, x: Array) -> Array:
         """Return the logits ``[b, s, v]`` of hidden states ``[b, s, h]``."""
@@ -197,8 +198,9 @@ class LanguageModel(nnx.Module):
     def _logits(self, x: Array) -> Array:
         bias = None if self.output_bias is None else self.output_bias[...]
         if self.config.fp8_output_proj:
-            head = self.output_layer
-            return head(x, self._head_kernel() if head.kernel is None else None, bias)
+            head: Any = self.output_layer
+            own = getattr(head, "base", head).kernel is not None
+            return head(x, None if own else self._head_kernel(), bias)
         # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
         axes = LinearOptions(self._axes, ("fsdp", "vocab"), ("batch", "sequence", "vocab"))
         # TE's GEMM would read a transposed copy of a tied table and write its gradient transposed, which the

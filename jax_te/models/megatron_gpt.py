@@ -172,7 +172,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     layers = property(lambda self: self.decoder.layers)
     final_norm = property(lambda self: self.decoder.final_layernorm)
     position_embedding = property(lambda self: self.embedding.position_embeddings)
-    output_kernel = property(lambda self: self.output_layer.kernel)
+    output_kernel = property(lambda self: getattr(self.output_layer, "base", self.output_layer).kernel)
     _is_whole = property(lambda self: self.pre_process and self.post_process)
 
     def _decode(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> Array:

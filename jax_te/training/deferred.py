@@ -112,7 +112,8 @@ def deferred_vjp(
     # A state that is used several times has several next values, whose maximum counts, not their sum.
     states = with_max_gradients(quantizers)
     jax.eval_shape(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())), plain, states, *inputs)
-    sinks, gemms = {}, []
+    sinks: dict[Any, Any] = {}
+    gemms, stored = [], dict(nnx.to_flat_state(kept))
     for path, value in values.items():
         spec, operands, calls = probes[path].seen
         # After two calls JAX would add up the operands of two GEMMs; without a spec nothing differentiates the kernel.
@@ -121,11 +122,15 @@ def deferred_vjp(
             dtype = wgrad_dtype or (jnp.float32 if spec.stored_quantized else spec.wgrad_dtype)
             sinks[path] = deferred_sink(spec, operands, lead)
             gemms.append((path, replace(spec, wgrad_dtype=dtype), lead))
+        elif calls and path in stored:
+            # It has no gradient of its own: without a sink none would come.
+            sinks[path] = jnp.zeros(value.shape, wgrad_dtype or jnp.float32)
 
+    waiting = {path for path, *_ in gemms}
     flat = nnx.to_flat_state(plain)
-    plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in sinks])
+    plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in waiting])
     # Constants of the first half, whose gradients of them would be arrays of zeros.
-    kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in sinks]))
+    kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting]))
     y, vjp, *aux = jax.vjp(run, sinks, plain, states, *inputs, has_aux=has_aux)
     return (y, Partial(_First(tuple(gemms)), vjp), *aux)
 
@@ -138,8 +143,9 @@ class _First:
 
     def __call__(self, vjp: Any, dy: PyTree) -> FirstHalf:
         sinks, params, quantizers, *inputs = vjp(dy)
-        later = Partial(_Second(self.gemms), sinks)
-        return FirstHalf(tuple(inputs), params, as_float32(quantizers), later)
+        later = Partial(_Second(self.gemms), {path: sinks.pop(path) for path, *_ in self.gemms})
+        at_once = nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in sinks.items()])
+        return FirstHalf(tuple(inputs), nnx.merge_state(params, at_once), as_float32(quantizers), later)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding.internal import replica_axes
+from jax_te.sharding import current_mesh, logical_to_spec
+from jax_te.sharding.internal import axis_ranks, replica_axes
 from jax_te.typing import PyTree
 
 
@@ -37,7 +38,10 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
     Args:
         params: in their own dtypes.
         stored: the same parameters as the model stores them, some of them quantized. None: ``params``.
-        distributed: of all parameters that replicas can split, and in their logical axes for that.
+        distributed: of all parameters that replicas can split on the mesh in use, and in their logical axes for that.
+
+    Raises:
+        ValueError: if replicas can split none of them.
 
     >>> state = nnx.State({"a": nnx.Param(jnp.ones(2, jnp.bfloat16)), "b": nnx.Param(jnp.ones(2))})
     >>> list(masters_of(state))
@@ -50,10 +54,17 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
         for path, variable in nnx.to_flat_state(params)
         if variable.dtype in (jnp.bfloat16, jnp.float16)
         or isinstance(forms[path].get_value(), QuantizedKernel)
-        or (distributed and _split_axes(variable) != _axes(variable))
+        or (distributed and _is_split(variable))
     ]
     if distributed:
-        less = [(path, variable.replace(logical_axes=_split_axes(variable))) for path, variable in less]
+        split = [(path, v.replace(logical_axes=replica_axes(_axes(v))) if _is_split(v) else v) for path, v in less]
+        if axis_ranks("replicas") > 1 and not any(map(_is_split, (variable for _, variable in less))):
+            raise ValueError(
+                "distributed_optimizer=True splits parameters whose logical_axes name 'fsdp', and the model has none: "
+                "leave it False, or give nnx.Param logical_axes (layers of Flax: their own axis names, which place "
+                "optimizer state as parameters)"
+            )
+        less = split
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(less))
 
 
@@ -67,8 +78,11 @@ def _axes(variable: nnx.Variable) -> Any:
     return variable.get_metadata().get("logical_axes")
 
 
-def _split_axes(variable: nnx.Variable) -> Any:
-    return replica_axes(_axes(variable))
+def _is_split(variable: nnx.Variable) -> bool:
+    mesh, axes = current_mesh(), _axes(variable)
+    if mesh is None or axes is None:
+        return False
+    return logical_to_spec(replica_axes(axes), mesh) != logical_to_spec(axes, mesh)
 
 
 def updated(

@@ -15,11 +15,12 @@ from jax_te.typing import PyTree
 def muon_dimension_numbers(params: PyTree) -> PyTree:
     """Return which axes of each kernel are a matrix's, and None for parameters that stay with Adam.
 
-    It is the argument ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``, which without it takes all arrays of
-    two axes, embeddings among them, and no fused kernel. Here a kernel is a parameter with two or more axes whose name
-    ends in "kernel", but for ``output_kernel``, the output head. Its first axis is what the GEMM sums over, its last
-    the output. The axes between them count matrices of their own: query, key and value in ``[h, r + 2, g·d]``, gate
-    and up in ``[h, n_act, f]``. Norms, biases, embeddings, heads and adapters of `jax_te.layers.LoRA` stay with Adam.
+    It is the argument ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``, which without it takes all
+    arrays of two axes, embeddings among them, and no fused kernel. Here a kernel is a parameter with two or more
+    axes whose name ends in "kernel", but for the output head's, ``output_kernel`` or inside of ``output_layer``.
+    Its first axis is what the GEMM sums over, its last the output. The axes between them count matrices of their
+    own: query, key and value in ``[h, r + 2, g·d]``, gate and up in ``[h, n_act, f]``. Norms, biases, embeddings,
+    heads and adapters of `jax_te.layers.LoRA` stay with Adam.
 
     Args:
         params: nested dictionaries, or a state of Variables as `make_train_step` gives it to the optimizer. Of layers
@@ -43,7 +44,8 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
         # Inside of Muon the parameters that are Adam's have no value, hence the 0.
         count = getattr(value, "ndim", 0)
         own = count if axes is None else min(count, len(axes))
-        kernel = bool(names) and names[-1].endswith("kernel") and names[-1] != "output_kernel" and own > 1
+        head = {"output_kernel", "output_layer"} & {*names}
+        kernel = bool(names) and names[-1].endswith("kernel") and not head and own > 1
         numbers = MuonDimensionNumbers(-own, -1) if kernel else None
         return numbers if variable is None else variable.replace(numbers)
 

@@ -126,6 +126,11 @@ def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: 
     with use_rules(stage_rules()):
         jax.eval_shape(look, state.params, state.quantizers, batch, key)
         _check_around(loss_fn, state, batch, key, found[0])
+    if config.schedule == "zero_bubble" and (parts := found[0].static.get("batch_parts", 1)) > 1:
+        raise ValueError(
+            f"zero_bubble defers the gradients of layers that are called once, and batch_parts={parts} calls each once "
+            "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
+        )
     return found
 
 

@@ -104,10 +104,9 @@ def create_train_state(
             and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own `ModuleRecipe`
             says so. Create the state, and call the step, under the recipe. Kernels are quantized from their fp32
             values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a rounding.
-        distributed_optimizer: split masters and optimizer state over the mesh's data axis, too, whose devices hold the
-            same parameters (ZeRO-1 and 2): they reduce-scatter gradients, and all-gather the new parameters once a
-            step, in the parameters' dtype. fp32 kernels and embeddings get masters for that. Without a data axis
-            there is nothing to split.
+        distributed_optimizer: split masters and optimizer state of parameters with ``logical_axes`` over the mesh's
+            data axis, too, whose devices hold the same parameters (ZeRO-1 and 2): they reduce-scatter gradients, and
+            all-gather the new parameters once a step, in the parameters' dtype. fp32 kernels get masters for that.
 
     Source of ``distributed_optimizer``: Rajbhandari et al. 2020; ``--use-distributed-optimizer`` of Megatron-LM.
 

@@ -61,8 +61,9 @@ def make_train_step(
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
             of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
             same.
-        wgrad_dtype: of the gradients of kernels, which devices add up in it; fp32 or bf16. bf16 moves half of the bytes
-            and rounds each microbatch's gradient; microbatches are added up in fp32 either way.
+        wgrad_dtype: of the gradients of layers' kernels, which devices add up in it; fp32 or bf16. bf16 moves half of
+            the bytes and rounds each microbatch's gradient; microbatches are added up in fp32 either way. Gradients of
+            other parameters, a model's own head among them, have the parameter's dtype.
         pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:

@@ -9,11 +9,13 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.config import TransformerConfig
+from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import TransformerLayer
 from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, T5Model, run_layers
 from jax_te.models.batch_parts import join_batch, split_batch
+from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
+from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step
 from tests.support.meshes import MODES, use_mesh
 
@@ -161,3 +163,27 @@ def test_what_does_not_divide_is_refused():
     distributed = config(**full, distribute_saved_activations=True, tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match="distribute_saved_activations"):
         run_layers(layers, x, [None], batch_parts=2, recompute=distributed)
+
+
+def test_flags_are_those_of_all_parts():
+    layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, rngs=nnx.Rngs(0))]
+    x = jax.random.normal(jax.random.key(1), (4, S, 32))
+    flags = {"checkpoint_core_attention": True, "attention_mask": None}
+    assert_close(run_layers(layers, x, [None]), run_layers(layers, x, [None], batch_parts=2, **flags))
+
+
+def test_zero_bubble_is_refused():
+    """It would defer nothing: each layer is called once for each part."""
+    with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):
+        state = create_train_state(
+            lambda rngs: gpt(Execution(batch_parts=2), rngs), optax.sgd(1.0), key=jax.random.key(0)
+        )
+        pipeline = PipelineConfig.parse("zero_bubble")
+        step = make_train_step(
+            lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]),
+            optax.sgd(1.0),
+            microbatches=2,
+            pipeline=pipeline,
+        )
+        with pytest.raises(ValueError, match=r"1f1b.*batch_parts=1"):
+            step(state, TOKENS)

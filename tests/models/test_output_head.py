@@ -15,13 +15,20 @@ from flax import nnx
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.layers import quantizable_modules
+from jax_te.layers import LoRA, quantizable_modules
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, Multipliers, T5Model, generate
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, recipe_from_name
 from jax_te.sharding import constrain, make_mesh
-from jax_te.training import change_recipe, create_train_state, inspect_precision, make_train_step, sensitivity
+from jax_te.training import (
+    change_recipe,
+    create_train_state,
+    inspect_precision,
+    make_train_step,
+    muon_dimension_numbers,
+    sensitivity,
+)
 from tests.support import oracles
 from tests.support.meshes import shard
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
@@ -315,7 +322,7 @@ def test_sensitivity_and_generation_see_the_head() -> None:
 def test_what_is_refused_says_what_to_change() -> None:
     with autocast(CURRENT):
         model = build(vocab_size=50)
-        with pytest.raises(ValueError, match=r"vocab_size 50 is no multiple of 16.*vocab_size=64, whose last rows"):
+        with pytest.raises(ValueError, match=r"vocab_size 50 is no multiple of 16.*vocab_size=64, whose last logits"):
             nnx.eval_shape(model, TOKENS)
     assert nnx.eval_shape(model, TOKENS).shape == (B, S, 50)
     with autocast(recipe_from_name("mxfp8")), pytest.raises(ValueError, match="no multiple of 32"):
@@ -323,3 +330,24 @@ def test_what_is_refused_says_what_to_change() -> None:
     for kind in ("gpt", "bert"):
         with pytest.raises(ValueError, match=r"loss_chunks=2 .* fp8_output_proj=True.*Execution\(loss_chunks=1\)"):
             build(kind, execution=Execution(loss_chunks=2))
+
+
+@pytest.mark.parametrize("kind", ["gpt, tied", "gpt", "megatron"])
+def test_adapters_on_the_head_train(kind: str) -> None:
+    def adapted(rngs: nnx.Rngs) -> Any:
+        model = build(kind, rngs=rngs)
+        model.output_layer = LoRA(model.output_layer, 4, rngs=rngs)
+        return model
+
+    with autocast(DELAYED):
+        state = create_train_state(adapted, TX, key=jax.random.key(0))
+        before = np.asarray(state.params["output_layer"]["lora_b"][...])
+        state, _ = make_train_step(loss_fn, TX, microbatches=2)(state, np.asarray(TOKENS))
+    assert not np.array_equal(before, state.params["output_layer"]["lora_b"][...])
+
+
+def test_muon_leaves_every_head_to_adam() -> None:
+    for kind in ("gpt", "megatron"):
+        numbers = muon_dimension_numbers(nnx.state(build(kind), nnx.Param))
+        of_head = [each for path, each in nnx.to_flat_state(numbers) if {"output_kernel", "output_layer"} & {*path}]
+        assert [variable.get_value() for variable in of_head] == [None]

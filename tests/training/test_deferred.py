@@ -21,6 +21,7 @@ from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, autocast
 from jax_te.remat import remat
 from jax_te.training import FirstHalf, deferred_vjp, split_model
+from jax_te.training.gradients import vjp_of_model
 from tests.support.meshes import MODES, shard, use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
 
@@ -387,3 +388,15 @@ def test_pipeline_passes_input_gradients_first_and_computes_weight_gradients_aft
             assert_close(dx, wanted, TOLERANCE["bfloat16"])
         sums = [jax.tree.map(lambda *grads: sum(grads), *grads) for grads in expected]
         assert_near(totals, sums, TOLERANCE["bfloat16"])
+
+
+def test_a_quantized_kernel_that_is_used_twice_has_its_gradient_at_once():
+    with autocast(Float8CurrentScaling()):
+        layer = quantize_parameters(Linear(16, 16, rngs=nnx.Rngs(0)))
+        x = jax.random.normal(jax.random.key(1), (16, 16))
+        y, backward = deferred_vjp(lambda model, x: model(model(x)), layer, x)
+        half = backward(jnp.ones_like(y))
+        assert sorted(half.params) == ["bias", "kernel"]
+        _, plain = vjp_of_model(lambda model, x: model(model(x)), layer, x, jnp.float32)
+        np.testing.assert_array_equal(half.params["kernel"][...], plain(jnp.ones_like(y))[0]["kernel"][...])
+        assert not jax.tree.leaves(half.backward_dw())

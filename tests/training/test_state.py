@@ -249,14 +249,23 @@ def test_nothing_to_split_without_a_data_axis():
     assert np.isfinite(float(step(state, make_batch(0))[1]["loss"]))
 
 
-def test_a_checkpoint_of_replicas_restores_whole_and_split(tmp_path):
-    state, _ = run_distributed(True)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+def test_a_checkpoint_of_replicas_restores_whole_and_split(tmp_path, dtype):
+    """Of fp32 parameters masters are copies, which a state without a distributed optimizer lacks."""
+    state, _ = run_distributed(True, dtype=dtype)
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(state, None, 3)
         for distributed in (False, True):
-            wanted, _ = run_distributed(distributed)
+            wanted, _ = run_distributed(distributed, dtype=dtype)
             restored, _, _ = checkpointer.restore(wanted)
-            for one, other in zip(jax.tree.leaves(restored.masters), jax.tree.leaves(state.masters), strict=True):
+            for one, other in zip(jax.tree.leaves(restored.params), jax.tree.leaves(state.params), strict=True):
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
             for leaf, like in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
                 assert leaf.sharding == like.sharding
+
+
+def test_what_replicas_cannot_split_is_refused():
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2))), pytest.raises(ValueError, match="logical_axes name 'fsdp'"):
+        create_train_state(
+            lambda rngs: nnx.Linear(4, 4, rngs=rngs), TX, key=jax.random.key(0), distributed_optimizer=True
+        )

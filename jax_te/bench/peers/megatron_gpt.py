@@ -118,6 +118,8 @@ def main() -> int:
     # Megatron-Core and what it imports print to stdout, too: to them it is stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Else a compiler that torch has forked would keep the pipe open, and the parent not see that this one has ended.
+    os.register_at_fork(after_in_child=out.close)
 
     def answer(fields: dict[str, Any]) -> None:
         print(json.dumps(fields), file=out, flush=True)
@@ -145,4 +147,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # NCCL and CUDA may hang when they are unloaded
