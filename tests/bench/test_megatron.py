@@ -281,12 +281,20 @@ def test_a_package_that_ends_the_process(capsys, tmp_path):
     assert "--peer megatron: Megatron-Core's process ended with status 3" in refused(capsys)
 
 
-def test_a_process_that_does_not_end_is_killed(tmp_path, monkeypatch, processes):
+@pytest.mark.parametrize(
+    ("hangs", "status"),
+    [
+        ("import atexit; atexit.register(time.sleep, 60)", 0),
+        ("import sys; sys.stdin = type('Stuck', (), {'readline': lambda self: time.sleep(60)})()", -signal.SIGKILL),
+    ],
+    ids=["when it is unloaded", "in a step"],
+)
+def test_a_process_that_does_not_end_by_itself(tmp_path, monkeypatch, processes, hangs, status):
     with (tmp_path / "path" / "torch" / "__init__.py").open("a") as file:
-        file.write("\nimport atexit\natexit.register(time.sleep, 60)\n")
-    monkeypatch.setattr(megatron, "_PATIENCE_S", 0.5)
+        file.write(f"\n{hangs}\n")
+    monkeypatch.setattr(megatron, "_PATIENCE_S", 2.0)
     MegatronProcess().close()
-    assert processes[0].returncode == -signal.SIGKILL
+    assert processes[0].returncode == status
 
 
 def test_torch_without_a_gpu_and_another_device(capsys, monkeypatch):
