@@ -76,7 +76,7 @@ class MegatronProcess:
         """End the process, which gives its memory back."""
         try:
             self._process.communicate(timeout=_PATIENCE_S)  # closes stdin, with which it ends, and waits
-        except subprocess.TimeoutExpired:  # NCCL and CUDA may hang when they are unloaded
+        except subprocess.TimeoutExpired:  # a step that hangs does not see the end of stdin
             self._process.kill()
             self._process.communicate()
 

@@ -225,6 +225,8 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args.peer, args.model, alone=args.mesh is None and args.microbatches is None)
+    if "distributed_optimizer" in given and sizes.data == 1:
+        raise ValueError("--distributed-optimizer splits the state over data devices; give --mesh with data=N")
     if args.context_parallel is None and args.groups is not None:
         raise ValueError("--groups is of --context-parallel, which measures attention alone")
     if args.context_parallel is not None:

@@ -78,9 +78,8 @@ def split_arguments(arrays: dict[str, Any], batch: int, parts: int) -> tuple[dic
         return (arrays,)
     unknown = sorted(name for name, value in arrays.items() if name not in _RANKS and not _is_flag(value))
     if unknown:
-        raise ValueError(
-            f"batch_parts={parts} cannot split {', '.join(unknown)}; known are {', '.join(sorted(_RANKS))}"
-        )
+        known = ", ".join(sorted(_RANKS))
+        raise ValueError(f"batch_parts={parts} cannot split {', '.join(unknown)}, only {known}; take batch_parts=1")
 
     def split(name: str, leaf: Array) -> tuple[Array, ...]:
         begins = leaf.ndim >= _RANKS[name] and leaf.shape[0] == batch

@@ -57,14 +57,13 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
         or (distributed and _is_split(variable))
     ]
     if distributed:
-        split = [(path, v.replace(logical_axes=replica_axes(_axes(v))) if _is_split(v) else v) for path, v in less]
-        if axis_ranks("replicas") > 1 and not any(map(_is_split, (variable for _, variable in less))):
+        if axis_ranks("replicas") > 1 and not any(_is_split(variable) for _, variable in less):
             raise ValueError(
                 "distributed_optimizer=True splits parameters whose logical_axes name 'fsdp', and the model has none: "
                 "leave it False, or give nnx.Param logical_axes (layers of Flax: their own axis names, which place "
                 "optimizer state as parameters)"
             )
-        less = split
+        less = [(path, v.replace(logical_axes=replica_axes(_axes(v))) if _is_split(v) else v) for path, v in less]
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(less))
 
 

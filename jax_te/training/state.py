@@ -107,6 +107,7 @@ def create_train_state(
         distributed_optimizer: split masters and optimizer state of parameters with ``logical_axes`` over the mesh's
             data axis, too, whose devices hold the same parameters (ZeRO-1 and 2): they reduce-scatter gradients, and
             all-gather the new parameters once a step, in the parameters' dtype. fp32 kernels get masters for that.
+            Without a data axis nothing is split.
 
     Source of ``distributed_optimizer``: Rajbhandari et al. 2020; ``--use-distributed-optimizer`` of Megatron-LM.
 

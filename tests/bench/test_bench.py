@@ -217,6 +217,7 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--peer", "te"], "--peer te is a GPT in GPT-2's form, and tiny is not"),
         (["--peer", "te", "--model", "gpt-125m"], "--peer te: not here"),
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
+        (["--distributed-optimizer", "--mesh", "fsdp=2"], "give --mesh with data=N"),
         (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
         (["--checkpoints", "somewhere"], "--batch, --pipeline, --microbatches and --calls"),  # MODEL has --calls
     ],
