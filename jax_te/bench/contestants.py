@@ -58,11 +58,16 @@ class Contestant:
         """Make it ready, and take a step that does not count."""
         self._try(self._begin)
         if self.error is None:
-            self.round(tokens, 1)  # the first step of a program also loads it
-            self.seconds.clear()
+            self._try(lambda: self._steps(tokens, 1))  # the first step of a program also loads it
 
     def round(self, tokens: Array, calls: int) -> None:
-        """Take this many steps and note their mean time, unless it has failed before."""
+        """Take this many steps and note their mean time, unless it has failed before.
+
+        A step before them does not count: after another contestant's turn it finds its arrays at other addresses, for
+        which its CUDA graphs are written anew. A program that runs alone does not have that.
+        """
+        if self.error is None:
+            self._try(lambda: self._steps(tokens, 1))
         if self.error is None:
             self._try(lambda: self.seconds.append(self._steps(tokens, calls)))
 
@@ -76,7 +81,7 @@ class Contestant:
         """Return the mean seconds of a step over this many."""
         raise NotImplementedError
 
-    def _try(self, action: Callable[[], None]) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         """Run a part of a measurement; its exception becomes the row's error."""
         try:
             action()

@@ -5,8 +5,8 @@ from jax_te.bench.checkpoints import bench_checkpoints
 from jax_te.bench.layers import MODULES, Case, bench_layer
 from jax_te.bench.megatron import check_megatron
 from jax_te.bench.microbatches import bench_microbatches
-from jax_te.bench.settings import Row, Settings, Shape
-from jax_te.bench.train_steps import Sizes, Variant, bench_train_steps, created
+from jax_te.bench.settings import Row, Settings, Shape, Sizes
+from jax_te.bench.train_steps import Variant, bench_train_steps, created
 
 __all__ = [
     "MODULES",

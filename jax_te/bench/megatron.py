@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,7 @@ from typing import Any
 import jax
 
 from jax_te.bench.contestants import Contestant
-from jax_te.bench.settings import GIB
-from jax_te.config import TransformerConfig
+from jax_te.bench.settings import GIB, Sizes
 from jax_te.recipe import DelayedScaling, Format, Recipe
 from jax_te.typing import Array
 
@@ -29,43 +31,36 @@ _PROGRAM = Path(__file__).parent / "peers" / "megatron_gpt.py"
 class MegatronProcess:
     """A running `jax_te.bench.peers.megatron_gpt`, with which torch's libraries stay out of this process.
 
-    Attributes:
-        missing: packages that it cannot use, with the reasons. If there are any, it has ended.
-        device: torch's name of the GPU, if nothing is missing.
-
-    Raises:
-        RuntimeError: if it ended before it could say what is missing.
+    Args:
+        rank, ranks: its place among the processes of one model.
+        port: free on this machine, for all of them to meet at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, ranks: int, port: int):
         # -P: without it the program's folder would come first on the path of all that Megatron-Core imports.
         command = [sys.executable, "-P", str(_PROGRAM)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            first = self._answer()
-        except BaseException:  # also while it imports: nothing else knows of it yet
-            self._process.kill()
-            self.close()
-            raise
-        self.missing: dict[str, str] = first["missing"]
-        self.device: str = first.get("device", "")
+        env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if ranks > 1:
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron-Core's condition for communication beside GEMMs
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, request: Any) -> dict[str, Any]:
-        """Return the answer to a request.
+    def send(self, request: Any) -> None:
+        """Send a request, whose answer `receive` returns."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; what it said before is still to be read
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for an answer and return it. The first comes unasked: ``missing`` packages, with the reasons.
 
         Raises:
             RuntimeError: with its message, if the process failed.
         """
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; what it said before is still to be read
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
-            status = self._process.wait()
+            status = self.process.wait()
             raise RuntimeError(f"Megatron-Core's process ended with status {status}; what it said is on stderr")
         answer = json.loads(line)
         if "error" in answer:
@@ -75,25 +70,53 @@ class MegatronProcess:
     def close(self) -> None:
         """End the process, which gives its memory back."""
         try:
-            self._process.communicate(timeout=_PATIENCE_S)  # closes stdin, with which it ends, and waits
+            self.process.communicate(timeout=_PATIENCE_S)  # closes stdin, with which it ends, and waits
         except subprocess.TimeoutExpired:  # a step that hangs does not see the end of stdin
-            self._process.kill()
-            self._process.communicate()
+            self.process.kill()
+            self.process.communicate()
+
+
+def start_processes(ranks: int) -> list[MegatronProcess]:
+    """Return the running processes of one model, one for each GPU."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [MegatronProcess(rank, ranks, port) for rank in range(ranks)]
+
+
+def receive_all(processes: Sequence[MegatronProcess]) -> list[dict[str, Any]]:
+    """Wait for an answer of each process and return them as they come.
+
+    Raises:
+        RuntimeError: for the first process that failed: the others may wait for it forever.
+    """
+    answers = []
+    with selectors.DefaultSelector() as waiting:
+        for process in processes:
+            assert process.process.stdout is not None
+            waiting.register(process.process.stdout, selectors.EVENT_READ, process)
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                waiting.unregister(key.fileobj)
+                answers.append(key.data.receive())
+    return answers
 
 
 def check_megatron() -> None:
     """Raise ValueError if Megatron-Core's GPT cannot be measured beside jax_te here, with what to change."""
+    [process] = start_processes(1)
     try:
-        process = MegatronProcess()
+        found = process.receive()
     except RuntimeError as error:  # a library may end the process when it is loaded
         raise ValueError(f"--peer megatron: {error}") from None
-    process.close()
-    if process.missing:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in process.missing.items())
+    finally:
+        process.close()
+    if found["missing"]:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found["missing"].items())
         raise ValueError(f"--peer megatron needs packages that cannot be used here: {reasons}")
     device = jax.devices()[0].device_kind
-    if device != process.device:
-        raise ValueError(f"--peer megatron: torch runs on {process.device}, JAX on {device}; let both use one device")
+    if device != found["device"]:
+        raise ValueError(f"--peer megatron: torch runs on {found['device']}, JAX on {device}; let both use one device")
     # As jaxlib reads it.
     shared = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("0", "false", "False")
     if jax.default_backend() == "gpu" and not shared:
@@ -110,58 +133,73 @@ class MegatronGPT(Contestant):
     Args:
         name: of its row.
         model: as `megatron_model` describes it.
+        ranks: processes that run it, one for each GPU.
     """
 
     model: dict[str, Any] = field(kw_only=True)
-    _process: MegatronProcess | None = None
+    ranks: int = field(default=1, kw_only=True)
+    _processes: list[MegatronProcess] = field(default_factory=list)
     _peak_bytes: int = 0
 
     def _begin(self) -> None:
-        self._process = MegatronProcess()
+        self._processes = start_processes(self.ranks)
+        receive_all(self._processes)  # that nothing is missing
         self._ask(self.model)
 
     def _steps(self, tokens: Array, calls: int) -> float:
-        return self._ask(calls)["seconds"]
+        return self._ask(calls)
 
-    def _ask(self, request: Any) -> dict[str, Any]:
-        assert self._process is not None
-        answer = self._process.ask(request)
-        self._peak_bytes = answer["peak_bytes"]
-        return answer
+    def _ask(self, request: Any) -> float:
+        """Return the mean seconds of a step of the slowest rank."""
+        for process in self._processes:
+            process.send(request)
+        answers = receive_all(self._processes)
+        self._peak_bytes = max(answer["peak_bytes"] for answer in answers)
+        return max(answer["seconds"] for answer in answers)
 
     @property
     def memory(self) -> dict[str, float]:
-        """GiB that torch had allocated at most; unknown if it failed, since it may have needed more."""
+        """GiB that torch had allocated at most on a GPU; unknown if it failed, since it may have needed more."""
         return {} if self.error is not None else {"peak_gib": round(self._peak_bytes / GIB, 4)}
 
     def close(self) -> None:
-        """End its process."""
-        if self._process is not None:
-            self._process.close()
-        self._process = None
+        """End its processes."""
+        for process in self._processes:
+            process.close()
+        self._processes = []
 
 
-def megatron_model(config: TransformerConfig, recipe: Recipe | None, **sizes: int) -> dict[str, Any]:
-    """Return a GPT in GPT-2's form as `jax_te.bench.peers.megatron_gpt` takes it.
+def megatron_model(sizes: Sizes, recipe: Recipe | None) -> dict[str, Any]:
+    """Return a GPT and its train step as `jax_te.bench.peers.megatron_gpt` takes them.
 
     Args:
-        config: of its layers.
+        sizes: of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's data
+            parallelism.
         recipe: one of `MEGATRON_RECIPES`, or None for bf16.
-        sizes: ``vocabulary``, ``batch`` and ``sequence``.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
+    >>> from jax_te.config import TransformerConfig
     >>> config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2)
-    >>> megatron_model(config, DelayedScaling(), vocabulary=64)["config"]["fp8_recipe"]
+    >>> sizes = Sizes(config=config, vocabulary=64, batch=2, sequence=8)
+    >>> megatron_model(sizes, DelayedScaling())["config"]["fp8_recipe"]
     'delayed'
     """
+    config, axes = sizes.config, {} if sizes.mesh is None else dict(sizes.mesh.shape)
+    llama = config.activation == "swiglu"
     fields: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_query_groups,
         "ffn_hidden_size": config.ffn_hidden_size,
+        "normalization": config.normalization,
+        "gated_linear_unit": llama,
+        "add_bias_linear": config.add_bias_linear,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "tensor_model_parallel_size": axes.get("tensor", 1),
+        "sequence_parallel": config.sequence_parallel,
         # All that it fuses, but for the sums of gradients, which are in buffers that data parallelism brings.
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
@@ -176,4 +214,15 @@ def megatron_model(config: TransformerConfig, recipe: Recipe | None, **sizes: in
         fields["fp8_margin"] = recipe.margin
         fields["fp8_amax_history_len"] = recipe.amax_history_len
         fields["fp8_amax_compute_algo"] = recipe.amax_compute_algo
-    return {"config": fields, **sizes}
+    return {
+        "config": fields,
+        "activation": "silu" if llama else "gelu",
+        "form": {
+            "vocab_size": sizes.vocabulary,
+            "position_embedding_type": "rope" if llama else "learned_absolute",
+            "share_embeddings_and_output_weights": sizes.tied,
+        },
+        "batch": sizes.batch // sizes.microbatches // (axes.get("data", 1) * axes.get("fsdp", 1)),
+        "sequence": sizes.sequence,
+        "microbatches": sizes.microbatches,
+    }

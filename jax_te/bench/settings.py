@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jax_te.config import TransformerConfig
 from jax_te.typing import BackendName
 
 GIB = 2**30
@@ -28,3 +31,27 @@ class Settings:
     backend: BackendName = "auto"
     rounds: int = 7
     calls: int = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a GPT and of its batch.
+
+    Args:
+        config: of the model's layers.
+        vocabulary: rows of the embedding.
+        batch, sequence: sizes of a step's tokens.
+        microbatches: of a step.
+        mesh: that it runs on, or None.
+        distributed_optimizer: replicas split masters and optimizer state.
+        tied: the embedding's rows are the head's, too.
+    """
+
+    config: TransformerConfig
+    vocabulary: int
+    batch: int
+    sequence: int
+    microbatches: int = 1
+    mesh: Mesh | None = None
+    distributed_optimizer: bool = False
+    tied: bool = True

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from jax_te.bench.contestants import CompiledStep, Contestant, SharedState, rows_of
 from jax_te.bench.layers import TE_RECIPES
 from jax_te.bench.megatron import MEGATRON_RECIPES, MegatronGPT, megatron_model
-from jax_te.bench.settings import Row, Settings
-from jax_te.config import TransformerConfig
+from jax_te.bench.settings import Row, Settings, Sizes
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
 from jax_te.pipeline import PipelineConfig
@@ -56,28 +55,6 @@ class Variant:
             yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a GPT and of its batch.
-
-    Args:
-        config: of the model's layers.
-        vocabulary: rows of the embedding.
-        batch, sequence: sizes of a step's tokens.
-        microbatches: of a step.
-        mesh: that it runs on, or None.
-        distributed_optimizer: replicas split masters and optimizer state.
-    """
-
-    config: TransformerConfig
-    vocabulary: int
-    batch: int
-    sequence: int
-    microbatches: int = 1
-    mesh: Mesh | None = None
-    distributed_optimizer: bool = False
-
-
 def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: str | None) -> list[Row]:
     """Return rows of train steps (AdamW on fp32 masters) that were timed in turn, all on one state.
 
@@ -85,7 +62,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         variants: of one model under one recipe.
         sizes: of the model.
         settings: of the measurement.
-        peer: whose GPT in GPT-2's form comes first: ``"te"``, ``"megatron"`` or none's.
+        peer: whose GPT comes first: ``"te"`` (in GPT-2's form, on one device), ``"megatron"`` or none's.
     """
     first = variants[0]
 
@@ -96,7 +73,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
     contestants: list[Contestant] = []
     if peer is not None:
-        contestants.append((_te_jax if peer == "te" else _megatron)(first.recipe, sizes, tokens))
+        contestants.append(_te_jax(first.recipe, sizes, tokens) if peer == "te" else _megatron(first.recipe, sizes))
     contestants += [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
     try:
         for contestant in contestants:
@@ -136,12 +113,11 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
     return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare)
 
 
-def _megatron(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> MegatronGPT:
+def _megatron(recipe: Recipe | None, sizes: Sizes) -> MegatronGPT:
     """Return Megatron-Core's GPT under the recipe, or in bf16 where Megatron-Core does not have it."""
     taken = recipe if recipe is not None and recipe.name in MEGATRON_RECIPES else None
-    rows, positions = tokens.shape
-    model = megatron_model(sizes.config, taken, vocabulary=sizes.vocabulary, batch=rows, sequence=positions - 1)
-    return MegatronGPT(f"{'none' if taken is None else taken.name}, Megatron-Core", model=model)
+    name = f"{'none' if taken is None else taken.name}, Megatron-Core"
+    return MegatronGPT(name, model=megatron_model(sizes, taken), ranks=1 if sizes.mesh is None else sizes.mesh.size)
 
 
 def _te_jax(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> CompiledStep:

@@ -132,8 +132,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--wgrad-dtype", nargs="+", choices=("float32", "bfloat16"), help="of kernels' gradients (default: float32)")
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
-    peer = "beside a GPT of te.jax's own layers, or Megatron-Core's in a process of its own (peak_gib is what torch "
-    peer += "allocated); the first row (default: none)"
+    peer = "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own (with its "
+    peer += "distributed optimizer on a mesh; peak_gib is what torch allocated); the first row (default: none)"
     add("--distributed-optimizer", action="store_true", help="data devices of --mesh split masters and optimizer state")
     add("--peer", choices=("te", "megatron"), help=peer)
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
@@ -224,7 +224,7 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
             "--wgrad-dtype, --batch, --pipeline, --microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
-        _check_peer(args.peer, args.model, alone=args.mesh is None and args.microbatches is None)
+        _check_peer(args, sizes)
     if "distributed_optimizer" in given and sizes.data == 1:
         raise ValueError("--distributed-optimizer splits the state over data devices; give --mesh with data=N")
     if args.context_parallel is None and args.groups is not None:
@@ -262,17 +262,18 @@ def _check_shape(args: argparse.Namespace) -> None:
     check_fits(2 * values // devices, devices, "--shape, or give a larger --mesh")
 
 
-def _check_peer(peer: str, preset: str, alone: bool) -> None:
-    if not alone:
-        raise ValueError(
-            f"--peer {peer} is a GPT on one device, without microbatches; leave out --mesh and --microbatches"
-        )
-    form = PRESETS[preset].values
-    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
-        raise ValueError(f"--peer {peer} is a GPT in GPT-2's form, and {preset} is not; take one of the gpt presets")
-    if peer == "megatron":
+def _check_peer(args: argparse.Namespace, sizes: ParallelConfig) -> None:
+    """Raise ValueError if the peer cannot be measured beside the model."""
+    form = PRESETS[args.model].values
+    if args.peer == "megatron":
+        if sizes.num_devices != sizes.data * sizes.fsdp * sizes.tensor:
+            raise ValueError(f"--peer megatron has the axes data, fsdp and tensor; got --mesh {args.mesh}")
         check_megatron()
         return
+    if args.mesh is not None or args.microbatches is not None:
+        raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
+    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
+        raise ValueError(f"--peer te is a GPT in GPT-2's form, and {args.model} is not; take one of the gpt presets")
     ok, reason = te.available()
     if not ok:
         raise ValueError(f"--peer te: {reason}")
@@ -330,6 +331,7 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
         microbatches=config.microbatches,
         mesh=None if parallel is None else make_mesh(parallel),
         distributed_optimizer=args.distributed_optimizer,
+        tied=config.tie_embeddings,
     )
     if args.checkpoints is not None:
         state = created(variants[0], sizes, settings.backend)

@@ -10,6 +10,7 @@ import pytest
 from jax_te.bench import contestants, megatron
 from jax_te.bench.megatron import MegatronProcess, megatron_model
 from jax_te.bench.peers import megatron_gpt
+from jax_te.bench.settings import Sizes
 from jax_te.cli import bench as command
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
@@ -27,6 +28,9 @@ class Anything:
 
     def __getitem__(self, key):
         return self
+
+    def __truediv__(self, number):
+        return self
 """
 STAND_IN = {
     "torch/__init__.py": ANYTHING
@@ -34,44 +38,86 @@ STAND_IN = {
 import os, time
 print("torch says something on stdout")
 bfloat16 = "bfloat16"
-randint = arange = Anything()
+arange = Generator = Anything()
+nn = type("nn", (), {"functional": type("functional", (), {"gelu": "gelu", "silu": "silu"})})
+
+def randint(low, high, shape, **options):
+    note(tokens=shape)
+    return Anything()
+
+def note(**fields):
+    import json
+    place = {"rank": int(os.environ["RANK"])}
+    print(json.dumps(place | fields), file=open(os.environ["STAND_IN_LOG"], "a"))
 
 class cuda:
     is_available = lambda: os.environ.get("STAND_IN") != "no GPU"
     get_device_name = lambda index: os.environ.get("STAND_IN_DEVICE", "cpu")
-    set_device = lambda index: None
+    set_device = lambda index: note(device=index)
     synchronize = lambda: None
     max_memory_allocated = lambda: 2**24
 
 class distributed:
-    def init_process_group(backend, rank, world_size):
-        assert (backend, rank, world_size) == ("nccl", 0, 1) and int(os.environ["MASTER_PORT"]) > 0
+    get_world_size = lambda: int(os.environ["WORLD_SIZE"])
+
+    def init_process_group(backend):
+        note(backend=backend, port=int(os.environ["MASTER_PORT"]))
 """,
     "transformer_engine/__init__.py": "",
     "transformer_engine/pytorch/__init__.py": "",
     "transformer_engine/pytorch/optimizers.py": """
-import json, os, time
+import os, time
+import torch
 steps = 0
 
 class FusedAdam:
     def __init__(self, parameters, **options):
-        print(json.dumps({"optimizer": options}), file=open(os.environ["STAND_IN_LOG"], "a"))
+        torch.note(optimizer=options)
 
     def step(self):
         global steps
         steps += 1
         time.sleep(0.02)
-        print(json.dumps({"step": steps, "at": time.time()}), file=open(os.environ["STAND_IN_LOG"], "a"))
-        if os.environ.get("STAND_IN") == "out of memory" and steps > 6:
+        torch.note(step=steps, at=time.time())
+        fails = os.environ.get("STAND_IN"), int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        if fails == ("out of memory", True) and steps > 6:
             raise RuntimeError("CUDA out of memory.\\nTried to allocate 2 GiB")
-        if os.environ.get("STAND_IN") == "dies" and steps > 6:
+        if fails == ("dies", True) and steps > 6:
             os._exit(77)
+        if steps > 6 and os.environ.get("STAND_IN") == "out of memory":
+            time.sleep(60)  # as in a collective that waits for the rank that failed
 
-    def zero_grad(self, set_to_none):
+    def zero_grad(self, set_to_none=True):
         assert set_to_none
 """,
+    "megatron/core/distributed.py": """
+import torch
+from torch import Anything
+finalize_model_grads = lambda models, tokens: torch.note(finalized=len(models))
+
+class DistributedDataParallelConfig:
+    def __init__(self, **fields):
+        self.fields = fields
+
+class DistributedDataParallel(Anything):
+    def __init__(self, config, reduction, model):
+        torch.note(reduction=reduction.fields)
+
+    def no_sync(self):
+        import contextlib
+        torch.note(unreduced=True)
+        return contextlib.nullcontext()
+""",
+    "megatron/core/optimizer.py": """
+from transformer_engine.pytorch.optimizers import FusedAdam
+OptimizerConfig = dict
+get_megatron_optimizer = lambda config, models: FusedAdam(models, **config)
+""",
     "megatron/core/__init__.py": "",
-    "megatron/core/parallel_state.py": "initialize_model_parallel = print",
+    "megatron/core/parallel_state.py": """
+import torch
+initialize_model_parallel = lambda tensor, pipeline: torch.note(groups=[tensor, pipeline])
+""",
     "megatron/core/tensor_parallel/__init__.py": "",
     "megatron/core/tensor_parallel/random.py": "model_parallel_cuda_manual_seed = print",
     "megatron/core/models/__init__.py": "",
@@ -81,13 +127,11 @@ from torch import Anything
 get_gpt_layer_with_transformer_engine_spec = lambda: "te layers"
 """,
     "megatron/core/models/gpt/gpt_model.py": """
-import json, os
-from torch import Anything
+import torch
 
-class GPTModel(Anything):
+class GPTModel(torch.Anything):
     def __init__(self, config, **options):
-        fields = {"config": config.fields, "model": options}
-        print(json.dumps(fields), file=open(os.environ["STAND_IN_LOG"], "a"))
+        torch.note(config=config.fields, model=options)
 """,
     "megatron/core/transformer/__init__.py": "",
     "megatron/core/transformer/module.py": "def Float16Module(config, model):\n    return model",
@@ -99,6 +143,7 @@ class TransformerConfig:
         if os.environ.get("STAND_IN") == "no such form":
             raise ValueError("no such form")
         self.fields = fields
+        self.tensor_model_parallel_size = fields["tensor_model_parallel_size"]
 """,
 }
 OPTIONS = ["--model", "small", "--vocabulary", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
@@ -119,9 +164,12 @@ def stand_in(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 128}
-    values = PRESETS["gpt-125m"].values | sizes | {"seq_len": 32, "batch_size": 4}
-    monkeypatch.setitem(PRESETS, "small", Preset(summary="for this test", values=values))
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 128}
+    sizes |= {"seq_len": 32, "batch_size": 4}
+    forms = {"small": ("gpt-125m", {}), "small-llama": ("llama-1b", {"num_query_groups": 2})}
+    for name, (preset, other) in forms.items():
+        values = PRESETS[preset].values | sizes | other
+        monkeypatch.setitem(PRESETS, name, Preset(summary="for this test", values=values))
 
 
 @pytest.fixture
@@ -160,8 +208,10 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert own["memory_ratio"] == pytest.approx(own["peak_gib"] / 0.0156, abs=5e-4)  # three digits
     assert json.loads(output.read_text())["rows"] == rows
 
-    made, optimizer, *steps = stand_in()
+    found = stand_in()
+    [made], [optimizer] = ([line for line in found if name in line] for name in ("model", "optimizer"))
     assert optimizer["optimizer"]["master_weights"]
+    assert not any("reduction" in line for line in found)
     assert made["model"] == {
         "transformer_layer_spec": "te layers",
         "vocab_size": 64,
@@ -169,11 +219,65 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
         "position_embedding_type": "learned_absolute",
         "share_embeddings_and_output_weights": True,
     }
-    expected = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 128}
+    expected = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     expected |= {"bf16": True, "params_dtype": "bfloat16", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     assert expected.items() <= made["config"].items()
+    assert expected.items() <= made["config"].items()
     assert "fp8" not in made["config"]
-    assert len(steps) == megatron_gpt.WARM_UP + 1 + 3 * 2
+    assert {"groups": [1, 1], "rank": 0} in found
+    # A step before each round does not count.
+    assert len([line for line in found if "step" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+
+
+def test_ranks_on_a_mesh(capsys, stand_in, processes):
+    options = ["--mesh", "data=2,fsdp=2,tensor=2", "--sequence-parallel", "--microbatches", "2", "--batch", "16"]
+    status, rows, _ = bench(capsys, "--recipes", "none", *options)
+    assert status == 0
+    assert rows[0]["ms"] >= 20.0
+    assert rows[0]["peak_gib"] == 0.0156
+    found = stand_in()
+
+    def of(name):
+        return [line for line in found if name in line]
+
+    assert sorted(line["rank"] for line in of("device")) == [*range(8)]
+    assert all(line["device"] == line["rank"] for line in of("device"))
+    assert len({line["port"] for line in of("port")}) == 1
+    assert {tuple(line["groups"]) for line in of("groups")} == {(2, 1)}
+    assert all(line["config"]["tensor_model_parallel_size"] == 2 for line in of("model"))
+    assert all(line["config"]["sequence_parallel"] for line in of("model"))
+    # 16 sequences in 2 microbatches over 4 ranks that hold replicas, and a label more than positions.
+    assert {tuple(line["tokens"]) for line in of("tokens")} == {(2, 33)}
+    assert len(of("reduction")) == 8
+    assert all(line["reduction"]["use_distributed_optimizer"] for line in of("reduction"))
+    assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction"))
+    steps = megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    # Only the last microbatch of a step reduces gradients.
+    assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
+
+
+def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
+    """The others may wait for it in a collective: they do not answer."""
+    monkeypatch.setenv("STAND_IN", "out of memory")
+    monkeypatch.setattr(megatron, "_PATIENCE_S", 2.0)
+    status, rows, _ = bench(capsys, "--recipes", "none", "--mesh", "tensor=2")
+    assert status == 0
+    error = "RuntimeError: Megatron-Core: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert rows[0] == {"name": "none, Megatron-Core", "error": error}
+    assert rows[1]["speed_ratio"] == 1.0
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 1]
+
+
+def test_a_model_of_llamas_form(capsys, stand_in, processes):
+    status, rows, _ = bench(capsys, "--recipes", "none", "--model", "small-llama")
+    assert status == 0
+    assert rows[0]["ms"] >= 20.0
+    [made] = [line for line in stand_in() if "model" in line]
+    assert made["model"]["position_embedding_type"] == "rope"
+    assert made["model"]["share_embeddings_and_output_weights"] is False
+    expected = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2}
+    expected |= {"activation_func": "silu", "ffn_hidden_size": 128}
+    assert expected.items() <= made["config"].items()
 
 
 def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monkeypatch, processes):
@@ -192,19 +296,27 @@ def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monke
 
 def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     """A round of the peer, one of jax_te, and again; neither steps in the other's time."""
-    turns, ask = [], MegatronProcess.ask
+    turns, send, receive = [], MegatronProcess.send, MegatronProcess.receive
 
-    def noted(process, request):
+    def sent(process, request):
         turns.append("model" if isinstance(request, dict) else request)
-        return ask(process, request)
+        return send(process, request)
+
+    def received(process):
+        answer = receive(process)
+        turns.append("answer")
+        return answer
 
     begin = jax.block_until_ready
-    monkeypatch.setattr(MegatronProcess, "ask", noted)
+    monkeypatch.setattr(MegatronProcess, "send", sent)
+    monkeypatch.setattr(MegatronProcess, "receive", received)
     monkeypatch.setattr(jax, "block_until_ready", lambda value: (turns.append("jax"), begin(value))[1])
     status, _, _ = bench(capsys, "--recipes", "none")
     assert status == 0
     own = ["jax", "jax"]  # before it starts its clock, and before it stops it
-    assert turns == ["model", 1, *own, *(3 * [2, *own])]
+    one, two = ([count, "answer"] for count in (1, 2))
+    started = 2 * ["answer"]  # of the check, and of the model's process
+    assert turns == [*started, "model", "answer", *one, *own, *(3 * [*one, *two, *own, *own])]
 
 
 @pytest.mark.parametrize(
@@ -228,10 +340,10 @@ def test_contestants_take_turns(capsys, stand_in, monkeypatch):
 )
 def test_recipes_in_megatrons_words(recipe, fields):
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2)
-    made = megatron_model(config, recipe, vocabulary=64, batch=2, sequence=8)
+    made = megatron_model(Sizes(config=config, vocabulary=64, batch=2, sequence=8), recipe)
     assert {name: value for name, value in made["config"].items() if name.startswith("fp8")} == fields
     assert made["config"]["ffn_hidden_size"] == 4 * 64
-    assert {"vocabulary": 64, "batch": 2, "sequence": 8}.items() <= made.items()
+    assert {"activation": "gelu", "batch": 2, "sequence": 8, "microbatches": 1}.items() <= made.items()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +405,9 @@ def test_a_process_that_does_not_end_by_itself(tmp_path, monkeypatch, processes,
     with (tmp_path / "path" / "torch" / "__init__.py").open("a") as file:
         file.write(f"\n{hangs}\n")
     monkeypatch.setattr(megatron, "_PATIENCE_S", 2.0)
-    MegatronProcess().close()
+    [process] = megatron.start_processes(1)
+    process.receive()
+    process.close()
     assert processes[0].returncode == status
 
 
@@ -317,10 +431,10 @@ def test_jax_must_leave_memory_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mesh", "tensor=2"], "--peer megatron is a GPT on one device, without microbatches"),
-        (["--model", "tiny"], "--peer megatron is a GPT in GPT-2's form, and tiny is not"),
+        (["--mesh", "pipeline=2"], "--peer megatron has the axes data, fsdp and tensor; got --mesh pipeline=2"),
+        (["--mesh", "tensor=2,context=2"], "--peer megatron has the axes data, fsdp and tensor"),
     ],
 )
-def test_other_models_are_refused_before_a_process_starts(capsys, monkeypatch, argv, message):
+def test_other_meshes_are_refused_before_a_process_starts(capsys, monkeypatch, argv, message):
     monkeypatch.setattr(command, "check_megatron", lambda: pytest.fail("started"))
     assert message in refused(capsys, *argv)

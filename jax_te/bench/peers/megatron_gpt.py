@@ -1,16 +1,17 @@
 """A program: train steps of Megatron-Core's GPT, taken when the process that started it says so.
 
-It is run as a file and imports nothing of jax_te. Requests are lines of JSON on stdin, each with an answer on stdout:
-the first answer comes unasked and says what cannot be imported, the first request is a model, each later one a number
-of steps. It ends with stdin. `jax_te.bench.megatron` is the other side.
+It is run as a file and imports nothing of jax_te, one process for each GPU, with torchrun's environment variables.
+Requests are lines of JSON on stdin, each with an answer on stdout: the first answer comes unasked and says what cannot
+be imported, the first request is a model, each later one a number of steps. It ends with stdin. `jax_te.bench.megatron`
+is the other side.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -47,56 +48,103 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     """Return a function that takes a train step: forward, backward, AdamW on fp32 masters of bf16 parameters.
 
     Args:
-        model: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``vocabulary``, ``batch``, ``sequence``.
+        model: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
+            ``torch.nn.functional``; ``form``, arguments of its ``GPTModel``; ``batch`` and ``sequence``, of what one
+            rank runs at a time; ``microbatches``.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from transformer_engine.pytorch.optimizers import FusedAdam
 
-    start_ranks()
-    bf16 = torch.bfloat16
-    config = TransformerConfig(bf16=True, params_dtype=bf16, pipeline_dtype=bf16, **model["config"])
-    sequence, vocabulary = model["sequence"], model["vocabulary"]
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
-        vocab_size=vocabulary,
-        max_sequence_length=sequence,
-        position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=True,
-    )
+    start_ranks(model["config"]["tensor_model_parallel_size"])
+    bf16, activation = torch.bfloat16, getattr(torch.nn.functional, model["activation"])
+    precision = {"bf16": True, "params_dtype": bf16, "pipeline_dtype": bf16}
+    config = TransformerConfig(activation_func=activation, **precision, **model["config"])
+    batch, sequence, microbatches = model["batch"], model["sequence"], model["microbatches"]
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    gpt = GPTModel(config=config, transformer_layer_spec=spec, max_sequence_length=sequence, **model["form"])
     gpt = Float16Module(config, gpt.cuda())
-    # The hyper-parameters of optax.adamw, which jax_te's step has.
-    optimizer = FusedAdam(gpt.parameters(), lr=1e-4, weight_decay=1e-4, master_weights=True)
-    tokens = torch.randint(0, vocabulary, (model["batch"], sequence + 1), device="cuda")
+    make_updates = update_alone if torch.distributed.get_world_size() == 1 else update_together
+    gpt, unreduced, update = make_updates(config, gpt)
+    # Ranks that share a model's kernels need the same tokens; to the others it does not matter.
+    generator = torch.Generator("cuda").manual_seed(1)
+    tokens = torch.randint(0, model["form"]["vocab_size"], (batch, sequence + 1), device="cuda", generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(sequence, device="cuda").expand(model["batch"], sequence).contiguous()
+    positions = torch.arange(sequence, device="cuda").expand(batch, sequence).contiguous()
 
     def step() -> None:
-        # No mask: the layers' own is causal.
-        gpt(inputs, positions, None, labels=labels).float().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for index in range(microbatches):
+            with contextlib.nullcontext() if index == microbatches - 1 else unreduced():
+                # No mask: the layers' own is causal.
+                (gpt(inputs, positions, None, labels=labels).float().mean() / microbatches).backward()
+        update()
 
     return step
 
 
-def start_ranks() -> None:
-    """Make this process the only rank of every group that Megatron-Core wants."""
+def update_alone(config: Any, gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
+    """Return a model, a context in which gradients are added up and not reduced, and what updates the parameters."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    # The hyper-parameters of optax.adamw, which jax_te's step has.
+    optimizer = FusedAdam(gpt.parameters(), lr=1e-4, weight_decay=1e-4, master_weights=True)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return gpt, contextlib.nullcontext, update
+
+
+def update_together(config: Any, gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
+    """Return the same for several ranks: Megatron-Core's distributed optimizer, gradients reduced in bf16."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    # Only replicas have something to overlap.
+    replicas = config.tensor_model_parallel_size < torch.distributed.get_world_size()
+    reduction = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=replicas,
+        overlap_param_gather=replicas,
+        grad_reduce_in_fp32=False,
+        bucket_size=200_000_000,
+    )
+    gpt = DistributedDataParallel(config, reduction, gpt)
+    adam = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-4,
+        weight_decay=1e-4,
+        adam_beta2=0.999,
+        clip_grad=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=replicas,
+    )
+    optimizer = get_megatron_optimizer(adam, [gpt])
+
+    def update() -> None:
+        finalize_model_grads([gpt], None)
+        optimizer.step()
+        gpt.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    return gpt, gpt.no_sync, update
+
+
+def start_ranks(tensor: int) -> None:
+    """Make this process a rank of the groups that Megatron-Core wants, of which ``tensor`` ranks share each kernel."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(1, 1)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel(tensor, 1)
     model_parallel_cuda_manual_seed(1)
 
 
