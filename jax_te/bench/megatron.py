@@ -85,7 +85,7 @@ def start_processes(ranks: int) -> list[MegatronProcess]:
 
 
 def receive_all(processes: Sequence[MegatronProcess]) -> list[dict[str, Any]]:
-    """Wait for an answer of each process and return them as they come.
+    """Return an answer of each process, as they come.
 
     Raises:
         RuntimeError: for the first process that failed: the others may wait for it forever.

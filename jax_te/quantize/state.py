@@ -6,8 +6,9 @@ The gradient of a state is its next value. It therefore must not reach anything 
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks
 from jax_te.typing import PyTree
+
+_TOGETHER = 32
+"""States that are written at once: XLA for GPUs does not fuse what reads and writes many more arrays."""
 
 # A user context takes part in the jit cache key: what was traced with frozen scales is traced again without.
 scales_are_frozen = jax.make_user_context(False)
@@ -179,17 +183,34 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         gradient: their gradients, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
+    before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)
+    after = treedef.flatten_up_to(nnx.as_pure(gradient))
+    alike = collections.defaultdict(list)
+    for index, state in enumerate(before):
+        alike[state["amax_history"].shape].append(index)
+    new: list[Any] = [None] * len(before)
+    for part in [k[i : i + _TOGETHER] for k in alike.values() for i in range(0, len(k), _TOGETHER)]:
+        states = _carry_on([before[index] for index in part], [after[index] for index in part], keep_old)
+        for index, state in zip(part, states, strict=True):
+            new[index] = state
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
 
-    def carry_on(before: PyTree, after: PyTree) -> PyTree:
-        # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
-        keep = ~(nnx.as_pure(after)["scale"] > 0.0)
-        if keep_old is not None:
-            keep = jnp.logical_or(keep, keep_old)
-        scale = jax.tree.map(functools.partial(jnp.where, keep), before["scale"], after["scale"])
-        kept = functools.partial(jnp.where, keep[..., None])
-        return {"scale": scale, "amax_history": jax.tree.map(kept, before["amax_history"], after["amax_history"])}
 
-    return jax.tree.map(carry_on, old, gradient, is_leaf=_is_amax_state)
+def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | None) -> list[PyTree]:
+    """Return the next states of some of the same shape."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *before), jax.tree.map(lambda *x: jnp.stack(x), *after)
+    # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
+    # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.
+    old, new = jax.lax.optimization_barrier(stacked)
+    # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
+    keep = ~(new["scale"] > 0.0)
+    if keep_old is not None:
+        keep = jnp.logical_or(keep, keep_old)
+    states = {
+        "scale": jnp.where(keep, old["scale"], new["scale"]),
+        "amax_history": jnp.where(keep[..., None], old["amax_history"], new["amax_history"]),
+    }
+    return [jax.tree.map(operator.itemgetter(index), states) for index in range(len(before))]
 
 
 def _is_amax_state(node: Any) -> bool:
