@@ -54,6 +54,9 @@ class Contestant:
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
 
+    def launch(self) -> None:
+        """Begin what takes time beside the start of others: nothing, unless a subclass says so."""
+
     def start(self, tokens: Array) -> None:
         """Make it ready, and take a step that does not count."""
         self._try(self._begin)

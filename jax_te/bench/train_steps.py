@@ -77,6 +77,8 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     contestants += [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
     try:
         for contestant in contestants:
+            contestant.launch()
+        for contestant in reversed(contestants):  # the peer comes first, and its processes import meanwhile
             contestant.start(tokens)
         for _ in range(settings.rounds):
             for contestant in contestants:

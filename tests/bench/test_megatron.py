@@ -315,8 +315,7 @@ def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     assert status == 0
     own = ["jax", "jax"]  # before it starts its clock, and before it stops it
     one, two = ([count, "answer"] for count in (1, 2))
-    started = 2 * ["answer"]  # of the check, and of the model's process
-    assert turns == [*started, "model", "answer", *one, *own, *(3 * [*one, *two, *own, *own])]
+    assert turns == ["answer", *own, "answer", "model", "answer", *one, *(3 * [*one, *two, *own, *own])]
 
 
 @pytest.mark.parametrize(
