@@ -9,6 +9,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,14 +34,13 @@ class MegatronProcess:
 
     Args:
         rank, ranks: its place among the processes of one model.
-        port: free on this machine, for all of them to meet at.
     """
 
-    def __init__(self, rank: int, ranks: int, port: int):
+    def __init__(self, rank: int, ranks: int):
         # -P: without it the program's folder would come first on the path of all that Megatron-Core imports.
         command = [sys.executable, "-P", str(_PROGRAM)]
         env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env["MASTER_ADDR"] = "127.0.0.1"
         if ranks > 1:
             env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron-Core's condition for communication beside GEMMs
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -67,22 +67,6 @@ class MegatronProcess:
             raise RuntimeError(f"Megatron-Core: {answer['error']}")
         return answer
 
-    def close(self) -> None:
-        """End the process, which gives its memory back."""
-        try:
-            self.process.communicate(timeout=_PATIENCE_S)  # closes stdin, with which it ends, and waits
-        except subprocess.TimeoutExpired:  # a step that hangs does not see the end of stdin
-            self.process.kill()
-            self.process.communicate()
-
-
-def start_processes(ranks: int) -> list[MegatronProcess]:
-    """Return the running processes of one model, one for each GPU."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [MegatronProcess(rank, ranks, port) for rank in range(ranks)]
-
 
 def receive_all(processes: Sequence[MegatronProcess]) -> list[dict[str, Any]]:
     """Return an answer of each process, as they come.
@@ -102,18 +86,34 @@ def receive_all(processes: Sequence[MegatronProcess]) -> list[dict[str, Any]]:
     return answers
 
 
+def close_all(processes: Sequence[MegatronProcess]) -> None:
+    """End processes, which gives their memory back."""
+    for each in processes:
+        assert each.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a request that it has not read
+            each.process.stdin.close()  # with which it ends
+    deadline = time.monotonic() + _PATIENCE_S
+    for each in processes:
+        try:
+            each.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # a step that hangs does not see the end of stdin
+            each.process.kill()
+            each.process.wait()
+        assert each.process.stdout is not None
+        each.process.stdout.close()
+
+
 def check_megatron() -> None:
     """Raise ValueError if Megatron-Core's GPT cannot be measured beside jax_te here, with what to change."""
-    [process] = start_processes(1)
+    process = MegatronProcess(0, 1)
     try:
         found = process.receive()
     except RuntimeError as error:  # a library may end the process when it is loaded
         raise ValueError(f"--peer megatron: {error}") from None
     finally:
-        process.close()
+        close_all([process])
     if found["missing"]:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found["missing"].items())
-        raise ValueError(f"--peer megatron needs packages that cannot be used here: {reasons}")
+        raise ValueError(f"--peer megatron needs packages that cannot be used here: {_reasons(found)}")
     device = jax.devices()[0].device_kind
     if device != found["device"]:
         raise ValueError(f"--peer megatron: torch runs on {found['device']}, JAX on {device}; let both use one device")
@@ -124,6 +124,10 @@ def check_megatron() -> None:
             "--peer megatron: torch needs part of the GPU's memory, most of which JAX takes when it starts; set "
             "XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment"
         )
+
+
+def _reasons(first: dict[str, Any]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in first["missing"].items())
 
 
 @dataclass
@@ -143,11 +147,16 @@ class MegatronGPT(Contestant):
 
     def launch(self) -> None:
         """Start its processes, whose imports take longer than anything else they do before their first step."""
-        self._processes = start_processes(self.ranks)
+        self._processes = [MegatronProcess(rank, self.ranks) for rank in range(self.ranks)]
 
     def _begin(self) -> None:
-        receive_all(self._processes)  # that nothing is missing
-        self._ask(self.model)
+        for first in receive_all(self._processes):
+            if first["missing"]:
+                raise RuntimeError(f"Megatron-Core: a rank cannot use packages: {_reasons(first)}")
+        with socket.socket() as probe:  # only now: other programs may take a free port meanwhile
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ask(self.model | {"port": port})
 
     def _steps(self, tokens: Array, calls: int) -> float:
         return self._ask(calls)
@@ -167,18 +176,18 @@ class MegatronGPT(Contestant):
 
     def close(self) -> None:
         """End its processes."""
-        for process in self._processes:
-            process.close()
+        close_all(self._processes)
         self._processes = []
 
 
-def megatron_model(sizes: Sizes, recipe: Recipe | None) -> dict[str, Any]:
+def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool = False) -> dict[str, Any]:
     """Return a GPT and its train step as `jax_te.bench.peers.megatron_gpt` takes them.
 
     Args:
         sizes: of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's data
             parallelism.
         recipe: one of `MEGATRON_RECIPES`, or None for bf16.
+        fp32_gradients: several ranks, and microbatches, add up gradients in fp32; else in bf16.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -203,11 +212,11 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": axes.get("tensor", 1),
         "sequence_parallel": config.sequence_parallel,
-        # All that it fuses, but for the sums of gradients, which are in buffers that data parallelism brings.
+        # All that it fuses, but for sums of gradients, on which the program itself decides.
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
         "cross_entropy_loss_fusion": True,
-        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": llama,
         "attention_softmax_in_fp32": False,
     }
     if recipe is not None:
@@ -228,4 +237,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None) -> dict[str, Any]:
         "batch": sizes.batch // sizes.microbatches // (axes.get("data", 1) * axes.get("fsdp", 1)),
         "sequence": sizes.sequence,
         "microbatches": sizes.microbatches,
+        # Without replicas it costs nothing, and with fsdp's shards of parameters it is the nearest that there is.
+        "distributed_optimizer": sizes.distributed_optimizer or axes.get("data", 1) == 1,
+        "fp32_gradients": fp32_gradients,
     }

@@ -73,7 +73,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
     contestants: list[Contestant] = []
     if peer is not None:
-        contestants.append(_te_jax(first.recipe, sizes, tokens) if peer == "te" else _megatron(first.recipe, sizes))
+        contestants.append(_te_jax(first.recipe, sizes, tokens) if peer == "te" else _megatron(first, sizes))
     contestants += [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
     try:
         for contestant in contestants:
@@ -115,11 +115,13 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
     return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare)
 
 
-def _megatron(recipe: Recipe | None, sizes: Sizes) -> MegatronGPT:
-    """Return Megatron-Core's GPT under the recipe, or in bf16 where Megatron-Core does not have it."""
+def _megatron(variant: Variant, sizes: Sizes) -> MegatronGPT:
+    """Return Megatron-Core's GPT under the variant's recipe, or in bf16 where Megatron-Core does not have it."""
+    recipe = variant.recipe
     taken = recipe if recipe is not None and recipe.name in MEGATRON_RECIPES else None
+    model = megatron_model(sizes, taken, fp32_gradients=jnp.dtype(variant.wgrad_dtype) == jnp.float32)
     name = f"{'none' if taken is None else taken.name}, Megatron-Core"
-    return MegatronGPT(name, model=megatron_model(sizes, taken), ranks=1 if sizes.mesh is None else sizes.mesh.size)
+    return MegatronGPT(name, model=model, ranks=1 if sizes.mesh is None else sizes.mesh.size)
 
 
 def _te_jax(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> CompiledStep:

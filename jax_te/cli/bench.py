@@ -132,8 +132,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--wgrad-dtype", nargs="+", choices=("float32", "bfloat16"), help="of kernels' gradients (default: float32)")
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
-    peer = "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own (with its "
-    peer += "distributed optimizer on a mesh; peak_gib is what torch allocated); the first row (default: none)"
+    peer = (
+        "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own, which import "
+    )
+    peer += "while jax_te compiles (peak_gib is what torch allocated; fsdp is its distributed optimizer; gradients of "
+    peer += "several devices or microbatches are added up in the first --wgrad-dtype); the first row (default: none)"
     add("--distributed-optimizer", action="store_true", help="data devices of --mesh split masters and optimizer state")
     add("--peer", choices=("te", "megatron"), help=peer)
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")

@@ -186,8 +186,8 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)
     after = treedef.flatten_up_to(nnx.as_pure(gradient))
     alike = collections.defaultdict(list)
-    for index, state in enumerate(before):
-        alike[state["amax_history"].shape].append(index)
+    for index, states in enumerate(zip(before, after, strict=True)):
+        alike[tuple(map(jax.typeof, jax.tree.leaves(states)))].append(index)  # on an Explicit mesh with the sharding
     new: list[Any] = [None] * len(before)
     for part in [k[i : i + _TOGETHER] for k in alike.values() for i in range(0, len(k), _TOGETHER)]:
         states = _carry_on([before[index] for index in part], [after[index] for index in part], keep_old)
@@ -197,7 +197,7 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
 
 
 def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | None) -> list[PyTree]:
-    """Return the next states of some of the same shape."""
+    """Return the next states of some whose arrays are alike."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *before), jax.tree.map(lambda *x: jnp.stack(x), *after)
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.

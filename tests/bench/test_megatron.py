@@ -103,6 +103,9 @@ class DistributedDataParallel(Anything):
     def __init__(self, config, reduction, model):
         torch.note(reduction=reduction.fields)
 
+    def set_is_first_microbatch(self):
+        torch.note(first=True)
+
     def no_sync(self):
         import contextlib
         torch.note(unreduced=True)
@@ -132,6 +135,9 @@ import torch
 class GPTModel(torch.Anything):
     def __init__(self, config, **options):
         torch.note(config=config.fields, model=options)
+
+    def set_is_first_microbatch(self):
+        torch.note(first=True)
 """,
     "megatron/core/transformer/__init__.py": "",
     "megatron/core/transformer/module.py": "def Float16Module(config, model):\n    return model",
@@ -227,10 +233,13 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert {"groups": [1, 1], "rank": 0} in found
     # A step before each round does not count.
     assert len([line for line in found if "step" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    # Each step quantizes its kernels.
+    assert len([line for line in found if "first" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
 
 
 def test_ranks_on_a_mesh(capsys, stand_in, processes):
     options = ["--mesh", "data=2,fsdp=2,tensor=2", "--sequence-parallel", "--microbatches", "2", "--batch", "16"]
+    options += ["--distributed-optimizer"]
     status, rows, _ = bench(capsys, "--recipes", "none", *options)
     assert status == 0
     assert rows[0]["ms"] >= 20.0
@@ -251,9 +260,38 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     assert len(of("reduction")) == 8
     assert all(line["reduction"]["use_distributed_optimizer"] for line in of("reduction"))
     assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction"))
+    assert all(line["reduction"]["grad_reduce_in_fp32"] for line in of("reduction"))
     steps = megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
     # Only the last microbatch of a step reduces gradients.
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, split):
+    options = ["--distributed-optimizer", "--wgrad-dtype", "bfloat16"] if split else []
+    status, _, _ = bench(capsys, "--recipes", "none", "--mesh", "data=2", *options)
+    assert status == 0
+    found = [line["reduction"] for line in stand_in() if "reduction" in line]
+    assert [fields["use_distributed_optimizer"] for fields in found] == 2 * [split]
+    assert [fields["overlap_param_gather"] for fields in found] == 2 * [split]
+    assert [fields["grad_reduce_in_fp32"] for fields in found] == 2 * [not split]
+
+
+def test_microbatches_on_one_device_are_added_up_in_buffers(capsys, stand_in):
+    status, rows, _ = bench(capsys, "--recipes", "none", "--microbatches", "2")
+    assert status == 0
+    assert rows[0]["ms"] >= 20.0
+    [fields] = [line["reduction"] for line in stand_in() if "reduction" in line]
+    assert fields["grad_reduce_in_fp32"]
+    assert not fields["overlap_grad_reduce"]
+
+
+def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
+    monkeypatch.setattr(command, "check_megatron", lambda: None)
+    monkeypatch.setenv("STAND_IN", "no GPU")
+    status, rows, _ = bench(capsys, "--recipes", "none", "--mesh", "tensor=2")
+    assert status == 0
+    assert rows[0]["error"] == "RuntimeError: Megatron-Core: a rank cannot use packages: torch: it finds no GPU"
 
 
 def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
@@ -404,9 +442,9 @@ def test_a_process_that_does_not_end_by_itself(tmp_path, monkeypatch, processes,
     with (tmp_path / "path" / "torch" / "__init__.py").open("a") as file:
         file.write(f"\n{hangs}\n")
     monkeypatch.setattr(megatron, "_PATIENCE_S", 2.0)
-    [process] = megatron.start_processes(1)
+    process = MegatronProcess(0, 1)
     process.receive()
-    process.close()
+    megatron.close_all([process])
     assert processes[0].returncode == status
 
 

@@ -155,6 +155,25 @@ def test_write_back():
         assert_bitwise(ours, expected)
 
 
+def test_write_back_of_states_that_differ():
+    """Those of a kind are written at once: shapes, types and, on an Explicit mesh, shardings stay what they were."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def state(lead, slots, dtype=jnp.float32, spec=None):
+        spec = jax.P(*((None,) * len(lead))) if spec is None else spec
+        values = {"scale": jnp.ones(lead, dtype), "amax_history": jnp.full((*lead, slots), 2.0, dtype)}
+        return jax.device_put(values, jax.NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        old = [state((), 4), state((4,), 3), state((4,), 3, spec=jax.P("data")), state((), 4, jnp.bfloat16)]
+        old += [state((1,), 1) | {"amax_history": jnp.zeros((2, 3))}, *(state((), 4) for _ in range(40))]
+        new = jax.tree.map(lambda leaf: leaf + 1, old)
+        for write in (write_back, jax.jit(write_back)):
+            found = write(old, new)
+            jax.tree.map(assert_bitwise, found, new)
+            assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, new)
+
+
 def test_next_state_is_exact():
     x, kernel, g = draw("x", (32, 16)), draw("kernel", (16, 48)), draw("g", (32, 48))
     state = init_gemm_state(RECIPE)

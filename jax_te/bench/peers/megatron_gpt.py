@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 NEEDED = ("torch", "transformer_engine.pytorch", "megatron.core")
@@ -50,7 +51,8 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     Args:
         model: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
             ``torch.nn.functional``; ``form``, arguments of its ``GPTModel``; ``batch`` and ``sequence``, of what one
-            rank runs at a time; ``microbatches``.
+            rank runs at a time; ``microbatches``; ``distributed_optimizer``; ``fp32_gradients``, whether buffers add up
+            and reduce them in fp32; ``port``, free, for the ranks to meet at.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -58,16 +60,19 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    os.environ["MASTER_PORT"] = str(model["port"])
     start_ranks(model["config"]["tensor_model_parallel_size"])
+    together = torch.distributed.get_world_size() > 1 or model["microbatches"] > 1
     bf16, activation = torch.bfloat16, getattr(torch.nn.functional, model["activation"])
-    precision = {"bf16": True, "params_dtype": bf16, "pipeline_dtype": bf16}
-    config = TransformerConfig(activation_func=activation, **precision, **model["config"])
+    fields = {"bf16": True, "params_dtype": bf16, "pipeline_dtype": bf16, "activation_func": activation}
+    # GEMMs that add to the gradients' buffers: the head's needs a kernel of APEX.
+    fields["gradient_accumulation_fusion"] = together and find_spec("fused_weight_gradient_mlp_cuda") is not None
+    config = TransformerConfig(**fields, **model["config"])
     batch, sequence, microbatches = model["batch"], model["sequence"], model["microbatches"]
     spec = get_gpt_layer_with_transformer_engine_spec()
     gpt = GPTModel(config=config, transformer_layer_spec=spec, max_sequence_length=sequence, **model["form"])
     gpt = Float16Module(config, gpt.cuda())
-    make_updates = update_alone if torch.distributed.get_world_size() == 1 else update_together
-    gpt, unreduced, update = make_updates(config, gpt)
+    gpt, unreduced, update = update_together(config, gpt, model) if together else update_alone(gpt)
     # Ranks that share a model's kernels need the same tokens; to the others it does not matter.
     generator = torch.Generator("cuda").manual_seed(1)
     tokens = torch.randint(0, model["form"]["vocab_size"], (batch, sequence + 1), device="cuda", generator=generator)
@@ -75,6 +80,8 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     positions = torch.arange(sequence, device="cuda").expand(batch, sequence).contiguous()
 
     def step() -> None:
+        # Else its layers would quantize their kernels in the first step alone.
+        gpt.set_is_first_microbatch()
         for index in range(microbatches):
             with contextlib.nullcontext() if index == microbatches - 1 else unreduced():
                 # No mask: the layers' own is causal.
@@ -84,7 +91,7 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def update_alone(config: Any, gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
+def update_alone(gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
     """Return a model, a context in which gradients are added up and not reduced, and what updates the parameters."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -98,20 +105,20 @@ def update_alone(config: Any, gpt: Any) -> tuple[Any, Callable[[], Any], Callabl
     return gpt, contextlib.nullcontext, update
 
 
-def update_together(config: Any, gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
-    """Return the same for several ranks: Megatron-Core's distributed optimizer, gradients reduced in bf16."""
+def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
+    """Return the same for several ranks or microbatches, whose gradients Megatron-Core adds up in buffers."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     # Only replicas have something to overlap.
     replicas = config.tensor_model_parallel_size < torch.distributed.get_world_size()
+    distributed = model["distributed_optimizer"]
     reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=distributed,
         overlap_grad_reduce=replicas,
-        overlap_param_gather=replicas,
-        grad_reduce_in_fp32=False,
-        bucket_size=200_000_000,
+        overlap_param_gather=replicas and distributed,
+        grad_reduce_in_fp32=model["fp32_gradients"],
     )
     gpt = DistributedDataParallel(config, reduction, gpt)
     adam = OptimizerConfig(
@@ -122,8 +129,8 @@ def update_together(config: Any, gpt: Any) -> tuple[Any, Callable[[], Any], Call
         clip_grad=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-        overlap_param_gather=replicas,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=replicas and distributed,
     )
     optimizer = get_megatron_optimizer(adam, [gpt])
 
