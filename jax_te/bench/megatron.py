@@ -223,9 +223,8 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         fields["fp8"] = "hybrid" if recipe.fp8_format is Format.HYBRID else "e4m3"
         fields["fp8_recipe"] = MEGATRON_RECIPES[recipe.name]
     if isinstance(recipe, DelayedScaling):
-        fields["fp8_margin"] = recipe.margin
-        fields["fp8_amax_history_len"] = recipe.amax_history_len
-        fields["fp8_amax_compute_algo"] = recipe.amax_compute_algo
+        names = ("margin", "amax_history_len", "amax_compute_algo")
+        fields |= {f"fp8_{name}": getattr(recipe, name) for name in names}
     return {
         "config": fields,
         "activation": "silu" if llama else "gelu",
