@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jax_te.megatron.quant_paths import megatron_path
+from jax_te.quantize import QuantizerState
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import variable_axes
 from jax_te.typing import LogicalAxes
@@ -91,7 +92,7 @@ def megatron_layout(
     shown = _numbered(path, owners)
     where = ".".join([*map(str, shown[:outside]), megatron_path(".".join(map(str, shown[outside:-1])))])
     names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
-    one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+    one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct) and not isinstance(variable, QuantizerState)
     name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
     if not one_array or attribute not in ("kernel", "bias") or (attribute == "bias" and value.ndim == 1):
         return name, None

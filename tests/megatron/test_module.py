@@ -58,6 +58,7 @@ def test_names_and_values():
     assert arrays["layers.10.kernel"] is model.layers[10].kernel.get_value()
     assert arrays["norm.mean"].shape == (16,)
     assert arrays["layers.0.quantizers.grad.amax_history"].shape == (4,)
+    assert arrays["layers.0.quantizers.grad.scale"].shape == ()
     assert jnp.issubdtype(arrays["dropout.rngs.key"].dtype, jax.dtypes.prng_key)
     assert all(isinstance(array, jax.Array) for array in arrays.values())
     assert sum(array.size for array in arrays.values()) == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))

@@ -246,6 +246,14 @@ def test_differences_of_a_checkpoint_are_named_in_megatrons_words():
     assert skipped.missing_keys == [fc2, qkv]
 
 
+def test_quantizer_state_keeps_its_names():
+    with autocast(RECIPES["delayed"]):
+        names = {name for name in build().state_dict() if ".linear_qkv." in name}
+    quantizers = {f"quantizers.{role}.{leaf}" for role in ("x", "kernel", "grad") for leaf in ("scale", "amax_history")}
+    own = {"weight", "layer_norm_weight"}
+    assert names == {f"decoder.layers.0.self_attention.linear_qkv.{leaf}" for leaf in quantizers | own}
+
+
 def test_wrappers_have_its_names_and_precision():
     class Wrapper(nnx.Module):
         def __init__(self) -> None:
