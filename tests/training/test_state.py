@@ -269,3 +269,15 @@ def test_what_replicas_cannot_split_is_refused():
         create_train_state(
             lambda rngs: nnx.Linear(4, 4, rngs=rngs), TX, key=jax.random.key(0), distributed_optimizer=True
         )
+
+
+def test_a_size_that_replicas_cannot_split_names_the_option():
+    def create(distributed):
+        return create_train_state(
+            lambda rngs: Linear(10, 16, rngs=rngs), TX, key=jax.random.key(0), distributed_optimizer=distributed
+        )
+
+    with jax.set_mesh(make_mesh(ParallelConfig(data=4, fsdp=2))):
+        with pytest.raises(ValueError, match=r"not divide over .*fsdp\*data = 8; .*or leave out distributed_optimizer"):
+            create(True)
+        assert create(False).params["kernel"].get_value().shape == (10, 16)
