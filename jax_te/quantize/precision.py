@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal, TypedDict
 
 import jax.numpy as jnp
@@ -105,7 +104,7 @@ class Precision:
         )
 
     def split_misfit(self, tokens: Any, kernel: Any) -> str | None:
-        """Return why devices cannot quantize and multiply their shards by themselves, or None.
+        """Return why quantizing shards is not quantizing the whole, or None.
 
         Args:
             tokens: shape of one device's rows.
@@ -118,10 +117,6 @@ class Precision:
         for name, size in sizes.items():
             if size % multiple:
                 return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
-        # Rows are padded. GEMMs of FP8 operands read 16 bytes at once, and cuBLAS refuses what does not divide.
-        for name, size in (("input size", kernel[0]), ("output size", prod(kernel[1:]))):
-            if size % self.alignment:
-                return f"{name} of one device, {size}, is no multiple of {self.alignment}, which quantized GEMMs need"
         return None
 
     def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:

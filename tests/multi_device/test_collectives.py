@@ -27,7 +27,7 @@ from jax_te.training import split_model
 from tests.support.meshes import shardings
 from tests.support.numerics import _quick_options, draw, quick_jit
 
-B, S, H, N, F = 4, 32, 64, 4, 128
+B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 BYTES = {"f32": 4, "u8": 1}

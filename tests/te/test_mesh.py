@@ -118,20 +118,3 @@ def test_a_call_that_names_no_axes_is_refused_with_the_reason() -> None:
         dense(x, kernel, backend="te")
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=8))):
         assert explain_backend("dense", backend="te").backend == "te"
-
-
-def test_sizes_of_one_device_that_quantized_gemms_cannot_read_are_refused_with_the_reason() -> None:
-    """Half of 48 features is no multiple of 16, and cuBLAS has FP8 GEMMs of such sizes only."""
-    with (
-        jax.set_mesh(make_mesh(ParallelConfig(tensor=2), devices=jax.devices()[:2])),
-        autocast(DelayedScaling()),
-    ):
-        column = Linear(32, 48, parallel_mode="column", rngs=nnx.Rngs(0))
-        row = Linear(48, 32, parallel_mode="row", rngs=nnx.Rngs(0))
-        for layer, size, width in ((column, "output size", 32), (row, "input size", 48)):
-            x = jnp.ones((2, 16, width))
-            with use_backend("te"), pytest.raises(BackendUnavailableError, match=f"{size} of one device, 24, is no mu"):
-                layer(x)
-            assert layer(x).shape == (2, 16, 80 - width)  # as the compiler partitions it, in XLA
-        with autocast(None), use_backend("te"):
-            assert column(jnp.ones((2, 16, 32))).shape == (2, 16, 48)
