@@ -66,8 +66,8 @@ class Contestant:
     def round(self, tokens: Array, calls: int) -> None:
         """Take this many steps and note their mean time, unless it has failed before.
 
-        A step before them does not count: after another contestant's turn it finds its arrays at other addresses, for
-        which its CUDA graphs are written anew. A program that runs alone does not have that.
+        A step before them does not count. After another contestant's turn it may find its arrays at other addresses,
+        for which CUDA graphs must be updated; a program that runs alone finds them where they were.
         """
         if self.error is None:
             self._try(lambda: self._steps(tokens, 1))

@@ -1,4 +1,4 @@
-"""What every measurement takes."""
+"""What measurements take: how often they run, and the sizes of a GPT."""
 
 from __future__ import annotations
 

@@ -132,11 +132,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--wgrad-dtype", nargs="+", choices=("float32", "bfloat16"), help="of kernels' gradients (default: float32)")
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
-    peer = (
-        "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own, which import "
-    )
-    peer += "while jax_te compiles (peak_gib is what torch allocated; fsdp is its distributed optimizer; gradients of "
-    peer += "several devices or microbatches are added up in the first --wgrad-dtype); the first row (default: none)"
+    peer = "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own, which "
+    peer += "start while jax_te compiles. Its peak_gib is what torch allocated; where jax_te has fsdp, it splits "
+    peer += "optimizer state alone; it adds up gradients of several devices or microbatches in the first "
+    peer += "--wgrad-dtype, else in bf16. The peer is the first row (default: none)"
     add("--distributed-optimizer", action="store_true", help="data devices of --mesh split masters and optimizer state")
     add("--peer", choices=("te", "megatron"), help=peer)
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
@@ -267,7 +266,6 @@ def _check_shape(args: argparse.Namespace) -> None:
 
 def _check_peer(args: argparse.Namespace, sizes: ParallelConfig) -> None:
     """Raise ValueError if the peer cannot be measured beside the model."""
-    form = PRESETS[args.model].values
     if args.peer == "megatron":
         if sizes.num_devices != sizes.data * sizes.fsdp * sizes.tensor:
             raise ValueError(f"--peer megatron has the axes data, fsdp and tensor; got --mesh {args.mesh}")
@@ -275,6 +273,7 @@ def _check_peer(args: argparse.Namespace, sizes: ParallelConfig) -> None:
         return
     if args.mesh is not None or args.microbatches is not None:
         raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
+    form = PRESETS[args.model].values
     if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
         raise ValueError(f"--peer te is a GPT in GPT-2's form, and {args.model} is not; take one of the gpt presets")
     ok, reason = te.available()

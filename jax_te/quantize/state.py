@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -189,7 +190,8 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     for index, states in enumerate(zip(before, after, strict=True)):
         alike[tuple(map(jax.typeof, jax.tree.leaves(states)))].append(index)  # on an Explicit mesh with the sharding
     new: list[Any] = [None] * len(before)
-    for part in [k[i : i + _TOGETHER] for k in alike.values() for i in range(0, len(k), _TOGETHER)]:
+    parts = [group[k : k + _TOGETHER] for group in alike.values() for k in range(0, len(group), _TOGETHER)]
+    for part in parts:
         states = _carry_on([before[index] for index in part], [after[index] for index in part], keep_old)
         for index, state in zip(part, states, strict=True):
             new[index] = state
@@ -197,11 +199,11 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
 
 
 def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | None) -> list[PyTree]:
-    """Return the next states of some whose arrays are alike."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *before), jax.tree.map(lambda *x: jnp.stack(x), *after)
+    """Return the next states of some whose arrays have the same types."""
+    stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.
-    old, new = jax.lax.optimization_barrier(stacked)
+    old, new = jax.lax.optimization_barrier((stack(*before), stack(*after)))
     # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
     keep = ~(new["scale"] > 0.0)
     if keep_old is not None:

@@ -92,7 +92,11 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
 
 
 def update_alone(gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
-    """Return a model, a context in which gradients are added up and not reduced, and what updates the parameters."""
+    """Return a model of one rank that takes whole batches, and how it is updated.
+
+    Returns:
+        The model, a context in which a microbatch's gradients are not reduced, and a function that ends a step.
+    """
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     # The hyper-parameters of optax.adamw, which jax_te's step has.
@@ -106,7 +110,10 @@ def update_alone(gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
 
 
 def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
-    """Return the same for several ranks or microbatches, whose gradients Megatron-Core adds up in buffers."""
+    """Return a model of several ranks, or of several microbatches, and how it is updated: results as `update_alone`.
+
+    Megatron-Core adds its gradients up in buffers.
+    """
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
