@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ class Variant:
         build: makes the model. Those of one measurement have the same arrays.
         pipeline: its schedule, on a mesh with a pipeline axis.
         wgrad_dtype: of the gradients of kernels.
+        reduce_gradients: when devices add them up, as for `make_train_step`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Variant:
     build: Callable[[nnx.Rngs], GPTModel]
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     wgrad_dtype: DTypeLike = jnp.float32
+    reduce_gradients: Literal["step", "microbatch"] = "step"
 
     @contextlib.contextmanager
     def context(self, backend: BackendName, mesh: Mesh | None) -> Iterator[None]:
@@ -101,7 +103,7 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
         # Shapes only: compiling needs no arrays.
         abstract = abstract_train_state(variant.build, _TX, distributed_optimizer=sizes.distributed_optimizer)
     options: dict[str, Any] = {"microbatches": sizes.microbatches, "pipeline": variant.pipeline}
-    options |= {"wgrad_dtype": variant.wgrad_dtype}
+    options |= {"wgrad_dtype": variant.wgrad_dtype, "reduce_gradients": variant.reduce_gradients}
     step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX, **options)
 
     def lower() -> Any:

@@ -55,6 +55,7 @@ MODEL_DEFAULTS = {
     "loss_chunks": 1,
     "batch_parts": [1],
     "wgrad_dtype": ["float32"],
+    "reduce_gradients": ["step"],
     "distributed_optimizer": False,
     "peer": None,
     "batch": None,
@@ -63,7 +64,7 @@ MODEL_DEFAULTS = {
 }
 """Options that go with ``--model`` only, and their values where they are not given."""
 
-_OF_STEPS = {"stack", "recompute", "peer", "loss_chunks", "batch_parts", "wgrad_dtype", "batch", "pipeline"}
+_OF_STEPS = MODEL_DEFAULTS.keys() - {"layers", "vocabulary", "distributed_optimizer", "checkpoints"}
 _COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
 _MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
 
@@ -130,6 +131,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
     add("--wgrad-dtype", nargs="+", choices=("float32", "bfloat16"), help="of kernels' gradients (default: float32)")
+    when = "when data devices of --mesh add up kernels' gradients (default: step)"
+    add("--reduce-gradients", nargs="+", choices=("step", "microbatch"), help=when)
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
     peer = "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own, which "
@@ -223,12 +226,14 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
     if args.checkpoints is not None and (_OF_STEPS & {*given} or args.microbatches is not None or args.calls != CALLS):
         raise ValueError(
             "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --batch-parts, "
-            "--wgrad-dtype, --batch, --pipeline, --microbatches and --calls"
+            "--wgrad-dtype, --reduce-gradients, --batch, --pipeline, --microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args, sizes)
     if "distributed_optimizer" in given and sizes.data == 1:
         raise ValueError("--distributed-optimizer splits the state over data devices; give --mesh with data=N")
+    if "reduce_gradients" in given and (sizes.data * sizes.context == 1 or args.microbatches == 1):
+        raise ValueError("--reduce-gradients is for microbatches on data devices; give --mesh with data=N, --microbatches")
     if args.context_parallel is None and args.groups is not None:
         raise ValueError("--groups is of --context-parallel, which measures attention alone")
     if args.context_parallel is not None:
@@ -308,8 +313,8 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
     variants, parallel = [], None if args.mesh is None else ParallelConfig.parse(args.mesh)
     fields = {"num_layers": args.layers, "batch_size": args.batch, "microbatches": args.microbatches, "mesh": args.mesh}
     fields |= {"sequence_parallel": args.sequence_parallel or None}
-    ways = itertools.product(args.stack, args.recompute, args.pipeline, args.batch_parts, args.wgrad_dtype)
-    for stack, way, schedule, parts, wgrad in ways:
+    names = ("stack", "recompute", "pipeline", "batch_parts", "wgrad_dtype", "reduce_gradients")
+    for stack, way, schedule, parts, wgrad, when in itertools.product(*(getattr(args, name) for name in names)):
         config = train_step_config(args.model, recipe, way, **fields, pipeline=schedule)
         config = replace(config, vocab_size=args.vocabulary)
         devices = 1 if parallel is None else parallel.num_devices
@@ -317,12 +322,14 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
         execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks, parts)
         stages = f", {schedule}" if parallel is not None and parallel.pipeline > 1 else ""
         turns = (f", {parts} parts" if parts > 1 else "") + (f", gradients {wgrad}" if wgrad != "float32" else "")
+        turns += ", reduced in each microbatch" if when == "microbatch" else ""
         variant = Variant(
             name=f"{recipe}, {stack}, recompute {way}{stages}{turns}",
             recipe=config.make_recipe(),
             build=build_model(config, execution=execution),
             pipeline=PipelineConfig.parse(schedule),
             wgrad_dtype=jnp.dtype(wgrad),
+            reduce_gradients=when,
         )
         variants.append(variant)
     sizes = Sizes(

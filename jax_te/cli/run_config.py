@@ -92,8 +92,7 @@ class RunConfig(RunOptions):
 
     def quantization_rules(self) -> RecipeConfig | None:
         """Return the rules of the precision file, or None."""
-        text = self.precision_config
-        return None if text is None else quantization_rules(text, self.factory_modules)
+        return None if (text := self.precision_config) is None else quantization_rules(text, self.factory_modules)
 
     def parallel_config(self) -> ParallelConfig | None:
         """Return the sizes of the mesh's axes, or None for no mesh."""
@@ -127,9 +126,10 @@ class RunConfig(RunOptions):
             "sequence_parallel": ("tensor", mesh.tensor, "--no-sequence-parallel"),
             "pipeline": ("pipeline", mesh.pipeline, "--pipeline 1f1b"),
             "distributed_optimizer": ("data", mesh.data, "--no-distributed-optimizer"),
+            "reduce_gradients": ("data", mesh.data * mesh.context, "--reduce-gradients step"),
         }
         for name, (axis, size, remedy) in ranks.items():
-            if size == 1 and (given := getattr(self, name)) not in (False, "p2p", "1f1b"):
+            if size == 1 and (given := getattr(self, name)) not in (False, "p2p", "1f1b", "step"):
                 what = flag(name) if given is True else f"{flag(name)} {given}"
                 raise ValueError(
                     f"{what} is for {axis} ranks, and --mesh {self.mesh or '(none)'} has one; give --mesh with "

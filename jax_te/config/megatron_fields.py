@@ -50,8 +50,8 @@ _REFUSED = {
     "hybrid_context_parallel=False max_seqlen_per_dp_cp_rank=None": "cp_load_balanced=True balances sequences, and "
     "jax_te.layers.PackedSeqParams packs them",
     "finalize_model_grads_func=None grad_scale_func=None moe_grad_scale_func=None mtp_grad_scale_func=None "
-    "no_sync_func=None grad_sync_func=None param_sync_func=None": "gradients are reduced where they are computed; "
-    "jax_te.training.make_train_step scales losses and adds microbatches up",
+    "no_sync_func=None grad_sync_func=None param_sync_func=None": "jax_te.training.make_train_step scales losses, adds "
+    "microbatches up and has reduce_gradients, when devices add up kernels' gradients",
     "calculate_per_token_loss=False": "a loss that returns jax_te.training.WeightedMean is the mean over all tokens",
     "enable_autocast=False autocast_dtype=None fp32_residual_connection=False": "compute_dtype is the dtype of "
     "activations and the residual stream, params_dtype that of parameters",

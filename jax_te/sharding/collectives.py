@@ -57,20 +57,28 @@ def all_gather(x: Array, dims: Dims) -> Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = ()) -> Array:
+def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = ()) -> Array:
     """Return a device's ``x`` summed over mesh axes: all-reduced, and reduce-scattered along ``scatter``.
 
     Args:
         x: array of one device.
         axes: mesh axes to sum over.
         scatter: for each dimension those of ``axes`` along which each device keeps its shard of the sum alone.
+        later: mesh axes over which the caller sums up afterwards: the result has an axis in front, for one summand of
+            each of their devices.
     """
     if scatter:
         for dim, names in enumerate(scatter):
             if names:
                 x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-        axes = tuple([axis for axis in axes if axis not in flat(scatter)])
-    return jax.lax.psum(x, axes) if axes else x
+    summed = tuple([axis for axis in axes if axis not in (*flat(scatter), *later)])
+    x = jax.lax.psum(x, summed) if summed else x
+    if not later:
+        return x
+    # Devices that have computed the same are to count once.
+    same = tuple([axis for axis in later if axis not in axes])
+    x = jnp.where(jax.lax.axis_index(same) == 0, x, jnp.zeros_like(x)) if same else x
+    return x[None]
 
 
 def reduce_max(x: Array, axes: MeshAxes) -> Array:

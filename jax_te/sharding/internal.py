@@ -24,6 +24,7 @@ from jax_te.sharding.rules import (
     ranks_of,
     replica_axes,
     row_axis,
+    summed_axes,
     whole_sequences,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "replica_axes",
     "reshard",
     "row_axis",
+    "summed_axes",
     "variable_axes",
     "whole_sequences",
 ]

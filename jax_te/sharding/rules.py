@@ -402,6 +402,23 @@ def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
     return tuple(axis for axes, kept in pairs for axis in axes if axis not in kept)
 
 
+def summed_axes(kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractMesh | None = None) -> MeshAxes:
+    """Return the mesh axes over which a kernel's gradient is summed and not scattered: they split tokens, not it.
+
+    Args:
+        kernel_axes: of the kernel. None: it has none.
+        mesh: None: the mesh in use.
+
+    >>> summed_axes(("fsdp", "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
+    ('data',)
+    """
+    mesh = current_mesh() if mesh is None else mesh
+    if mesh is None:
+        return ()
+    own, tokens = flat(mesh_dims(kernel_axes or (), mesh)), flat(mesh_dims(("batch", "sequence"), mesh))
+    return tuple(axis for axis in tokens if axis not in own)
+
+
 def local_shape(shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> tuple[int, ...] | None:
     """Return the shape of one device's shard; None if the array does not divide.
 

@@ -15,6 +15,7 @@ from jax_te.layers.internal import quantizable_kernels, set_grad_sinks
 from jax_te.ops.internal import WgradProbe, deferred_sink, deferred_wgrad
 from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
+from jax_te.training.kernel_gradients import Path, Summands
 from jax_te.training.state import split_model
 from jax_te.typing import DTypeLike, PyTree
 
@@ -133,6 +134,17 @@ def deferred_vjp(
     kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting]))
     y, vjp, *aux = jax.vjp(run, sinks, plain, states, *inputs, has_aux=has_aux)
     return (y, Partial(_First(tuple(gemms)), vjp), *aux)
+
+
+def with_summands(backward: Partial, places: dict[Path, Summands]) -> Partial:
+    """Return ``backward`` of `deferred_vjp`, with summands for those kernels that wait and lie in ``places``."""
+    gemms = [
+        (path, replace(spec, summed_later=places[path].over, wgrad_dtype=jnp.float32), lead)
+        if path in places and spec.plan.mesh is not None
+        else (path, spec, lead)
+        for path, spec, lead in backward.func.gemms  # type: ignore[attr-defined]
+    ]
+    return Partial(_First(tuple(gemms)), *backward.args)
 
 
 # Classes that compare by value, not closures: a Partial's function is part of its tree structure, which lax.scan and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te.config.internal import checked
-from jax_te.layers.internal import (
-    drop_cached_kernels,
-    quantizable_kernels,
-    quantize_kernels,
-    set_grad_sinks,
-    use_cached_kernels,
-)
+from jax_te.layers.internal import drop_cached_kernels, quantize_kernels, set_grad_sinks, use_cached_kernels
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -29,12 +24,14 @@ from jax_te.quantize import (
     write_back,
 )
 from jax_te.sharding import constrain, current_mesh
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding.internal import leaves_with_axes, variable_axes
+from jax_te.training.kernel_gradients import KernelGradients, Path, Summands
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
-from jax_te.typing import Array, DTypeLike, PyTree
+from jax_te.typing import Array, PyTree
 
+_AT_ONCE = KernelGradients()
 _SMALL = 2**15
 """The largest number of elements of a bias or a norm's scale, of which there are many."""
 
@@ -78,6 +75,7 @@ class Gradients(NamedTuple):
         weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
         aux: what else the loss function returned.
         inputs: gradients of the function's other inputs, in their dtypes.
+        waiting: summands of kernels' gradients, which ``grads`` lacks, see `KernelGradients`.
     """
 
     loss: Array
@@ -87,6 +85,7 @@ class Gradients(NamedTuple):
     weight: Array | None = None
     aux: Any = None
     inputs: tuple[Any, ...] = ()
+    waiting: dict[Path, Array] | None = None
 
 
 Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
@@ -189,9 +188,9 @@ def _within(name: str, wrt: Any) -> Callable[..., bool]:
     return lambda path, value: path[0] == name and inside(path[1:], value)
 
 
-def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, wgrad_dtype: DTypeLike) -> Gradients:
-    """Return loss and gradients of one batch; those of kernels are computed in ``wgrad_dtype``."""
-    return _of_batch(loss_fn, state, state.rest, batch, key, wgrad_dtype)
+def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients) -> Gradients:
+    """Return loss and gradients of one batch."""
+    return _of_batch(loss_fn, state, state.rest, batch, key, kernels._replace(once=False))
 
 
 def accumulated_gradients(
@@ -201,20 +200,24 @@ def accumulated_gradients(
     key: Array,
     microbatches: int,
     keep_kernels: bool,
-    wgrad_dtype: DTypeLike,
+    kernels: KernelGradients,
 ) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
-    Means are weighted if ``loss_fn`` gives weights. Kernels are quantized before the scan if ``keep_kernels``.
+    Means are weighted if ``loss_fn`` gives weights. Kernels are quantized before the scan if ``keep_kernels``. Devices
+    add up gradients of kernels behind the scan if ``kernels.once``.
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
     cached = quantize_kernels(model) if keep_kernels else None
+    places, full = kernels.waiting(model, state.params), full_precision(state.params, state.masters)
+    names = dict(nnx.to_flat_state(full))
 
     def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
         total, sums, rest = carry
         batch, index = microbatch
-        found = _of_batch(loss_fn, state, rest, batch, jax.random.fold_in(key, index), wgrad_dtype, cached)
-        loss, grads, quantizers, rest, weight = found[:5]
+        found = _of_batch(loss_fn, state, rest, batch, jax.random.fold_in(key, index), kernels, cached)
+        loss, quantizers, rest, weight = found.loss, found.quantizers, found.rest, found.weight
+        grads = found.grads, found.waiting
         if weight is not None:
             # Not gradients of the totals: these would be so much larger that fp16 overflows sooner.
             loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
@@ -222,16 +225,22 @@ def accumulated_gradients(
         return (total + loss, jax.tree.map(jnp.add, sums, grads), rest), (quantizers, weight)
 
     # The carry keeps its sharding over the scan, so it starts in that of the parameters.
-    zeros = as_created(jax.tree.map(jnp.zeros_like, _wide(full_precision(state.params, state.masters))))
-    start = (jnp.zeros((), jnp.float32), zeros, as_created(state.rest))
-    (total, sums, rest), (stacked, weights) = jax.lax.scan(
+    zeros = _wide(nnx.from_flat_state([(path, like) for path, like in names.items() if path not in places]))
+    zeros = as_created(jax.tree.map(jnp.zeros_like, zeros))
+    summands = {path: place.zeros(names[path].get_value().shape) for path, place in places.items()}
+    start = (jnp.zeros((), jnp.float32), (zeros, summands), as_created(state.rest))
+    (total, (sums, waiting), rest), (stacked, weights) = jax.lax.scan(
         body, start, (batches, jnp.arange(microbatches, dtype=jnp.int32))
     )
 
     def mean(total: Array) -> Array:
         return total / microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
 
-    loss, grads = jax.tree.map(mean, (total, sums))
+    found = dict(nnx.to_flat_state(sums))
+    for path, place in places.items():  # devices add up, once for all microbatches
+        axes = variable_axes(names[path], names[path].get_value())[place.lead :]
+        found[path] = names[path].replace(place.total(waiting[path], kernels.dtype, axes))
+    loss, grads = jax.tree.map(mean, (total, as_created(nnx.from_flat_state(found.items()))))
     return Gradients(loss, grads, merge_quantizers(stacked), rest)
 
 
@@ -241,11 +250,11 @@ def _of_batch(
     rest: PyTree,
     batch: PyTree,
     key: Array,
-    wgrad_dtype: DTypeLike,
+    kernels: KernelGradients,
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
     parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
-    how = (state.scaler, cached, (), wgrad_dtype, full)
+    how = (state.scaler, cached, (), kernels, full)
     return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, *how)
 
 
@@ -256,7 +265,7 @@ def differentiate(
     scaler: LossScale,
     cached: list[QuantizedKernel | None] | None = None,
     inputs: tuple[Array, ...] = (),
-    wgrad_dtype: DTypeLike = jnp.float32,
+    kernels: KernelGradients = _AT_ONCE,
     like: nnx.State | None = None,
 ) -> Gradients:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
@@ -268,13 +277,14 @@ def differentiate(
         scaler: multiplies the loss.
         cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
         inputs: other arrays to differentiate by.
-        wgrad_dtype: of kernels' gradients, which are cast to fp32 behind the sum over devices.
+        kernels: how their gradients are computed; summands are given as ``waiting``.
         like: Variables in whose axes the gradients come. None: the parameters.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
     names = dict(nnx.to_flat_state(params if like is None else like))
-    grad_sinks = _grad_sinks(nnx.merge(graphdef, params, quantizers, rest), params, wgrad_dtype)
+    model = nnx.merge(graphdef, params, quantizers, rest)
+    grad_sinks, places = kernels.sinks(model, params), kernels.waiting(model, params)
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
@@ -297,16 +307,18 @@ def differentiate(
         state = as_created(nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in found]))
         return dict(nnx.to_flat_state(_wide(state)))
 
-    total = placed((path, grad.get_value()) for path, grad in nnx.to_flat_state(grads))
+    found = {path: grad.get_value() for path, grad in nnx.to_flat_state(grads)}
+    waiting = {path: place.with_sum(sink_grads.pop(path), found.pop(path, None)) for path, place in places.items()}
+    total = placed(found.items())
     for path, grad in placed((path, grad) for path, grad in sink_grads.items() if grad is not None).items():
         # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
         total[path] = grad.replace(total[path] + grad) if path in total else grad
     grads = nnx.from_flat_state(total.items())
-    return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads)
+    return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads, waiting)
 
 
 def vjp_of_model(
-    fn: Callable[..., Array], model: nnx.Module, x: Array, wgrad_dtype: DTypeLike
+    fn: Callable[..., Array], model: nnx.Module, x: Array, kernels: KernelGradients
 ) -> tuple[Array, Partial]:
     """Return ``fn(model, x)`` and its backward pass.
 
@@ -314,15 +326,16 @@ def vjp_of_model(
         fn: differentiable. It gets a copy of the model.
         model: may have cached kernels, and kernels that are stored quantized.
         x: an array.
-        wgrad_dtype: as in `differentiate`.
+        kernels: as in `differentiate`.
 
     Returns:
-        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32, the next
-        quantizer states and the gradient of ``x``. A pytree of its residuals, as `deferred_vjp`'s.
+        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands, of
+        kernels that wait), the next quantizer states and the gradient of ``x``. A pytree of its residuals, as
+        `deferred_vjp`'s.
     """
     graphdef, params, quantizers, rest = split_model(model)
     plain, quantized = split_parameters(params)
-    grad_sinks = _grad_sinks(model, params, wgrad_dtype)
+    grad_sinks = kernels.sinks(model, params)
 
     def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: Array) -> Array:
         used = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
@@ -330,34 +343,26 @@ def vjp_of_model(
         return fn(used, x)
 
     y, vjp = jax.vjp(run, plain, grad_sinks, with_max_gradients(quantizers), x)
-    return y, Partial(_backward, vjp)
+    return y, Partial(_Backward(tuple(kernels.waiting(model, params).items())), vjp)
 
 
 # No closure: the function of a Partial is part of its tree structure.
-def _backward(vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
-    grads, sink_grads, quantizers, dx = vjp(dy)
-    total = {path: grad.get_value() for path, grad in nnx.to_flat_state(_wide(grads))}
-    for path, grad in sink_grads.items():
-        if grad is not None:
-            # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.
-            grad = grad.astype(jnp.float32)
-            total[path] = total[path] + grad if path in total else grad
-    return nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in total.items()]), as_float32(quantizers), dx
+@dataclass(frozen=True)
+class _Backward:
+    places: tuple[tuple[Path, Summands], ...]
 
-
-def _grad_sinks(model: nnx.Module, params: nnx.State, dtype: DTypeLike) -> dict[Any, Array | None]:
-    """Return a sink for each kernel of `quantizable_kernels`; None where there is none, and outside of ``params``."""
-    names = {path for path, _ in nnx.to_flat_state(params)}
-    kernels = [(path, getattr(module, name).get_value()) for path, module, name in quantizable_kernels(model)]
-    return {path: _grad_sink(value, dtype) if path in names else None for path, value in kernels}
-
-
-def _grad_sink(kernel: Array | QuantizedKernel, dtype: DTypeLike) -> Array | None:
-    """An array whose values nothing reads, and whose gradient is the kernel's. None for a kernel of this dtype."""
-    # JAX gives a gradient the dtype of its argument, so that of a bf16 kernel would be rounded to bf16.
-    if isinstance(kernel, QuantizedKernel):
-        return jnp.zeros(kernel.shape, dtype)
-    return None if kernel.dtype == dtype else jnp.zeros_like(kernel, dtype)
+    def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
+        grads, sink_grads, quantizers, dx = vjp(dy)
+        total = {path: grad.get_value() for path, grad in nnx.to_flat_state(_wide(grads))}
+        # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.
+        for path, place in self.places:
+            total[path] = place.with_sum(sink_grads.pop(path), total.get(path))
+        for path, grad in sink_grads.items():
+            if grad is not None:
+                grad = grad.astype(jnp.float32)
+                total[path] = total[path] + grad if path in total else grad
+        state = nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in total.items()])
+        return state, as_float32(quantizers), dx
 
 
 def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:

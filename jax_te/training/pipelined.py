@@ -17,11 +17,12 @@ from jax_te.quantize import merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, use_rules
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
+from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import like_full_precision
 from jax_te.training.stage import Stage, Sums
 from jax_te.training.stage_model import Program, StageModel, as_state, depends
 from jax_te.training.state import TrainState
-from jax_te.typing import Array, DTypeLike, PyTree
+from jax_te.typing import Array, PyTree
 
 
 def pipelined_gradients(
@@ -31,7 +32,7 @@ def pipelined_gradients(
     key: Array,
     microbatches: int,
     keep_kernels: bool,
-    wgrad_dtype: DTypeLike,
+    kernels: KernelGradients,
     config: PipelineConfig,
 ) -> Gradients:
     """Return what `accumulated_gradients` does, from the stages of a pipeline.
@@ -44,7 +45,7 @@ def pipelined_gradients(
         loss_fn, state: of the run.
         batches: leaves ``[m, b / m, ...]``.
         key: of the step.
-        microbatches, keep_kernels, wgrad_dtype: as for `make_train_step`.
+        microbatches, keep_kernels, kernels: as for `accumulated_gradients`.
         config: schedule and split.
 
     Raises:
@@ -56,7 +57,7 @@ def pipelined_gradients(
     cut, weighted = _cut(loss_fn, state, jax.tree.map(lambda leaf: leaf[0], batches), key, config)
     sizes = {"stages": pipeline_stages(), "microbatches": microbatches, "virtual_stages": config.virtual_stages}
     schedule = make_schedule(config.schedule, **sizes)
-    program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels, wgrad_dtype)
+    program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels, kernels)
 
     def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
         stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))

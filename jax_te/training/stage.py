@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,9 @@ from flax import nnx
 
 from jax_te.pipeline.internal import AXIS, Flat
 from jax_te.quantize import QuantizedKernel, merge_quantizers
+from jax_te.sharding import constrain
 from jax_te.training.gradients import Gradients, WeightedMean, as_created
+from jax_te.training.kernel_gradients import Summands
 from jax_te.training.loss_scale import ConstantLossScale
 from jax_te.training.stage_model import StageModel, arguments
 from jax_te.training.stage_residuals import Residuals
@@ -23,7 +26,8 @@ class Sums(NamedTuple):
     Args:
         loss: sum of the losses times their weights; 0 on all stages but the last.
         weight: sum of the weights, on every stage.
-        layers: sums of the gradients of the stage's layers, ``[v, ...]`` for each position of a chunk.
+        layers: sums of the gradients of the stage's layers, ``[v, ...]`` for each position of a chunk; until the step's
+            end ``[v, d, k, *n]`` of kernels whose gradients come as summands.
         states: maxima of the next quantizer states of the stage's layers.
         outer, outer_states: the same for the Variables around the stack.
     """
@@ -74,11 +78,16 @@ class Stage:
     def __init__(self, model: StageModel):
         self.model, self.kept = model, Residuals(model)
         self.schedule, self.scaler = model.schedule, model.program.scaler
+        # In the sums, kernels have an axis more: that of the chunks.
+        self.places = {_place(path): place._replace(lead=1) for path, place in model.places.items()}
 
     def run(self, rows: dict[str, Array]) -> Sums:
         """Return the sums of the whole step; ``rows`` are the schedule's columns for this stage, ``[ticks]``."""
         carry, _ = jax.lax.scan(lambda carry, row: (self._tick(carry, row), None), self._start(), rows)
-        return carry.sums
+        layers = self._of_places(
+            carry.sums.layers, lambda place, sums: place.total(sums, self.model.program.kernels.dtype)
+        )
+        return carry.sums._replace(layers=layers)
 
     def _start(self) -> _Carry:
         def buffer(count: int, shape: Any) -> Array:
@@ -89,12 +98,13 @@ class Stage:
         weight = jnp.float32(schedule.microbatches) if model.weights is None else jnp.sum(model.weights)
         chunks = schedule.virtual_stages
         of_layers = _zeros(model.params, chunks), _zeros(model.states, chunks)
+        layers = self._of_places(of_layers[0], lambda place, sums: place.zeros(sums.shape))
         sums = Sums(jnp.float32(0.0), weight, *of_layers, _zeros(model.outer), _zeros(model.outer_states))
         return _Carry(
             *(buffer(count, kept.x) for count in places),
             residuals=[buffer(schedule.residuals.count, leaf) for leaf in kept.residuals],
             operands=[buffer(schedule.operands.count, leaf) for leaf in kept.operands],
-            sums=sums._replace(layers=as_created(sums.layers), outer=as_created(sums.outer)),
+            sums=sums._replace(layers=self._placed(layers), outer=as_created(sums.outer)),
         )
 
     def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
@@ -207,8 +217,29 @@ class Stage:
             added = self.model.weighted(grad.get_value().astype(jnp.float32), task.number)
             # Not times 0: what a pass for nothing gives may be nan.
             added = jnp.where(task.counts, added, jnp.zeros_like(added))
+            if added.ndim < total.get_value().ndim - 1:  # zero_bubble has some summed up already
+                added = self.places[j, inner]._replace(lead=0).with_sum(jnp.zeros_like(total.get_value()[0]), added)
             layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
-        return as_created(layers)
+        return self._placed(layers)
+
+    def _of_places(self, layers: list[Flat], fn: Callable[[Summands, Array], Array]) -> list[Flat]:
+        """Return sums with ``fn`` applied to those of kernels whose gradients wait."""
+        return [
+            {
+                inner: var.replace(fn(place, var.get_value())) if (place := self.places.get((j, inner))) else var
+                for inner, var in position.items()
+            }
+            for j, position in enumerate(layers)
+        ]
+
+    def _placed(self, layers: list[Flat]) -> list[Flat]:
+        """Return sums in the sharding that they keep."""
+        others = [
+            {inner: var for inner, var in position.items() if (j, inner) not in self.places}
+            for j, position in enumerate(layers)
+        ]
+        placed = self._of_places(layers, lambda place, sums: constrain(sums, place.spec))
+        return [position | own for position, own in zip(placed, as_created(others), strict=True)]
 
     def _add_states(self, states: list[Flat], found: nnx.State, task: _Task) -> list[Flat]:
         states = [dict(position) for position in states]

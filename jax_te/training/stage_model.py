@@ -15,10 +15,11 @@ from jax_te.pipeline import Schedule
 from jax_te.pipeline.internal import AXIS, Cut, Flat, StackCall, call_of_stack, is_array_tree, replace_stack
 from jax_te.quantize import QuantizerState
 from jax_te.training import gradients
-from jax_te.training.deferred import deferred_vjp
+from jax_te.training.deferred import deferred_vjp, with_summands
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean
+from jax_te.training.kernel_gradients import KernelGradients, Path, Summands
 from jax_te.training.loss_scale import LossScale
-from jax_te.typing import Array, DTypeLike, PyTree
+from jax_te.typing import Array, PyTree
 
 
 class Program(NamedTuple):
@@ -31,7 +32,7 @@ class Program(NamedTuple):
         cut: where the model is cut.
         schedule: of the step.
         keep_kernels: quantize each kernel once a step.
-        wgrad_dtype: of the gradients of kernels.
+        kernels: how their gradients are computed.
     """
 
     loss_fn: LossFn
@@ -40,7 +41,7 @@ class Program(NamedTuple):
     cut: Cut
     schedule: Schedule
     keep_kernels: bool
-    wgrad_dtype: DTypeLike
+    kernels: KernelGradients
 
 
 class ChunkModel(nnx.Module):
@@ -63,6 +64,7 @@ class StageModel:
     Attributes:
         index: of the stage.
         weights: of each microbatch, fp32 ``[m]``; None for a loss that has none.
+        places: of summands, for the kernels of a chunk whose gradients wait.
     """
 
     def __init__(self, program: Program, stacked: Any, outer: Any, batches: PyTree, key: Array):
@@ -74,6 +76,7 @@ class StageModel:
         self._counts, self._numbers = (jnp.asarray(table)[self.index] for table in (self.cut.counts, self.cut.numbers))
         self._check_arrays()
         self.weights = self._weights()
+        self.places = self._places()
         self._cached = self._quantized_kernels() if program.keep_kernels else None
 
     def chunk(self, tree: PyTree, chunk: Array | int) -> PyTree:
@@ -85,6 +88,10 @@ class StageModel:
     def _module(self, chunk: Array | int) -> ChunkModel:
         own = zip(self.cut.graphdefs, *self.chunk((self.params, self.states), chunk), strict=True)
         return ChunkModel([nnx.merge(graphdef, *map(as_state, parts)) for graphdef, *parts in own])
+
+    def _places(self) -> dict[Path, Summands]:
+        model = self._module(0)
+        return self.program.kernels.waiting(model, nnx.state(model, nnx.Param))
 
     def _quantized_kernels(self) -> Any:
         """Return every kernel of the stage quantized, ``[v, ...]``; None where its recipe does not."""
@@ -115,9 +122,9 @@ class StageModel:
 
         # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
         y, backward = (
-            deferred_vjp(run, model, x, wgrad_dtype=self.program.wgrad_dtype)
+            self._deferred(run, model, x)
             if self.schedule.waits
-            else gradients.vjp_of_model(run, model, x, self.program.wgrad_dtype)
+            else gradients.vjp_of_model(run, model, x, self.program.kernels)
         )
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(
@@ -125,6 +132,10 @@ class StageModel:
                 f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
             )
         return y, backward
+
+    def _deferred(self, run: Callable[..., Array], model: ChunkModel, x: Array) -> tuple[Array, PyTree]:
+        y, backward = deferred_vjp(run, model, x, wgrad_dtype=self.program.kernels.dtype)
+        return y, with_summands(backward, self.places)
 
     def outer_model(self) -> Any:
         """Return the model with the Variables around the stack; those of its layers hold no arrays."""
@@ -146,13 +157,14 @@ class StageModel:
 
         nothing = nnx.State({})
         graphdef, layers, params, states = nnx.split(self.outer_model(), of_layer, nnx.Param, QuantizerState)
+        # Around the stack devices add up at once: few parameters there belong to layers.
         return gradients.differentiate(
             lambda *args: (fn(*args), None),
             (graphdef, params, states, layers),
             lambda model: (None, nothing, nothing, nothing),
             scaler,
             inputs=inputs,
-            wgrad_dtype=self.program.wgrad_dtype,
+            kernels=self.program.kernels._replace(once=False),
         )
 
     def microbatch(self, number: Array) -> tuple[PyTree, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax_te.sharding import ShardingRules, auto_region, constrain, current_mesh,
 from jax_te.sharding.internal import current_rules, ranks_of
 from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
+from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import full_precision, select, updated
 from jax_te.training.optimizer import transformed
 from jax_te.training.pipelined import pipelined_gradients
@@ -37,6 +38,7 @@ def make_train_step(
     microbatches: int = 1,
     keep_kernels: bool = True,
     wgrad_dtype: DTypeLike = jnp.float32,
+    reduce_gradients: Literal["step", "microbatch"] = "step",
     pipeline: PipelineConfig = _PIPELINE,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Return a jitted ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
@@ -64,6 +66,10 @@ def make_train_step(
         wgrad_dtype: of the gradients of layers' kernels, which devices add up in it; fp32 or bf16. bf16 moves half of
             the bytes and rounds each microbatch's gradient; microbatches are added up in fp32 either way. Gradients of
             other parameters, a model's own head among them, have the parameter's dtype.
+        reduce_gradients: when devices that hold the same shard of a layer's kernel, those of the data and context axes,
+            add up its gradient: once a step, or in each microbatch. Once a step they communicate less, and each holds
+            the fp32 sum of its own microbatches; with a distributed optimizer that takes more memory than a part of the
+            sum over all devices. Along the FSDP axis gradients are reduce-scattered in each microbatch either way.
         pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:
@@ -92,7 +98,7 @@ def make_train_step(
     check_positive(microbatches=microbatches)
     if (wgrad_dtype := float_dtype("wgrad_dtype", wgrad_dtype)) == jnp.float16:
         raise ValueError("wgrad_dtype=float16 overflows where devices add up gradients; take float32 or bfloat16")
-    how = keep_kernels, wgrad_dtype
+    kernels = KernelGradients(wgrad_dtype, once=reduce_gradients == "step")
     # The update passes the loss, which some transformations ask for; this makes the others ignore it.
     tx = optax.with_extra_args_support(tx)
 
@@ -102,13 +108,13 @@ def make_train_step(
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
                 batches = _shard_batch(batch, microbatches)
-            found = pipelined_gradients(loss_fn, state, batches, key, microbatches, *how, pipeline)
+            found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels, pipeline)
         # A scan over one microbatch would hold fp32 sums beside its gradients.
         elif microbatches == 1:
-            found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0), wgrad_dtype)
+            found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0), kernels)
         else:
             batches = _shard_batch(batch, microbatches)
-            found = accumulated_gradients(loss_fn, state, batches, key, microbatches, *how)
+            found = accumulated_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels)
         grads = state.scaler.unscale(found.grads)
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.

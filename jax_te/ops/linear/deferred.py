@@ -38,11 +38,12 @@ def deferred_sink(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...])
 
 
 def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]) -> Array:
-    """Return the kernel's gradient ``[*lead, k, *n]`` from the cotangent of its `deferred_sink`.
+    """Return the kernel's gradient ``[*lead, k, *n]``, or its summands, from the cotangent of its `deferred_sink`.
 
     It is nan if the sink was read more than once, as by a layer that a loop repeats: JAX has then added up operands.
     """
-    shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), spec.plan.kernel_spec)
+    own, later = spec.plan.kernel_spec, spec.summed_later
+    shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), PartitionSpec(later, *own) if later else own)
     multiply: Any = functools.partial(_wgrad, spec, shards, out_axes=spec.options.kernel_axes)
     for _ in lead:
         multiply = functools.partial(jax.lax.map, multiply)

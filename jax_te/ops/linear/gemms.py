@@ -245,7 +245,7 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
     dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.split_accumulator[2])
     if spec.plan.mesh is not None:
         # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.
-        return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather)
+        return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather, spec.summed_later)
     # The gradient takes the parameter's sharding at once; elsewhere the optimizer would gather one of the two.
     return constrain(dkernel, spec.options.kernel_axes) if spec.plan.constrained else dkernel
 

@@ -102,9 +102,8 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     pre = checkpoint_name(pre, "ffn1")
     out, wo_saved = gemms.forward(spec.layers[1], _activated(spec, pre, wo.state), wo)
     # A kernel that quantizes writes all of its group: one array without the name, and it would run again.
-    (y, wi_kernel, (y_used, wi_used)), stats, (z, wo_kernel, (z_used, wo_used)) = checkpoint_name(
-        (saved, stats, wo_saved), "quantized"
-    )
+    saved, stats, wo_saved = checkpoint_name((saved, stats, wo_saved), "quantized")
+    (y, wi_kernel, (y_used, wi_used)), (z, wo_kernel, (z_used, wo_used)) = saved, wo_saved
     y, stats, y_used = checkpoint_name((y, stats, y_used), "norm")
     z, z_used = checkpoint_name((z, z_used), "activation")
     wi_residuals = LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state)
@@ -146,9 +145,8 @@ def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState |
     how = gemms.fused_quantization(linear, state, "grad")
     if how is None:
         return gemms.grad_operand(linear, linear.backend.act_backward(dz, pre, spec.activation), state)
-    written, dbias, amax = linear.backend.act_backward_quantize(
-        dz, pre, spec.activation, how, bias_dtype=linear.bias_dtype
-    )
+    back, dtype = linear.backend.act_backward_quantize, linear.bias_dtype
+    written, dbias, amax = back(dz, pre, spec.activation, how, bias_dtype=dtype)
     return gemms.adopt(linear, "grad", written, (how.scale, amax)), dbias
 
 

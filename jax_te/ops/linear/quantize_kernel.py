@@ -59,8 +59,7 @@ def quantize_kernel(
     kernel, state = jax.lax.stop_gradient((kernel, state))
     precision = precision_of(recipe)
     usable_weights(LinearWeights(kernel, state=state), precision, recipe)  # raises for a missing state
-    quantizer = precision.kernel.quantizer
-    if quantizer is None:
+    if (quantizer := precision.kernel.quantizer) is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
     kernel = show_overflow(kernel)
     chosen = backend_for("dense", backend or ambient_backend.value, recipe)

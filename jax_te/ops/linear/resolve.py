@@ -26,7 +26,7 @@ from jax_te.quantize.internal import (
     scales_are_frozen,
 )
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import REPLICATED
+from jax_te.sharding.internal import REPLICATED, summed_axes
 from jax_te.typing import Array, BackendName, DTypeLike
 
 
@@ -96,8 +96,7 @@ def run_op(
     reason = first.reason or last.reason
     if norm is not None and first.contracting_axes:
         reason = f"the norm's input is split along its features, {first.x_spec}"
-    if reason is not None:
-        plans = [plan.without_mesh(reason) for plan in plans]
+    plans = [plan.without_mesh(reason) for plan in plans]
     # Nothing in a feed-forward block depends on the order of rows but blocks of scales, and along another axis than the
     # first, such as the sequence, XLA transposes what NCCL gathers and scatters. Rows come back in the order they had.
     same = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
@@ -110,7 +109,9 @@ def run_op(
         # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
         lead = rows if not prod(rows) or prod(rows) % precision.alignment else None
         specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen, lead))
-        sinks.append(None if isinstance(specs[-1].deferred, WgradProbe) else layer.weights.grad_sink)
+        sink: Any = None if isinstance(specs[-1].deferred, WgradProbe) else layer.weights.grad_sink
+        # The compiler's gradient is summed already: by the mean's derivative each summand is an equal part of it.
+        sinks.append(sink.mean(axis=0) if plan.mesh is None and specs[-1].summed_later else sink)
     args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
     spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
     return op(spec, _shards(specs, weights), args, tuple(sinks), layers[-1].options.out_axes)
@@ -157,8 +158,7 @@ def usable_weights(given: LinearWeights, precision: Precision, recipe: Recipe | 
         check_state(state, recipe)  # type: ignore[arg-type]  # only delayed scaling has the rule
     if isinstance(kernel, QuantizedKernel):
         # Equal quantizers, not equal recipes: recipes may differ in what they do to the other operands.
-        quantizer = precision.kernel.quantizer
-        if quantizer is None:
+        if (quantizer := precision.kernel.quantizer) is None:
             kernel = kernel.dequantize()
         elif quantizer != kernel.quantizer:
             raise ValueError(
@@ -223,6 +223,7 @@ def _linear_spec(
             options.save_original_input and precision.x.quantizer is not None and not precision.overridden[2]
         ),
         grad_sink=sink is not None,
+        summed_later=summed_axes(options.kernel_axes) if getattr(sink, "ndim", 0) > kernel.ndim else (),
         deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,
@@ -238,7 +239,8 @@ def _shards(layers: list[LinearSpec], weights: list[LinearWeights]) -> Shards | 
     for layer, (kernel, *_) in zip(layers, weights, strict=True):
         spec: Any = layer.plan.kernel_spec
         # Operands of a deferred gradient differ from device to device, also where the kernel is whole on each.
-        sinks.append(per_device if layer.deferred else spec)
+        summands = PartitionSpec(layer.summed_later, *spec) if layer.summed_later else spec
+        sinks.append(per_device if layer.deferred else summands)
         plain.append(LinearWeights(spec, layer.plan.bias_spec, REPLICATED))  # type: ignore[arg-type]
         stored = isinstance(kernel, QuantizedKernel)
         given.append(plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device) if stored else spec))

@@ -12,7 +12,7 @@ from jax_te.config.internal import activation_parts, check_annotations
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.quantize import GemmState, Observer, QuantizedKernel
 from jax_te.quantize.internal import Precision
-from jax_te.sharding.internal import Dims
+from jax_te.sharding.internal import Dims, MeshAxes
 from jax_te.typing import Array, DTypeLike
 
 
@@ -48,7 +48,8 @@ class LinearWeights(NamedTuple):
         bias: ``[*n]`` or None.
         state: the recipe's state, if it has any; its gradient is its next value.
         grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
-            its gradient, in its dtype. Or a `jax_te.ops.linear.deferred.deferred_sink`.
+            its gradient, in its dtype. ``[d, k, *n]``: its gradient is the summands of ``d`` devices, those of the
+            kernel's `jax_te.sharding.rules.summed_axes`. Or a `jax_te.ops.linear.deferred.deferred_sink`.
 
     >>> import jax.numpy as jnp
     >>> LinearWeights(jnp.ones((16, 32))).bias is None
@@ -81,6 +82,7 @@ class LinearSpec:
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
         grad_sink: the kernel's gradient is returned as that of a sink, see `LinearWeights`.
+        summed_later: mesh axes over which the caller adds up what the sink gets.
         deferred: the sink gets the operands of the kernel gradient's GEMM. In an abstract pass
             this is the probe, to which the op reports them.
         observer: collects statistics of the quantized tensors, or None.
@@ -100,6 +102,7 @@ class LinearSpec:
     kernel_all_gather: Dims = ()
     saves_original: bool = False
     grad_sink: bool = False
+    summed_later: MeshAxes = ()
     deferred: Any = False
     observer: Observer | None = None
     frozen_scales: bool = False

@@ -1,0 +1,119 @@
+"""Gradients of layers' kernels: the sinks that they go to, and summands that devices add up once a step."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jax_te.layers.internal import quantizable_kernels
+from jax_te.quantize import QuantizedKernel
+from jax_te.sharding import constrain, current_mesh
+from jax_te.sharding.internal import Dims, MeshAxes, free_axes, mesh_dims, ranks_of, reduce_sum, summed_axes
+from jax_te.typing import Array, DTypeLike, LogicalAxes
+
+Path = tuple[Any, ...]
+
+
+class Summands(NamedTuple):
+    """Where the summands of a kernel's gradient lie: an array ``[*lead, d, k, *n]``, of each device its own.
+
+    Args:
+        lead: number of axes in front, of a stack of layers.
+        over: mesh axes of the ``d`` devices.
+        dims: mesh axes for each dimension of the kernel.
+    """
+
+    lead: int
+    over: MeshAxes
+    dims: Dims
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The sharding of the summands."""
+        return PartitionSpec(*[None] * self.lead, self.over, *self.dims)
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """Return fp32 zeros in the place of summands; ``shape`` is that of the sum."""
+        (_, count), lead = ranks_of(self.over, current_mesh()), self.lead  # type: ignore[arg-type]
+        return constrain(jnp.zeros((*shape[:lead], count, *shape[lead:]), jnp.float32), self.spec)
+
+    def with_sum(self, summands: Array, sum_of_others: Array | None) -> Array:
+        """Return summands to whose sum ``sum_of_others`` is added: an equal part to each."""
+        if sum_of_others is None:
+            return constrain(summands, self.spec)
+        part = sum_of_others.astype(jnp.float32) / summands.shape[self.lead]
+        return summands + constrain(jnp.broadcast_to(jnp.expand_dims(part, self.lead), summands.shape), self.spec)
+
+    def total(self, summands: Array, dtype: DTypeLike, axes: LogicalAxes | None = None) -> Array:
+        """Return the sum, fp32, all-reduced in ``dtype``.
+
+        Args:
+            summands: fp32.
+            dtype: of what devices send.
+            axes: logical axes of the sum without ``lead``, reduce-scattered along mesh axes that do not split the
+                kernel. None: the kernel's.
+        """
+        mesh = current_mesh()
+        assert mesh is not None
+        wanted = self.dims if axes is None else mesh_dims(axes, mesh)
+        more = [split[len(own) :] for split, own in zip(wanted, self.dims, strict=True)]
+        scatter = tuple(split if set(split) <= set(self.over) else () for split in more)
+
+        def on_device(own: Array) -> Array:
+            own = jnp.squeeze(own, self.lead).astype(dtype)
+            return reduce_sum(own, self.over, ((),) * self.lead + scatter).astype(jnp.float32)
+
+        out = PartitionSpec(*[None] * self.lead, *map(operator.add, self.dims, scatter))
+        return jax.shard_map(
+            on_device, in_specs=self.spec, out_specs=out, axis_names=set(free_axes(mesh)), check_vma=False
+        )(summands)
+
+
+class KernelGradients(NamedTuple):
+    """How gradients of the kernels of `quantizable_kernels` are computed.
+
+    Args:
+        dtype: that devices add them up in.
+        once: devices that hold the same shard of a kernel add up once a step; until then each has the sum over its own
+            tokens, in fp32. Else they add up in each layer's backward pass.
+    """
+
+    dtype: DTypeLike = jnp.float32
+    once: bool = False
+
+    def waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, Summands]:
+        """Return the kernels among ``params`` whose gradients come as summands."""
+        mesh = current_mesh()
+        if mesh is None or not self.once:
+            return {}
+        names, found = {path for path, _ in nnx.to_flat_state(params)}, {}
+        for path, module, name in quantizable_kernels(model):
+            axes, shape = module.axes_of(name), getattr(module, name).get_value().shape
+            if path in names and (over := summed_axes(axes)):
+                found[path] = Summands(len(shape) - len(axes), over, mesh_dims(axes, mesh))
+        return found
+
+    def sinks(self, model: nnx.Module, params: nnx.State) -> dict[Path, Array | None]:
+        """Return a sink for each kernel of `quantizable_kernels`; None where none is needed, and outside of ``params``.
+
+        Its values are never read. It has the shape of the kernel, or that of its summands.
+        """
+        names, waiting = {path for path, _ in nnx.to_flat_state(params)}, self.waiting(model, params)
+        found: dict[Path, Array | None] = {}
+        for path, module, name in quantizable_kernels(model):
+            kernel = getattr(module, name).get_value()
+            if path in waiting:
+                found[path] = waiting[path].zeros(kernel.shape)
+            elif path not in names:
+                found[path] = None
+            elif isinstance(kernel, QuantizedKernel):
+                found[path] = jnp.zeros(kernel.shape, self.dtype)
+            else:
+                # JAX gives a gradient the dtype of its argument, so that of a bf16 kernel would be rounded to bf16.
+                found[path] = None if kernel.dtype == self.dtype else jnp.zeros_like(kernel, self.dtype)
+        return found

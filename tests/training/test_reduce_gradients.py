@@ -1,0 +1,193 @@
+"""When devices of a mesh add up the gradients of kernels: once a step, or in each microbatch."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jax_te.config import ParallelConfig
+from jax_te.layers import LayerNormMLP, Linear
+from jax_te.models import run_layers
+from jax_te.pipeline import PipelineConfig
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
+from jax_te.sharding import make_mesh
+from jax_te.training import WeightedMean, create_train_state, make_train_step
+from jax_te.training.masters import full_precision
+
+# Of gradients of 1024 tokens, which are added up in another order: a few roundings to fp32.
+TOLERANCE = 2.0**-20
+LEARNING_RATE = 2.0**14
+"""So large that an update has the bits of its gradient, and not of the parameter alone."""
+
+KERNELS = 2 * (2 * 32 * 64 + 32 * 32)
+"""Elements of the kernels of both layers."""
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, dtype):
+        self.mlp = LayerNormMLP(32, 64, params_dtype=dtype, rngs=rngs)
+        self.out = Linear(32, 32, params_dtype=dtype, rngs=rngs)
+
+    def __call__(self, x, dropout_key):
+        return x + self.out(self.mlp(x))
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs, dtype=jnp.bfloat16):
+        self.layers = nnx.List([Layer(rngs, dtype) for _ in range(2)])
+
+    def __call__(self, x):
+        return run_layers(self.layers, x, [None, None])
+
+
+class Scanned(nnx.Module):
+    """Kernels stacked over layers, which a loop takes slices of."""
+
+    def __init__(self, rngs, dtype=jnp.bfloat16):
+        keys = jax.random.split(rngs.params(), 2)
+        self.layers = nnx.vmap(lambda key: Layer(nnx.Rngs(key), dtype))(keys)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x, None), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+class Pooled(nnx.Module):
+    """A layer whose input no context axis splits: its devices compute the same."""
+
+    def __init__(self, rngs):
+        self.out = Linear(32, 32, params_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.mean(x, axis=1))
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean(jnp.square(model(batch).astype(jnp.float32)))
+
+
+def batch(size=16, tokens=32):
+    return jax.random.normal(jax.random.key(3), (size, tokens, 32)).astype(jnp.bfloat16)
+
+
+def collectives(jaxpr, looped=False):
+    """Yield for every sum over mesh axes: whether it is in a loop, its axes, the shape and dtype of its operand."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("psum", "psum_invariant", "reduce_scatter"):
+            axes = equation.params["axes"] if "axes" in equation.params else equation.params["axis_name"]
+            for operand in equation.invars:
+                yield looped, axes, operand.aval.shape, operand.aval.dtype
+        for inner in jax.tree.leaves(dict(equation.params), is_leaf=lambda v: isinstance(v, Jaxpr | ClosedJaxpr)):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield from collectives(getattr(inner, "jaxpr", inner), looped or equation.primitive.name == "scan")
+
+
+def gradients(mesh, *, model=Stack, loss=loss_fn, data=None, axis_type="auto", recipe=None, microbatches=2, **options):
+    """Return the gradients of one step, as plain gradient descent shows them."""
+    of_state = {name: options.pop(name) for name in ("distributed_optimizer", "fp8_param") if name in options}
+    data = batch() if data is None else data
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh), axis_type=axis_type)), autocast(recipe):
+        tx = optax.sgd(LEARNING_RATE)
+        state = create_train_state(model, tx, key=jax.random.key(0), **of_state)
+        before = {path: np.asarray(v) for path, v in flat(full_precision(state.params, state.masters)).items()}
+        state, metrics = make_train_step(loss, tx, microbatches=microbatches, **options)(state, data)
+        assert not metrics["skipped"]
+        after = flat(full_precision(state.params, state.masters))
+        return {path: (old - np.asarray(after[path])) / LEARNING_RATE for path, old in before.items()}
+
+
+def flat(state):
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def penalized(model, batch, key):
+    """A loss that reads a kernel outside of its layer, too."""
+    return loss_fn(model, batch, key) + 0.1 * jnp.sum(jnp.square(model.layers[0].out.kernel[...].astype(jnp.float32)))
+
+
+def weighted(model, batch, key):
+    squares = jnp.square(model(batch).astype(jnp.float32))
+    return WeightedMean(jnp.sum(squares), jnp.where(batch[0, 0, 0] > 0, 3.0, 1.0) * squares.size)
+
+
+CASES = {
+    "data": ("data=2", {}),
+    "weighted microbatches": ("data=2", {"microbatches": 4, "loss": weighted}),
+    "kernel read by the loss": ("data=2,tensor=2", {"loss": penalized}),
+    "fp32 kernels": ("data=4", {"model": lambda rngs: Stack(rngs, jnp.float32)}),
+    "quantized kernels": ("data=2,fsdp=2", {"recipe": Float8CurrentScaling(), "fp8_param": True}),
+    "delayed": ("data=2,tensor=2", {"recipe": DelayedScaling()}),
+    "stacked": ("data=2,fsdp=2", {"model": Scanned, "distributed_optimizer": True, "recipe": DelayedScaling()}),
+    "explicit": ("data=2,fsdp=2,tensor=2", {"axis_type": "explicit", "distributed_optimizer": True}),
+    "explicit, stacked": ("data=2,tensor=2", {"axis_type": "explicit", "model": Scanned, "loss": loss_fn}),
+    "context": ("data=2,context=2", {}),
+    "no sequence": ("data=2,context=2", {"model": Pooled}),
+    "by the compiler": ("data=2", {"recipe": MXFP8BlockScaling(), "data": batch(16, 20)}),
+    "by the compiler, explicit": (
+        "data=2,tensor=2",
+        {"recipe": MXFP8BlockScaling(), "data": batch(16, 20), "axis_type": "explicit", "model": Scanned},
+    ),
+    "fsdp alone": ("fsdp=4", {}),
+    "pipeline": ("pipeline=2,data=2,tensor=2", {"recipe": DelayedScaling(), "distributed_optimizer": True}),
+    "gpipe, weighted": ("pipeline=2,data=2", {"pipeline": PipelineConfig(schedule="gpipe"), "loss": weighted}),
+    "zero bubble": (
+        "pipeline=2,data=2",
+        {"pipeline": PipelineConfig(schedule="zero_bubble"), "fp8_param": True, "recipe": Float8CurrentScaling()},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_same(case):
+    mesh, options = CASES[case]
+    once, each = (gradients(mesh, **options, reduce_gradients=when) for when in ("step", "microbatch"))
+    for path, grad in each.items():
+        assert np.any(grad)
+        np.testing.assert_allclose(once[path], grad, rtol=0, atol=TOLERANCE * np.abs(grad).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+def test_devices_add_up_kernels_once(schedule, distributed):
+    mesh = "data=2" if schedule is None else "pipeline=2,data=2"
+    options = {} if schedule is None else {"pipeline": PipelineConfig(schedule=schedule)}
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh))):
+        state = create_train_state(Stack, optax.sgd(1.0), key=jax.random.key(0), distributed_optimizer=distributed)
+
+        def sums(**more):
+            """Elements of kernels that devices add up, in the loop over microbatches and outside of it."""
+            step = make_train_step(loss_fn, optax.sgd(1.0), microbatches=2, **more, **options)
+            found = list(collectives(step.trace(state, batch()).jaxpr.jaxpr))
+            of_kernels = [
+                (looped, math.prod(shape), dtype) for looped, _, shape, dtype in found if math.prod(shape) >= 32 * 32
+            ]
+            return [sum(size for loop, size, dtype in of_kernels if loop == looped) for looped in (True, False)]
+
+        # A stage has half of the layers.
+        expected = KERNELS if schedule is None else KERNELS // 2
+        assert sums() == [0, expected]
+        assert sums(reduce_gradients="microbatch") == [expected, 0]
+
+
+def test_the_sum_over_devices_is_in_wgrad_dtype():
+    """And that over microbatches in fp32: the program as it is lowered."""
+    with jax.set_mesh(make_mesh(ParallelConfig.parse("data=2"))):
+        state = create_train_state(Stack, optax.sgd(1.0), key=jax.random.key(0), distributed_optimizer=True)
+        step = make_train_step(loss_fn, optax.sgd(1.0), microbatches=2, wgrad_dtype=jnp.bfloat16)
+        found = [
+            found for found in collectives(step.trace(state, batch()).jaxpr.jaxpr) if math.prod(found[2]) >= 32 * 32
+        ]
+    assert {dtype for *_, dtype in found} == {jnp.dtype(jnp.bfloat16)}
+    exact, low = (gradients("data=2", wgrad_dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    for path, grad in exact.items():
+        # The summands are rounded once, and their sum once more.
+        np.testing.assert_allclose(low[path], grad, rtol=0, atol=2.0**-7 * np.abs(grad).max())
+
+
+def test_only_names_of_the_two_ways_are_taken():
+    with pytest.raises(ValueError, match="microbatch"):
+        make_train_step(loss_fn, optax.sgd(1.0), reduce_gradients="never")
