@@ -233,7 +233,9 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
     if "distributed_optimizer" in given and sizes.data == 1:
         raise ValueError("--distributed-optimizer splits the state over data devices; give --mesh with data=N")
     if "reduce_gradients" in given and (sizes.data * sizes.context == 1 or args.microbatches == 1):
-        raise ValueError("--reduce-gradients is for microbatches on data devices; give --mesh with data=N, --microbatches")
+        raise ValueError(
+            "--reduce-gradients is for microbatches on data devices; give --mesh with data=N, --microbatches"
+        )
     if args.context_parallel is None and args.groups is not None:
         raise ValueError("--groups is of --context-parallel, which measures attention alone")
     if args.context_parallel is not None:
