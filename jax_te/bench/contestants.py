@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jax_te.bench.settings import GIB, Row
+from jax_te.metrics import KernelTimes, StepTrace
 from jax_te.typing import Array
+
+TRACED_STEPS = 2
 
 
 class SharedState:
@@ -47,12 +52,18 @@ class Contestant:
 
     Args:
         name: of its row.
+
+    Attributes:
+        compile_s, seconds: to compile, and of a step in each round.
+        error: why it has no measurements.
+        times: of its kernels, where they were traced.
     """
 
     name: str
     compile_s: float | None = None
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
+    times: KernelTimes | None = None
 
     def launch(self) -> None:
         """Begin what takes time beside the start of others: nothing, unless a subclass says so."""
@@ -74,6 +85,12 @@ class Contestant:
         if self.error is None:
             self._try(lambda: self.seconds.append(self._steps(tokens, calls)))
 
+    def trace(self, tokens: Array, folder: Path) -> None:
+        """Trace some steps into a folder in this one, and note their kernels' times, unless it has failed before."""
+        trace = StepTrace(folder / re.sub(r"\W+", "_", self.name), 1, TRACED_STEPS)
+        if self.error is None:
+            self._try(lambda: self._traced(tokens, trace))
+
     def close(self) -> None:
         """Give back what it has outside of this process: nothing, unless a subclass says so."""
 
@@ -83,6 +100,14 @@ class Contestant:
     def _steps(self, tokens: Array, calls: int) -> float:
         """Return the mean seconds of a step over this many."""
         raise NotImplementedError
+
+    def _traced(self, tokens: Array, trace: StepTrace) -> None:
+        trace.before(1)
+        try:
+            self._steps(tokens, TRACED_STEPS)
+            self.times = trace.after(TRACED_STEPS)
+        finally:
+            trace.close()
 
     def _try(self, action: Callable[[], object]) -> None:
         """Run a part of a measurement; its exception becomes the row's error."""
@@ -168,6 +193,8 @@ def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
         row |= contestant.memory
         if len(contestants) > 1 and first is not None and "peak_gib" in row and first.memory.get("peak_gib"):
             row["memory_ratio"] = round(row["peak_gib"] / first.memory["peak_gib"], 3)
+        if contestant.times is not None:
+            row["kinds"] = {kind: round(ms, 3) for kind, ms in contestant.times.kinds.items()}
         if contestant.compile_s is not None:
             row["compile_s"] = round(contestant.compile_s, 1)
         if contestant.error is not None:

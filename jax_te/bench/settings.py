@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -26,11 +27,13 @@ class Settings:
         backend: of jax_te's side.
         rounds: times that every contestant has its turn; the median counts.
         calls: calls of a turn.
+        profile: folder for traces of train steps, one for each contestant. None: nothing is traced.
     """
 
     backend: BackendName = "auto"
     rounds: int = 7
     calls: int = 10
+    profile: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

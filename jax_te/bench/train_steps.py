@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -85,6 +86,11 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         for _ in range(settings.rounds):
             for contestant in contestants:
                 contestant.round(tokens, settings.calls)
+        for contestant in contestants:
+            # Another process would have a profiler of its own.
+            if settings.profile is not None and isinstance(contestant, CompiledStep):
+                contestant.trace(tokens, settings.profile)
+                print(f"{contestant.name}\n{contestant.times}\n", file=sys.stderr, flush=True)
         return rows_of(contestants, sizes.batch * sizes.sequence)
     finally:
         for contestant in contestants:

@@ -61,6 +61,7 @@ MODEL_DEFAULTS = {
     "batch": None,
     "pipeline": ["1f1b"],
     "checkpoints": None,
+    "profile": None,
 }
 """Options that go with ``--model`` only, and their values where they are not given."""
 
@@ -145,6 +146,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     schedules = "of the mesh's pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble (default: 1f1b)"
     add("--pipeline", nargs="+", type=schedule, metavar="SCHEDULE", help=schedules)
     saving = "measure instead, in this folder, how its state is saved and restored, beside Orbax alone; "
+    tracing = "trace two steps of each row after its rounds into this folder, and print the time by kind of kernel"
+    add("--profile", metavar="DIR", help=tracing + "; not of Megatron-Core's")
     add("--checkpoints", metavar="DIR", help=saving + "beyond_copy_s is what a save stalls a loop for")
 
 
@@ -226,7 +229,7 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
     if args.checkpoints is not None and (_OF_STEPS & {*given} or args.microbatches is not None or args.calls != CALLS):
         raise ValueError(
             "--checkpoints takes no step: leave out --stack, --recompute, --peer, --loss-chunks, --batch-parts, "
-            "--wgrad-dtype, --reduce-gradients, --batch, --pipeline, --microbatches and --calls"
+            "--wgrad-dtype, --reduce-gradients, --batch, --pipeline, --profile, --microbatches and --calls"
         )
     if args.peer is not None and args.model is not None:
         _check_peer(args, sizes)
@@ -290,7 +293,8 @@ def _check_peer(args: argparse.Namespace, sizes: ParallelConfig) -> None:
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of the measurement that was asked for."""
-    settings = Settings(backend=args.backend, rounds=args.rounds, calls=args.calls)
+    profile = None if args.profile is None else Path(args.profile)
+    settings = Settings(backend=args.backend, rounds=args.rounds, calls=args.calls, profile=profile)
     sizes = None if args.mesh is None else ParallelConfig.parse(args.mesh)
     shape = tuple(args.shape)
     if args.model is not None:

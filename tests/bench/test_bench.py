@@ -133,6 +133,17 @@ def test_forms_of_a_train_step_on_replicas(capsys, states):
     assert "data" in state.masters["embedding"]["embedding"].get_value().sharding.spec
 
 
+def test_train_steps_are_profiled(capsys, states, tmp_path):
+    forms = ["--recipes", "none", "--stack", "unrolled", "scanned"]
+    status, found, shown = model_rows(capsys, *forms, "--profile", str(tmp_path))
+    assert status == 0
+    assert shown.count("kind of kernel") == len(found) == len(list(tmp_path.iterdir())) == 2
+    for row in found:
+        assert row["kinds"]["GEMM"] > 0
+        (kept,) = tmp_path.glob(f"*{row['name'].split(', ')[1]}*/kernel_times.json")
+        assert json.loads(kept.read_text())["kinds"].keys() == row["kinds"].keys()
+
+
 def test_checkpoints(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
     status, found, _ = model_rows(capsys, "--recipes", "delayed", "--checkpoints", str(folder), "--calls", "10")
@@ -220,7 +231,7 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
         (["--distributed-optimizer", "--mesh", "fsdp=2"], "give --mesh with data=N"),
         (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
-        (["--checkpoints", "somewhere"], "--batch, --pipeline, --microbatches and --calls"),  # MODEL has --calls
+        (["--checkpoints", "somewhere"], "--batch, --pipeline, --profile, --microbatches and --calls"),  # MODEL has --calls
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
