@@ -231,7 +231,8 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
         (["--distributed-optimizer", "--mesh", "fsdp=2"], "give --mesh with data=N"),
         (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
-        (["--checkpoints", "somewhere"], "--batch, --pipeline, --profile, --microbatches and --calls"),  # MODEL has --calls
+        # MODEL has --calls.
+        (["--checkpoints", "somewhere"], "--batch, --pipeline, --profile, --microbatches and --calls"),
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
