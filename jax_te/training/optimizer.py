@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te.config.internal import checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
-from jax_te.sharding import current_mesh
+from jax_te.sharding import auto_region, current_mesh
 from jax_te.sharding.internal import log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
@@ -155,7 +155,14 @@ def transformed(
     tx: optax.GradientTransformationExtraArgs, grads: PyTree, opt_state: PyTree, params: PyTree, **kwargs: Any
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return parameters and optimizer state after an update, and the updates."""
-    # optax relies on implicit promotion; a caller may have set "strict".
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
-        return optax.apply_updates(params, updates), opt_state, updates
+
+    def run(grads: PyTree, opt_state: PyTree, params: PyTree, kwargs: dict[str, Any]) -> list[Array]:
+        # optax relies on implicit promotion; a caller may have set "strict".
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
+            return jax.tree.leaves((optax.apply_updates(params, updates), opt_state, updates))
+
+    # In a region, because on Explicit axes products and selections, such as Muon's, ask for the sharding of a result.
+    leaves, treedef = jax.tree.flatten((params, opt_state, grads))
+    found = auto_region(run, [jax.typeof(leaf).sharding.spec for leaf in leaves])(grads, opt_state, params, kwargs)
+    return jax.tree.unflatten(treedef, found)

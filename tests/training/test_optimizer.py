@@ -20,6 +20,7 @@ from jax_te.training import (
     WeightedMean,
     create_train_state,
     make_train_step,
+    muon_dimension_numbers,
     value_and_grad,
 )
 from tests.support.meshes import use_mesh
@@ -84,6 +85,29 @@ def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
         for one, other in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(state.params), strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=bound, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.contrib.muon(1e-2, muon_weight_dimension_numbers=muon_dimension_numbers),
+        optax.chain(optax.adaptive_grad_clip(0.1), optax.adafactor(1e-2)),
+    ],
+    ids=["muon", "adaptive clipping"],
+)
+def test_transformations_that_multiply_and_select_on_explicit_axes(tx):
+    """optax writes them for arrays whose type has no sharding."""
+
+    def masters(mode):
+        with use_mesh(mode):
+            state = create_train_state(lambda rngs: LayerNormMLP(32, 32, rngs=rngs), tx, key=jax.random.key(0))
+            for _ in range(2):
+                state, _ = make_train_step(loss_fn, tx)(state, X.reshape(4, 4, 32).repeat(2, 1))
+            return state.params
+
+    for one, other in zip(*map(jax.tree.leaves, (masters("auto"), masters("explicit"))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)  # Muon's iterations multiply roundings
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
 def _is_quantized(node: Any) -> bool:
