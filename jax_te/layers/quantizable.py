@@ -349,10 +349,13 @@ def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
     for path, module, kernel in quantizable_kernels(model):
         name, sink = cache_name(kernel), sinks.get(path)
         if isinstance(sink, WgradProbe):
+            # The cached kernel goes on, since devices may be unable to run an op on its form.
+            cache = getattr(module, name)
+            sink.cached = None if cache is None else cache.get_value()[0]
             # In the graph definition: layers with different probes differ, so that no loop runs them as one.
             setattr(module, name, nnx.static(sink))
-            # In the place of a cached kernel, without which the probe sees the same operands.
-            module.is_first_microbatch = None
+            if sink.cached is None:
+                module.is_first_microbatch = None
         elif sink is not None:
             cache = getattr(module, name)
             setattr(module, name, CachedKernel((None if cache is None else cache.get_value()[0], sink)))

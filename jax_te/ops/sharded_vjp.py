@@ -129,7 +129,8 @@ def sharded_vjp(
 
     def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
         if not isinstance(g, jax.Array):
-            g = jax.tree.map(_instantiated, g)
+            # The cotangent of an output that nothing differentiates is zeros.
+            g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
         if shards is None:
             cotangents, sinks = bwd(spec, residuals.tree, g)
         else:
@@ -217,8 +218,3 @@ def _in_dtypes(cotangents: Any, treedef: Any, dtypes: tuple[Any, ...]) -> Any:
         return cotangent if plain else jax.lax.convert_element_type(cotangent, dtype)  # type: ignore[arg-type]
 
     return jax.tree.map(cast, cotangents, jax.tree.unflatten(treedef, dtypes), is_leaf=lambda node: node is None)
-
-
-def _instantiated(g: Any) -> Any:
-    """Return the cotangent of an output that nothing differentiates as zeros."""
-    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g  # type: ignore[arg-type]

@@ -415,7 +415,9 @@ def summed_axes(kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractM
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         return ()
-    own, tokens = flat(mesh_dims(kernel_axes or (), mesh)), flat(mesh_dims(("batch", "sequence"), mesh))
+    own = flat(mesh_dims(kernel_axes or (), mesh))
+    # One after the other, since both may name the same axis where no array has both.
+    tokens = dict.fromkeys(flat(mesh_dims(("batch",), mesh)) + flat(mesh_dims(("sequence",), mesh)))
     return tuple(axis for axis in tokens if axis not in own)
 
 

@@ -238,8 +238,10 @@ def accumulated_gradients(
 
     found = dict(nnx.to_flat_state(sums))
     for path, place in places.items():  # devices add up, once for all microbatches
-        axes = variable_axes(names[path], names[path].get_value())[place.lead :]
-        found[path] = names[path].replace(place.total(waiting[path], kernels.dtype, axes))
+        axes = variable_axes(names[path], names[path].get_value())
+        # Where Flax's own names put a kernel, `as_created` takes it.
+        wanted = None if isinstance(axes, PartitionSpec) else axes[place.lead :]
+        found[path] = names[path].replace(place.total(waiting[path], kernels.dtype, wanted))
     loss, grads = jax.tree.map(mean, (total, as_created(nnx.from_flat_state(found.items()))))
     return Gradients(loss, grads, merge_quantizers(stacked), rest)
 

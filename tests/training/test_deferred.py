@@ -22,6 +22,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScalin
 from jax_te.remat import remat
 from jax_te.training import FirstHalf, deferred_vjp, split_model
 from jax_te.training.gradients import vjp_of_model
+from jax_te.training.kernel_gradients import KernelGradients
 from tests.support.meshes import MODES, shard, use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
 
@@ -397,6 +398,6 @@ def test_a_quantized_kernel_that_is_used_twice_has_its_gradient_at_once():
         y, backward = deferred_vjp(lambda model, x: model(model(x)), layer, x)
         half = backward(jnp.ones_like(y))
         assert sorted(half.params) == ["bias", "kernel"]
-        _, plain = vjp_of_model(lambda model, x: model(model(x)), layer, x, jnp.float32)
+        _, plain = vjp_of_model(lambda model, x: model(model(x)), layer, x, KernelGradients())
         np.testing.assert_array_equal(half.params["kernel"][...], plain(jnp.ones_like(y))[0]["kernel"][...])
         assert not jax.tree.leaves(half.backward_dw())

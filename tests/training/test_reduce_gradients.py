@@ -66,6 +66,17 @@ class Pooled(nnx.Module):
         return self.out(jnp.mean(x, axis=1))
 
 
+class Placed(nnx.Module):
+    """A kernel that Flax's own names put on mesh axes."""
+
+    def __init__(self, rngs):
+        self.out = Linear(32, 32, params_dtype=jnp.bfloat16, rngs=rngs)
+        self.out.kernel = nnx.Param(self.out.kernel[...], out_sharding=("fsdp", "tensor"), eager_sharding=False)
+
+    def __call__(self, x):
+        return self.out(x)
+
+
 def loss_fn(model, batch, key):
     return jnp.mean(jnp.square(model(batch).astype(jnp.float32)))
 
@@ -126,6 +137,7 @@ CASES = {
     "explicit, stacked": ("data=2,tensor=2", {"axis_type": "explicit", "model": Scanned, "loss": loss_fn}),
     "context": ("data=2,context=2", {}),
     "no sequence": ("data=2,context=2", {"model": Pooled}),
+    "axes of Flax": ("data=2,fsdp=2,tensor=2", {"model": Placed}),
     "by the compiler": ("data=2", {"recipe": MXFP8BlockScaling(), "data": batch(16, 20)}),
     "by the compiler, explicit": (
         "data=2,tensor=2",
@@ -134,6 +146,10 @@ CASES = {
     "fsdp alone": ("fsdp=4", {}),
     "pipeline": ("pipeline=2,data=2,tensor=2", {"recipe": DelayedScaling(), "distributed_optimizer": True}),
     "gpipe, weighted": ("pipeline=2,data=2", {"pipeline": PipelineConfig(schedule="gpipe"), "loss": weighted}),
+    "zero bubble, blocks": (
+        "pipeline=2,data=2",
+        {"pipeline": PipelineConfig(schedule="zero_bubble"), "recipe": MXFP8BlockScaling()},
+    ),
     "zero bubble": (
         "pipeline=2,data=2",
         {"pipeline": PipelineConfig(schedule="zero_bubble"), "fp8_param": True, "recipe": Float8CurrentScaling()},

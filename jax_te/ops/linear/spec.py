@@ -120,10 +120,11 @@ class WgradProbe:
 
     def __init__(self) -> None:
         self.seen: tuple[LinearSpec | None, Any, int] = (None, None, 0)
+        self.cached: QuantizedKernel | None = None
 
-    def get_value(self) -> tuple[None, WgradProbe]:
+    def get_value(self) -> tuple[QuantizedKernel | None, WgradProbe]:
         """Return what a `CachedKernel` with this sink would hold."""
-        return None, self
+        return self.cached, self
 
     def call(self) -> None:
         """Count a call of the layer."""
