@@ -48,7 +48,7 @@ class Variant:
     build: Callable[[nnx.Rngs], GPTModel]
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     wgrad_dtype: DTypeLike = jnp.float32
-    reduce_gradients: Literal["step", "microbatch"] = "step"
+    reduce_gradients: Literal["microbatch", "step"] = "microbatch"
 
     @contextlib.contextmanager
     def context(self, backend: BackendName, mesh: Mesh | None) -> Iterator[None]:

@@ -55,7 +55,7 @@ MODEL_DEFAULTS = {
     "loss_chunks": 1,
     "batch_parts": [1],
     "wgrad_dtype": ["float32"],
-    "reduce_gradients": ["step"],
+    "reduce_gradients": ["microbatch"],
     "distributed_optimizer": False,
     "peer": None,
     "batch": None,
@@ -132,8 +132,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--loss-chunks", type=SIZE.parse, metavar="N", help="parts that the loss takes logits in (default: 1)")
     add("--wgrad-dtype", nargs="+", choices=("float32", "bfloat16"), help="of kernels' gradients (default: float32)")
-    when = "when data devices of --mesh add up kernels' gradients (default: step)"
-    add("--reduce-gradients", nargs="+", choices=("step", "microbatch"), help=when)
+    when = "when data devices of --mesh add up kernels' gradients (default: microbatch)"
+    add("--reduce-gradients", nargs="+", choices=("microbatch", "step"), help=when)
     parts = "parts of the batch that take turns in each layer (default: 1)"
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
     peer = "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own, which "
@@ -235,7 +235,7 @@ def _check(args: argparse.Namespace, given: list[str]) -> None:
         _check_peer(args, sizes)
     if "distributed_optimizer" in given and sizes.data == 1:
         raise ValueError("--distributed-optimizer splits the state over data devices; give --mesh with data=N")
-    if "reduce_gradients" in given and (sizes.data * sizes.context == 1 or args.microbatches == 1):
+    if "reduce_gradients" in given and (sizes.data * sizes.context == 1 or args.microbatches in (None, 1)):
         raise ValueError(
             "--reduce-gradients is for microbatches on data devices; give --mesh with data=N, --microbatches"
         )
@@ -328,7 +328,7 @@ def _train_steps(args: argparse.Namespace, recipe: str, settings: Settings) -> l
         execution = Execution(config.recompute_policy, stack == "scanned", args.loss_chunks, parts)
         stages = f", {schedule}" if parallel is not None and parallel.pipeline > 1 else ""
         turns = (f", {parts} parts" if parts > 1 else "") + (f", gradients {wgrad}" if wgrad != "float32" else "")
-        turns += ", reduced in each microbatch" if when == "microbatch" else ""
+        turns += ", reduced once a step" if when == "step" else ""
         variant = Variant(
             name=f"{recipe}, {stack}, recompute {way}{stages}{turns}",
             recipe=config.make_recipe(),

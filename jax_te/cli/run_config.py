@@ -126,10 +126,10 @@ class RunConfig(RunOptions):
             "sequence_parallel": ("tensor", mesh.tensor, "--no-sequence-parallel"),
             "pipeline": ("pipeline", mesh.pipeline, "--pipeline 1f1b"),
             "distributed_optimizer": ("data", mesh.data, "--no-distributed-optimizer"),
-            "reduce_gradients": ("data", mesh.data * mesh.context, "--reduce-gradients step"),
+            "reduce_gradients": ("data", mesh.data * mesh.context, "--reduce-gradients microbatch"),
         }
         for name, (axis, size, remedy) in ranks.items():
-            if size == 1 and (given := getattr(self, name)) not in (False, "p2p", "1f1b", "step"):
+            if size == 1 and (given := getattr(self, name)) not in (False, "p2p", "1f1b", "microbatch"):
                 what = flag(name) if given is True else f"{flag(name)} {given}"
                 raise ValueError(
                     f"{what} is for {axis} ranks, and --mesh {self.mesh or '(none)'} has one; give --mesh with "

@@ -27,7 +27,7 @@ class Sums(NamedTuple):
         loss: sum of the losses times their weights; 0 on all stages but the last.
         weight: sum of the weights, on every stage.
         layers: sums of the gradients of the stage's layers, ``[v, ...]`` for each position of a chunk; until the step's
-            end ``[v, d, k, *n]`` of kernels whose gradients come as summands.
+            end ``[v, *lead, d, k, *n]`` of kernels whose gradients come as summands.
         states: maxima of the next quantizer states of the stage's layers.
         outer, outer_states: the same for the Variables around the stack.
     """
@@ -79,7 +79,7 @@ class Stage:
         self.model, self.kept = model, Residuals(model)
         self.schedule, self.scaler = model.schedule, model.program.scaler
         # In the sums, kernels have an axis more: that of the chunks.
-        self.places = {_place(path): place._replace(lead=1) for path, place in model.places.items()}
+        self.places = {_place(path): place._replace(lead=place.lead + 1) for path, place in model.places.items()}
 
     def run(self, rows: dict[str, Array]) -> Sums:
         """Return the sums of the whole step; ``rows`` are the schedule's columns for this stage, ``[ticks]``."""
@@ -218,9 +218,12 @@ class Stage:
             # Not times 0: what a pass for nothing gives may be nan.
             added = jnp.where(task.counts, added, jnp.zeros_like(added))
             if added.ndim < total.get_value().ndim - 1:  # zero_bubble has some summed up already
-                added = self.places[j, inner]._replace(lead=0).with_sum(jnp.zeros_like(total.get_value()[0]), added)
+                added = self._as_summands(self.places[j, inner], total.get_value()[0], added)
             layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
         return self._placed(layers)
+
+    def _as_summands(self, place: Summands, like: Array, added: Array) -> Array:
+        return place._replace(lead=place.lead - 1).with_sum(jnp.zeros_like(like), added)
 
     def _of_places(self, layers: list[Flat], fn: Callable[[Summands, Array], Array]) -> list[Flat]:
         """Return sums with ``fn`` applied to those of kernels whose gradients wait."""

@@ -38,7 +38,7 @@ def make_train_step(
     microbatches: int = 1,
     keep_kernels: bool = True,
     wgrad_dtype: DTypeLike = jnp.float32,
-    reduce_gradients: Literal["step", "microbatch"] = "step",
+    reduce_gradients: Literal["microbatch", "step"] = "microbatch",
     pipeline: PipelineConfig = _PIPELINE,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Return a jitted ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
@@ -67,9 +67,11 @@ def make_train_step(
             the bytes and rounds each microbatch's gradient; microbatches are added up in fp32 either way. Gradients of
             other parameters, a model's own head among them, have the parameter's dtype.
         reduce_gradients: when devices that hold the same shard of a layer's kernel, those of the data and context axes,
-            add up its gradient: once a step, or in each microbatch. Once a step they communicate less, and each holds
-            the fp32 sum of its own microbatches; with a distributed optimizer that takes more memory than a part of the
-            sum over all devices. Along the FSDP axis gradients are reduce-scattered in each microbatch either way.
+            add up its gradient: in each microbatch, or once a step. Once a step they communicate less where devices run
+            the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a distributed
+            optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are still
+            reduce-scattered in each microbatch, then in fp32. Not for a loss that sets sharding rules or runs the model
+            inside a ``shard_map`` of its own.
         pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:

@@ -56,6 +56,21 @@ class Scanned(nnx.Module):
         return nnx.scan(lambda x, layer: layer(x, None), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+class OfStacks(nnx.Module):
+    """Each layer of the stack holds stacked kernels itself, of as many layers as the mesh has replicas."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([Inner(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        return run_layers(self.layers, x, [None, None])
+
+
+class Inner(Scanned):
+    def __call__(self, x, dropout_key):
+        return super().__call__(x)
+
+
 class Pooled(nnx.Module):
     """A layer whose input no context axis splits: its devices compute the same."""
 
@@ -145,6 +160,11 @@ CASES = {
     ),
     "fsdp alone": ("fsdp=4", {}),
     "pipeline": ("pipeline=2,data=2,tensor=2", {"recipe": DelayedScaling(), "distributed_optimizer": True}),
+    "stages of stacks": ("pipeline=2,data=2", {"model": OfStacks}),
+    "zero bubble of stacks": (
+        "pipeline=2,data=2",
+        {"model": OfStacks, "pipeline": PipelineConfig(schedule="zero_bubble")},
+    ),
     "gpipe, weighted": ("pipeline=2,data=2", {"pipeline": PipelineConfig(schedule="gpipe"), "loss": weighted}),
     "zero bubble, blocks": (
         "pipeline=2,data=2",
@@ -185,20 +205,24 @@ def test_devices_add_up_kernels_once(schedule, distributed):
 
         # A stage has half of the layers.
         expected = KERNELS if schedule is None else KERNELS // 2
-        assert sums() == [0, expected]
-        assert sums(reduce_gradients="microbatch") == [expected, 0]
+        assert sums(reduce_gradients="step") == [0, expected]
+        assert sums() == [expected, 0]
 
 
 def test_the_sum_over_devices_is_in_wgrad_dtype():
     """And that over microbatches in fp32: the program as it is lowered."""
     with jax.set_mesh(make_mesh(ParallelConfig.parse("data=2"))):
         state = create_train_state(Stack, optax.sgd(1.0), key=jax.random.key(0), distributed_optimizer=True)
-        step = make_train_step(loss_fn, optax.sgd(1.0), microbatches=2, wgrad_dtype=jnp.bfloat16)
+        step = make_train_step(
+            loss_fn, optax.sgd(1.0), microbatches=2, wgrad_dtype=jnp.bfloat16, reduce_gradients="step"
+        )
         found = [
             found for found in collectives(step.trace(state, batch()).jaxpr.jaxpr) if math.prod(found[2]) >= 32 * 32
         ]
     assert {dtype for *_, dtype in found} == {jnp.dtype(jnp.bfloat16)}
-    exact, low = (gradients("data=2", wgrad_dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    exact, low = (
+        gradients("data=2", wgrad_dtype=dtype, reduce_gradients="step") for dtype in (jnp.float32, jnp.bfloat16)
+    )
     for path, grad in exact.items():
         # The summands are rounded once, and their sum once more.
         np.testing.assert_allclose(low[path], grad, rtol=0, atol=2.0**-7 * np.abs(grad).max())
