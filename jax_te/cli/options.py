@@ -306,9 +306,7 @@ class ExecutionOptions:
     pipeline: str = _on_mesh(_PIPELINE, "of the pipeline axis: gpipe, 1f1b[,virtual_stages=N] or zero_bubble", "1f1b")
     sequence_parallel: bool = _on_mesh(FLAG, "shard activations over the tensor axis between blocks", False)
     distributed_optimizer: bool = _on_mesh(FLAG, "data devices split masters and optimizer state", False)
-    reduce_gradients: str = _on_mesh(
-        ("microbatch", "step"), "when data devices add up kernels' gradients", "microbatch"
-    )
+    reduce_gradients: str = _on_mesh(("microbatch", "step"), "when data devices add up gradients", "microbatch")
     batch_parts: int = _on_mesh(SIZE, "parts of the batch that take turns in each layer; 2 for tensor ranks", 1)
     cp_comm_type: str = _on_mesh(CP_COMM_TYPES, "how the context axis exchanges keys", "p2p")
     cp_load_balanced: bool = _on_mesh(FLAG, "context shards have tokens in zig-zag order", False)
