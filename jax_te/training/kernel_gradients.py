@@ -13,7 +13,16 @@ from jax.sharding import PartitionSpec
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import constrain, current_mesh
-from jax_te.sharding.internal import Dims, MeshAxes, free_axes, mesh_dims, ranks_of, reduce_sum, summed_axes
+from jax_te.sharding.internal import (
+    Dims,
+    MeshAxes,
+    free_axes,
+    gathered_axes,
+    mesh_dims,
+    ranks_of,
+    reduce_sum,
+    summed_axes,
+)
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 Path = tuple[Any, ...]
@@ -94,7 +103,9 @@ class KernelGradients(NamedTuple):
         names, found = {path for path, _ in nnx.to_flat_state(params)}, {}
         for path, module, name in quantizable_kernels(model):
             axes, shape = module.axes_of(name), getattr(module, name).get_value().shape
-            if path in names and (over := summed_axes(axes)):
+            # Summands are fp32, and so would be what FSDP's axis reduce-scatters of them in each microbatch.
+            whole = self.dtype == jnp.float32 or not gathered_axes(axes, mesh)
+            if path in names and whole and (over := summed_axes(axes)):
                 found[path] = Summands(len(shape) - len(axes), over, mesh_dims(axes, mesh))
         return found
 

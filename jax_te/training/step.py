@@ -70,8 +70,9 @@ def make_train_step(
             add up its gradient: in each microbatch, or once a step. Once a step they communicate less where devices run
             the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a distributed
             optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are still
-            reduce-scattered in each microbatch, then in fp32. Not for a loss that sets sharding rules or runs the model
-            inside a ``shard_map`` of its own.
+            reduce-scattered in each microbatch; with a bf16 ``wgrad_dtype`` kernels that this axis shards are summed
+            in each microbatch over all axes. Not for a loss that sets sharding rules or runs the model inside a
+            ``shard_map`` of its own.
         pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:

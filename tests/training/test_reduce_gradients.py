@@ -209,9 +209,10 @@ def test_devices_add_up_kernels_once(schedule, distributed):
         assert sums() == [expected, 0]
 
 
-def test_the_sum_over_devices_is_in_wgrad_dtype():
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
+def test_the_sum_over_devices_is_in_wgrad_dtype(mesh):
     """And that over microbatches in fp32: the program as it is lowered."""
-    with jax.set_mesh(make_mesh(ParallelConfig.parse("data=2"))):
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh))):
         state = create_train_state(Stack, optax.sgd(1.0), key=jax.random.key(0), distributed_optimizer=True)
         step = make_train_step(
             loss_fn, optax.sgd(1.0), microbatches=2, wgrad_dtype=jnp.bfloat16, reduce_gradients="step"
@@ -220,9 +221,7 @@ def test_the_sum_over_devices_is_in_wgrad_dtype():
             found for found in collectives(step.trace(state, batch()).jaxpr.jaxpr) if math.prod(found[2]) >= 32 * 32
         ]
     assert {dtype for *_, dtype in found} == {jnp.dtype(jnp.bfloat16)}
-    exact, low = (
-        gradients("data=2", wgrad_dtype=dtype, reduce_gradients="step") for dtype in (jnp.float32, jnp.bfloat16)
-    )
+    exact, low = (gradients(mesh, wgrad_dtype=dtype, reduce_gradients="step") for dtype in (jnp.float32, jnp.bfloat16))
     for path, grad in exact.items():
         # The summands are rounded once, and their sum once more.
         np.testing.assert_allclose(low[path], grad, rtol=0, atol=2.0**-7 * np.abs(grad).max())
