@@ -38,11 +38,18 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     """
     # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats
     # loses nan where XLA splits the reduction: over vector lanes on CPU from some thousand elements on, over devices.
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    # Those of 16 bits are not widened first: XLA's kernel that also computes such an ``x`` would then compute it twice
+    # on a GPU, which takes a third longer for the derivative of GELU and twice as long for that of SwiGLU.
+    x = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
+    word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+    bits = (jax.lax.bitcast_convert_type(x, word) & (jnp.iinfo(word).max >> 1)).astype(jnp.int32)
     # The maximum of no elements must be said: the amax of an empty tensor is 0.
     largest = jnp.max(bits, axis=axis) if bits.size else jnp.max(bits, axis=axis, initial=0)
+    bits = jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(largest.astype(word), x.dtype).astype(jnp.float32), jnp.int32
+    )
     # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush what is below it to 0.
-    return jax.lax.bitcast_convert_type(jnp.where(largest < 0x00800000, 0, largest), jnp.float32)
+    return jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
 
 
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:

@@ -62,9 +62,8 @@ def act_backward_quantize(
     """Return the gradient of ``x`` from ``dz [..., f]`` as an operand, its bias gradient, its amax.
 
     Where the scale is known beforehand, one TE kernel differentiates, quantizes both ways, sums the bias gradient
-    and finds the amax in one pass. Otherwise XLA computes the derivative, fused with its amax, and a TE kernel
-    quantizes and sums it: te.jax's own way there writes an fp32 tensor of the same shape first (measured in
-    docs/performance.md).
+    and finds the amax in one pass. Otherwise a TE kernel quantizes `act_backward`'s result and sums it: te.jax's own
+    way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
     quantizer, parts = how.quantizer, activation.parts()
     if (
@@ -76,7 +75,7 @@ def act_backward_quantize(
         and DActLuDBiasQuantizePrimitive.enabled()
     ):
         return _fused(dz, x, parts, quantizer, how.scale, bias_dtype)
-    return quantize_dbias(xla.act_backward(dz, x, activation), how, axis=x.ndim - 2, bias_dtype=bias_dtype)
+    return quantize_dbias(act_backward(dz, x, activation), how, axis=x.ndim - 2, bias_dtype=bias_dtype)
 
 
 def _fused(
@@ -107,5 +106,15 @@ def _fused(
 
 
 def act_backward(dz: Array, x: Array, activation: Activation) -> Array:
-    """Return the input gradient ``[..., n_act, f]`` in the dtype of ``x``."""
-    return xla.act_backward(dz, x, activation)
+    """Return the input gradient ``[..., n_act, f]`` in the dtype of ``x``.
+
+    XLA's kernel takes the bias gradient or the amax along, TE's does not; but XLA's of a gated activation takes 1.4 to
+    1.6 times as long (measured in docs/performance.md).
+    """
+    if len(activation.parts()) == 1 or not has_kernel(activation) or x.size == 0:
+        return xla.act_backward(dz, x, activation)
+    with inside_te():
+        gradient = tex.dact_lu(
+            dz, x, activation.parts(), act_params=_te_params(activation.params), amax_scope=AmaxScope.LOCAL
+        )
+    return gradient.data
