@@ -1,13 +1,20 @@
-"""``jax-te train`` by one process for each GPU trains to the losses of one process with all of them."""
+"""``jax-te train`` by 2 and 4 processes trains to the losses of one process.
+
+With a GPU for each process the one process has all of them, and the mesh. With fewer, processes share a GPU, which NCCL
+2.30 and newer allow with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, and the one process trains without a mesh. jaxlib's own
+NCCL may be older: ``LD_PRELOAD`` another, and start ``nvidia-cuda-mps-control -d``, or the processes take turns.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -17,10 +24,16 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 RUN = ("--preset", "tiny", "--steps", "8", "--log-every", "1", "--eval-every", "8", "--eval-batches", "1")
+RUN += ("--num-layers", "2", "--seq-len", "512")  # 128 tokens for each of 4 context ranks, the fewest of TE's attention
 """A run of the tiny preset, whose losses are around 5 nats."""
 
-# The same program on the same devices, whose collectives go another way: sums in another order. Figures as in
-# test_mesh_training.py.
+MESHES = {
+    2: ("fsdp=2", "tensor=2 --sequence-parallel", "context=2", "pipeline=2", "data=2 --distributed-optimizer"),
+    4: ("fsdp=4", "fsdp=2,tensor=2 --sequence-parallel", "context=4", "data=2,tensor=2 --distributed-optimizer"),
+}
+CASES = [(count, mesh) for count, meshes in MESHES.items() for mesh in meshes]
+
+# Sums in another order, by another way of the collectives or by the mesh. Figures as in test_mesh_training.py.
 LIMIT = {"none": 0.001, "delayed": 0.003}
 
 # One program, run twice, gives other losses where kernels add up by atomics, or are chosen by their time: without a
@@ -28,38 +41,41 @@ LIMIT = {"none": 0.001, "delayed": 0.003}
 REPEATABLE = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "XLA_FLAGS": "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
 
 
-def losses(count: int, output: Path, recipe: str, gpus: int) -> list[float]:
-    """Return the losses of a run by ``count`` processes, which share the GPUs evenly."""
+@functools.cache
+def losses(count: int, recipe: str, options: str) -> list[float]:
+    """Return the losses of a run by ``count`` processes, to which the GPUs are dealt in turn."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    share, running = gpus // count, []
-    line = [sys.executable, "-m", "jax_te", "train", *RUN, "--backend", "te", "--recipe", recipe]
-    line += ["--mesh", f"fsdp={gpus}", "--output", str(output)]
+    gpus, running = jax.device_count(), []
     with contextlib.ExitStack() as stack:
+        output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        line = [sys.executable, "-m", "jax_te", "train", *RUN, "--backend", "te", "--recipe", recipe]
+        line += [*options.split(), "--output", str(output)]
         for index in range(count):
-            mine = ",".join(map(str, range(index * share, (index + 1) * share)))
-            env = os.environ | {"CUDA_VISIBLE_DEVICES": mine, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | REPEATABLE
+            mine = range(gpus)[index::count] or [index % gpus]
+            env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))} | REPEATABLE
             place = ["--processes", f"127.0.0.1:{port},{count},{index}"] if count > 1 else []
             process = subprocess.Popen([*line, *place], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             stack.callback(process.kill)
             running.append(process)
-        said = [process.communicate(timeout=300)[0].decode() for process in running]
-    assert [process.returncode for process in running] == [0] * count, said
-    records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "loss" in record]
+        said = [process.communicate(timeout=400)[0].decode() for process in running]
+        assert [process.returncode for process in running] == [0] * count, said
+        records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        return [record["loss"] for record in records if "loss" in record]
 
 
 @pytest.mark.parametrize("recipe", LIMIT)
-def test_one_process_for_each_gpu(recipe: str, tmp_path: Path) -> None:
-    gpus = jax.device_count()
-    if gpus < 2:
-        pytest.fail(f"this test needs several GPUs, and there is {gpus}")
-    one, many = losses(1, tmp_path / "one", recipe, gpus), losses(gpus, tmp_path / "many", recipe, gpus)
-    gap = np.abs(np.subtract(one, many))
-    print(f"{gpus} processes, {recipe}: {gap.max():.4f}, last {many[-1]:.4f}")
-    assert len(one) == 8
+@pytest.mark.parametrize(("count", "mesh"), CASES)
+def test_processes_train_as_one(count: int, mesh: str, recipe: str) -> None:
+    alone = losses(1, recipe, f"--mesh {mesh}" if jax.device_count() >= count else "")
+    many = losses(count, recipe, f"--mesh {mesh}")
+    gap = np.abs(np.subtract(alone, many))
+    print(f"{count} processes, {mesh}, {recipe}: {gap.max():.4f}, last {many[-1]:.4f}")
+    assert len(alone) == 8
     assert gap.max() < LIMIT[recipe]

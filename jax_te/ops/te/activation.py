@@ -61,24 +61,37 @@ def act_backward_quantize(
 ) -> tuple[Any, Array | None, Array | None]:
     """Return the gradient of ``x`` from ``dz [..., f]`` as an operand, its bias gradient, its amax.
 
-    Where the scale is known beforehand, one TE kernel differentiates, quantizes both ways, sums the bias gradient
-    and finds the amax in one pass. Otherwise a TE kernel quantizes `act_backward`'s result and sums it: te.jax's own
-    way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
+    Where the scale is known beforehand, one TE kernel differentiates, quantizes both ways, finds the amax and, of an
+    activation with one component, sums the bias gradient. Otherwise a TE kernel quantizes `act_backward`'s result and
+    sums it: te.jax's own way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
     quantizer, parts = how.quantizer, activation.parts()
-    if (
-        isinstance(quantizer, TensorQuantizer)
-        and quantizer.scaling == "delayed"
-        and len(parts) == 1
-        and has_kernel(activation)
-        and bias_dtype is not None
-        and DActLuDBiasQuantizePrimitive.enabled()
-    ):
-        return _fused(dz, x, parts, quantizer, how.scale, bias_dtype)
+    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "delayed" and has_kernel(activation):
+        # Without rows no kernel, see `jax_te.ops.te.norm.norm`.
+        if bias_dtype is None and x.size:
+            return _differentiated(dz, x, activation, quantizer, how.scale)
+        if bias_dtype is not None and len(parts) == 1 and DActLuDBiasQuantizePrimitive.enabled():
+            return _differentiated_with_bias(dz, x, parts, quantizer, how.scale, bias_dtype)
     return quantize_dbias(act_backward(dz, x, activation), how, axis=x.ndim - 2, bias_dtype=bias_dtype)
 
 
-def _fused(
+def _differentiated(
+    dz: Array, x: Array, activation: Activation, quantizer: TensorQuantizer, scale: Array | None
+) -> tuple[Any, None, Array | None]:
+    with inside_te():
+        te_q = te_quantizer(quantizer, scale)
+        operand = tex.dact_lu(
+            dz,
+            x,
+            activation.parts(),
+            quantizer=te_q,
+            act_params=_te_params(activation.params),
+            amax_scope=AmaxScope.LOCAL,
+        )
+    return operand, None, seen_amax(te_q)
+
+
+def _differentiated_with_bias(
     dz: Array, x: Array, parts: tuple[str, ...], quantizer: TensorQuantizer, scale: Array | None, bias_dtype: DTypeLike
 ) -> tuple[Any, Array, Array]:
     with inside_te():
