@@ -1,8 +1,8 @@
 """``jax-te train`` by 2 and 4 processes trains to the losses of one process.
 
-With a GPU for each process the one process has all of them, and the mesh. With fewer, processes share a GPU, which NCCL
-2.30 and newer allow with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, and the one process trains without a mesh. jaxlib's own
-NCCL may be older: ``LD_PRELOAD`` another, and start ``nvidia-cuda-mps-control -d``, or the processes take turns.
+With a GPU for each process the one process has all of them, and the mesh. With fewer, processes share a GPU, and the
+one process trains without a mesh. That takes NCCL 2.30 or newer (``LD_PRELOAD=.../libnccl.so.2``, where jaxlib's own
+is older) and NVIDIA's MPS (``nvidia-cuda-mps-control -d``), without which processes take turns.
 """
 
 from __future__ import annotations
@@ -42,8 +42,16 @@ REPEATABLE = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "XLA_FLAGS": "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
+
+
+def sharing(count: int) -> dict[str, str]:
+    """Return what ``count`` processes on one GPU need: without limits four of them waited for each other for ever.
+
+    A collective's kernels wait on the GPU for those of the other processes, and so all of them must fit there.
+    """
+    share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(96 // count), "NCCL_MAX_CTAS": "4"}
+    return share | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 @functools.cache
@@ -60,6 +68,7 @@ def losses(count: int, recipe: str, options: str) -> list[float]:
         for index in range(count):
             mine = range(gpus)[index::count] or [index % gpus]
             env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))} | REPEATABLE
+            env |= sharing(count // gpus) if count > gpus else {}
             place = ["--processes", f"127.0.0.1:{port},{count},{index}"] if count > 1 else []
             process = subprocess.Popen([*line, *place], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             stack.callback(process.kill)
