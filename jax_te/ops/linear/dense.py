@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.ad_checkpoint import checkpoint_name
-
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op
 from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
+from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
 from jax_te.sharding.internal import reduce_sum
@@ -141,7 +140,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
         operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)  # type: ignore[misc]
     y, saved = gemms.forward(linear, operand, weights, x)
     # The kernel that quantizes a norm's output writes the statistics, too: unnamed, they would make it run again.
-    stats, saved = checkpoint_name((stats, saved), "quantized")
+    stats, saved = named((stats, saved), "quantized", given=weights)
     normed = None if norm is None else (x, stats, *norm)
     return y, (normed, LinearResiduals(*saved, weights.state))  # type: ignore[misc]
 

@@ -12,6 +12,7 @@ from jax_te.ops.linear.gemms import LinearResiduals, Operand
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
+from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState
 from jax_te.recipe import Recipe
 from jax_te.sharding import constrain
@@ -102,7 +103,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     pre = checkpoint_name(pre, "ffn1")
     out, wo_saved = gemms.forward(spec.layers[1], _activated(spec, pre, wo.state), wo)
     # A kernel that quantizes writes all of its group: one array without the name, and it would run again.
-    saved, stats, wo_saved = checkpoint_name((saved, stats, wo_saved), "quantized")
+    saved, stats, wo_saved = named((saved, stats, wo_saved), "quantized", given=(wi, wo))
     (y, wi_kernel, (y_used, wi_used)), (z, wo_kernel, (z_used, wo_used)) = saved, wo_saved
     y, stats, y_used = checkpoint_name((y, stats, y_used), "norm")
     z, z_used = checkpoint_name((z, z_used), "activation")
