@@ -133,6 +133,10 @@ class LayerNormMLP(TensorParallelModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.frozen = False
 
+    def axes_of(self, kernel: str) -> LogicalAxes:
+        """Logical axes of ``wi_kernel`` or ``wo_kernel``, whatever Variable holds it."""
+        return self.wi_axes if kernel == "wi_kernel" else self.wo_axes
+
     def __call__(
         self, x: Array, is_first_microbatch: bool | None = None, *, adapters: tuple[Adapter, Adapter] | None = None
     ) -> Array | tuple[Array | None, ...]:

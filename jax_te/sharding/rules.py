@@ -402,23 +402,27 @@ def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
     return tuple(axis for axes, kept in pairs for axis in axes if axis not in kept)
 
 
-def summed_axes(kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractMesh | None = None) -> MeshAxes:
+def summed_axes(
+    kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractMesh | None, summands: tuple[int, ...] | None = None
+) -> MeshAxes:
     """Return the mesh axes over which a kernel's gradient is summed and not scattered: they split tokens, not it.
 
     Args:
         kernel_axes: of the kernel. None: it has none.
-        mesh: None: the mesh in use.
+        mesh: None: no axes.
+        summands: ``(n,)``: no axes if theirs are not ``n`` devices, as under other rules, or inside of a ``shard_map``.
 
-    >>> summed_axes(("fsdp", "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
-    ('data',)
+    >>> mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    >>> summed_axes(("fsdp", "ffn"), mesh), summed_axes(("fsdp", "ffn"), mesh, (4,))
+    (('data',), ())
     """
-    mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         return ()
     own = flat(mesh_dims(kernel_axes or (), mesh))
     # One after the other, since both may name the same axis where no array has both.
     tokens = dict.fromkeys(flat(mesh_dims(("batch",), mesh)) + flat(mesh_dims(("sequence",), mesh)))
-    return tuple(axis for axis in tokens if axis not in own)
+    axes = tuple(axis for axis in tokens if axis not in own)
+    return axes if summands in (None, (math.prod(mesh.shape[axis] for axis in axes),)) else ()
 
 
 def local_shape(shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> tuple[int, ...] | None:

@@ -105,7 +105,7 @@ class KernelGradients(NamedTuple):
             axes, shape = module.axes_of(name), getattr(module, name).get_value().shape
             # Summands are fp32, and so would be what FSDP's axis reduce-scatters of them in each microbatch.
             whole = self.dtype == jnp.float32 or not gathered_axes(axes, mesh)
-            if path in names and whole and (over := summed_axes(axes)):
+            if path in names and whole and (over := summed_axes(axes, mesh)):
                 found[path] = Summands(len(shape) - len(axes), over, mesh_dims(axes, mesh))
         return found
 

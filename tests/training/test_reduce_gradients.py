@@ -15,7 +15,7 @@ from jax_te.layers import LayerNormMLP, Linear
 from jax_te.models import run_layers
 from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
-from jax_te.sharding import make_mesh
+from jax_te.sharding import ShardingRules, make_mesh, use_rules
 from jax_te.training import WeightedMean, create_train_state, make_train_step
 from jax_te.training.masters import full_precision
 
@@ -82,14 +82,16 @@ class Pooled(nnx.Module):
 
 
 class Placed(nnx.Module):
-    """A kernel that Flax's own names put on mesh axes."""
+    """A kernel that Flax's own names put on mesh axes, and one that no name puts anywhere."""
 
     def __init__(self, rngs):
+        self.mlp = LayerNormMLP(32, 64, params_dtype=jnp.bfloat16, rngs=rngs)
+        self.mlp.wi_kernel = nnx.Param(self.mlp.wi_kernel[...])
         self.out = Linear(32, 32, params_dtype=jnp.bfloat16, rngs=rngs)
         self.out.kernel = nnx.Param(self.out.kernel[...], out_sharding=("fsdp", "tensor"), eager_sharding=False)
 
     def __call__(self, x):
-        return self.out(x)
+        return self.out(self.mlp(x))
 
 
 def loss_fn(model, batch, key):
@@ -135,6 +137,23 @@ def penalized(model, batch, key):
     return loss_fn(model, batch, key) + 0.1 * jnp.sum(jnp.square(model.layers[0].out.kernel[...].astype(jnp.float32)))
 
 
+def under_other_rules(model, batch, key):
+    """A loss whose own rules split the batch over one axis of the two that the step's do."""
+    with use_rules(ShardingRules(batch=("fsdp",))):
+        return loss_fn(model, batch, key)
+
+
+def inside_shard_map(model, batch, key):
+    """A loss that runs the model on the shards of an axis."""
+    graphdef, state = nnx.split(model)
+
+    def run(state, batch):
+        return jax.lax.pmean(loss_fn(nnx.merge(graphdef, state), batch, key), "data")
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    return jax.shard_map(run, axis_names={"data"}, check_vma=False, **specs)(state, batch)
+
+
 def weighted(model, batch, key):
     squares = jnp.square(model(batch).astype(jnp.float32))
     return WeightedMean(jnp.sum(squares), jnp.where(batch[0, 0, 0] > 0, 3.0, 1.0) * squares.size)
@@ -159,6 +178,9 @@ CASES = {
         {"recipe": MXFP8BlockScaling(), "data": batch(16, 20), "axis_type": "explicit", "model": Scanned},
     ),
     "fsdp alone": ("fsdp=4", {}),
+    "rules of the loss": ("data=2,fsdp=2", {"loss": under_other_rules}),
+    # fp32: XLA for CPUs fails on the sum of a bf16 gradient over the axis of a shard_map (jaxlib 0.12.0.1).
+    "shard_map of the loss": ("data=2", {"loss": inside_shard_map, "model": lambda rngs: Stack(rngs, jnp.float32)}),
     "pipeline": ("pipeline=2,data=2,tensor=2", {"recipe": DelayedScaling(), "distributed_optimizer": True}),
     "stages of stacks": ("pipeline=2,data=2", {"model": OfStacks}),
     "zero bubble of stacks": (

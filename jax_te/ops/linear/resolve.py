@@ -108,10 +108,10 @@ def run_op(
         rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
         # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
         lead = rows if not prod(rows) or prod(rows) % precision.alignment else None
-        specs.append(_linear_spec(layer, x.dtype, precision, plan, chosen, lead))
-        sink: Any = None if isinstance(specs[-1].deferred, WgradProbe) else layer.weights.grad_sink
-        # The compiler's gradient is summed already: by the mean's derivative each summand is an equal part of it.
-        sinks.append(sink.mean(axis=0) if plan.mesh is None and specs[-1].summed_later else sink)
+        specs.append(own := _linear_spec(layer, x.dtype, precision, plan, chosen, lead))
+        sink: Any = None if isinstance(own.deferred, WgradProbe) else layer.weights.grad_sink
+        # A gradient that is summed already: by the mean's derivative each summand is an equal part of it.
+        sinks.append(sink if own.summed_later or getattr(sink, "ndim", 0) <= own.kernel_rank else sink.mean(axis=0))
     args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
     spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
     return op(spec, _shards(specs, weights), args, tuple(sinks), layers[-1].options.out_axes)
@@ -223,7 +223,7 @@ def _linear_spec(
             options.save_original_input and precision.x.quantizer is not None and not precision.overridden[2]
         ),
         grad_sink=sink is not None,
-        summed_later=summed_axes(options.kernel_axes) if getattr(sink, "ndim", 0) > kernel.ndim else (),
+        summed_later=summed_axes(options.kernel_axes, plan.mesh, getattr(sink, "shape", ())[: -kernel.ndim]),
         deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,
