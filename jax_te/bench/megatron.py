@@ -185,7 +185,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
 
     Args:
         sizes: of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's data
-            parallelism.
+            parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
         recipe: one of `MEGATRON_RECIPES`, or None for bf16.
         fp32_gradients: several ranks, and microbatches, add up gradients in fp32; else in bf16.
 
@@ -208,9 +208,8 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "normalization": config.normalization,
         "gated_linear_unit": llama,
         "add_bias_linear": config.add_bias_linear,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "tensor_model_parallel_size": axes.get("tensor", 1),
+        "pipeline_model_parallel_size": axes.get("pipeline", 1),
         "sequence_parallel": config.sequence_parallel,
         # All that it fuses, but for sums of gradients, on which the program itself decides.
         "bias_activation_fusion": True,

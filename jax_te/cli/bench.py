@@ -277,8 +277,8 @@ def _check_shape(args: argparse.Namespace) -> None:
 def _check_peer(args: argparse.Namespace, sizes: ParallelConfig) -> None:
     """Raise ValueError if the peer cannot be measured beside the model."""
     if args.peer == "megatron":
-        if sizes.num_devices != sizes.data * sizes.fsdp * sizes.tensor:
-            raise ValueError(f"--peer megatron has the axes data, fsdp and tensor; got --mesh {args.mesh}")
+        if sizes.num_devices != sizes.pipeline * sizes.data * sizes.fsdp * sizes.tensor:
+            raise ValueError(f"--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh {args.mesh}")
         check_megatron()
         return
     if args.mesh is not None or args.microbatches is not None:

@@ -101,6 +101,7 @@ class DistributedDataParallelConfig:
 
 class DistributedDataParallel(Anything):
     def __init__(self, config, reduction, model):
+        self.config = config
         torch.note(reduction=reduction.fields)
 
     def set_is_first_microbatch(self):
@@ -118,8 +119,29 @@ get_megatron_optimizer = lambda config, models: FusedAdam(models, **config)
 """,
     "megatron/core/__init__.py": "",
     "megatron/core/parallel_state.py": """
+import os
 import torch
-initialize_model_parallel = lambda tensor, pipeline: torch.note(groups=[tensor, pipeline])
+
+def initialize_model_parallel(tensor, stages):
+    global stage, last
+    stage, last = int(os.environ["RANK"]) * stages // int(os.environ["WORLD_SIZE"]), stages - 1
+    torch.note(groups=[tensor, stages])
+
+is_pipeline_first_stage = lambda: stage == 0
+is_pipeline_last_stage = lambda: stage == last
+""",
+    "megatron/core/pipeline_parallel.py": """
+import torch
+
+def get_forward_backward_func():
+    def run(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size):
+        torch.note(schedule=num_microbatches, sent=[micro_batch_size, seq_length])
+        for _ in range(num_microbatches - 1):
+            model.config.no_sync_func()
+        output, average = forward_step_func(data_iterator, model)
+        loss, figures = average(output)
+        assert figures == {}
+    return run
 """,
     "megatron/core/tensor_parallel/__init__.py": "",
     "megatron/core/tensor_parallel/random.py": "model_parallel_cuda_manual_seed = print",
@@ -150,6 +172,7 @@ class TransformerConfig:
             raise ValueError("no such form")
         self.fields = fields
         self.tensor_model_parallel_size = fields["tensor_model_parallel_size"]
+        self.pipeline_model_parallel_size = fields["pipeline_model_parallel_size"]
 """,
 }
 OPTIONS = ["--model", "small", "--vocabulary", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
@@ -173,6 +196,7 @@ def small(monkeypatch):
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 128}
     sizes |= {"seq_len": 32, "batch_size": 4}
     forms = {"small": ("gpt-125m", {}), "small-llama": ("llama-1b", {"num_query_groups": 2})}
+    forms["two-layers"] = ("gpt-125m", {"num_layers": 2})
     for name, (preset, other) in forms.items():
         values = PRESETS[preset].values | sizes | other
         monkeypatch.setitem(PRESETS, name, Preset(summary="for this test", values=values))
@@ -222,12 +246,13 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
         "transformer_layer_spec": "te layers",
         "vocab_size": 64,
         "max_sequence_length": 32,
+        "pre_process": True,
+        "post_process": True,
         "position_embedding_type": "learned_absolute",
         "share_embeddings_and_output_weights": True,
     }
     expected = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     expected |= {"bf16": True, "params_dtype": "bfloat16", "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    assert expected.items() <= made["config"].items()
     assert expected.items() <= made["config"].items()
     assert "fp8" not in made["config"]
     assert {"groups": [1, 1], "rank": 0} in found
@@ -264,6 +289,33 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     steps = megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
     # Only the last microbatch of a step reduces gradients.
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
+
+
+def test_stages_of_a_pipeline(capsys, stand_in, processes):
+    options = ["--model", "two-layers", "--mesh", "pipeline=2,data=2,tensor=2", "--microbatches", "4", "--batch", "16"]
+    status, rows, _ = bench(capsys, "--recipes", "none", *options)
+    assert status == 0
+    assert [row["ms"] >= 20.0 for row in rows] == [True, True]
+    found = stand_in()
+
+    def of(name):
+        return {line["rank"]: line for line in found if name in line}
+
+    assert {tuple(line["groups"]) for line in of("groups").values()} == {(2, 2)}
+    assert {line["config"]["pipeline_model_parallel_size"] for line in of("config").values()} == {2}
+    # Ranks of one stage are neighbours.
+    assert [rank for rank, line in sorted(of("model").items()) if line["model"]["pre_process"]] == [0, 1, 2, 3]
+    assert [rank for rank, line in sorted(of("model").items()) if line["model"]["post_process"]] == [4, 5, 6, 7]
+    # 16 sequences in 4 microbatches on 2 replicas.
+    assert {(line["schedule"], *line["sent"]) for line in of("schedule").values()} == {(4, 2, 32)}
+    assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction").values())
+
+
+def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
+    options = ["--model", "two-layers", "--mesh", "pipeline=2", "--microbatches", "2"]
+    status, _, _ = bench(capsys, "--recipes", "none", *options)
+    assert status == 0
+    assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -468,8 +520,8 @@ def test_jax_must_leave_memory_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mesh", "pipeline=2"], "--peer megatron has the axes data, fsdp and tensor; got --mesh pipeline=2"),
-        (["--mesh", "tensor=2,context=2"], "--peer megatron has the axes data, fsdp and tensor"),
+        (["--mesh", "context=2"], "--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh context=2"),
+        (["--mesh", "tensor=2,context=2"], "--peer megatron has the axes pipeline, data, fsdp and tensor"),
     ],
 )
 def test_other_meshes_are_refused_before_a_process_starts(capsys, monkeypatch, argv, message):

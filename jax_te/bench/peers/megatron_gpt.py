@@ -8,7 +8,6 @@ is the other side.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -57,46 +56,67 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     os.environ["MASTER_PORT"] = str(model["port"])
-    start_ranks(model["config"]["tensor_model_parallel_size"])
+    stages = model["config"]["pipeline_model_parallel_size"]
+    first, last = start_ranks(model["config"]["tensor_model_parallel_size"], stages)
     together = torch.distributed.get_world_size() > 1 or model["microbatches"] > 1
     bf16, activation = torch.bfloat16, getattr(torch.nn.functional, model["activation"])
     fields = {"bf16": True, "params_dtype": bf16, "pipeline_dtype": bf16, "activation_func": activation}
+    fields |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    # What a stage has sent it frees, as in Megatron-LM's own training.
+    fields["deallocate_pipeline_outputs"] = True
     # GEMMs that add to the gradients' buffers: the head's needs a kernel of APEX.
     fields["gradient_accumulation_fusion"] = together and find_spec("fused_weight_gradient_mlp_cuda") is not None
     config = TransformerConfig(**fields, **model["config"])
-    batch, sequence, microbatches = model["batch"], model["sequence"], model["microbatches"]
     spec = get_gpt_layer_with_transformer_engine_spec()
-    gpt = GPTModel(config=config, transformer_layer_spec=spec, max_sequence_length=sequence, **model["form"])
+    form = {"max_sequence_length": model["sequence"], "pre_process": first, "post_process": last, **model["form"]}
+    gpt = GPTModel(config=config, transformer_layer_spec=spec, **form)
     gpt = Float16Module(config, gpt.cuda())
-    gpt, unreduced, update = update_together(config, gpt, model) if together else update_alone(gpt)
-    # Ranks that share a model's kernels need the same tokens; to the others it does not matter.
-    generator = torch.Generator("cuda").manual_seed(1)
-    tokens = torch.randint(0, model["form"]["vocab_size"], (batch, sequence + 1), device="cuda", generator=generator)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(sequence, device="cuda").expand(batch, sequence).contiguous()
+    gpt, update = update_together(config, gpt, model) if together else update_alone(gpt)
+    forward = make_forward(model)
 
     def step() -> None:
         # Else its layers would quantize their kernels in the first step alone.
         gpt.set_is_first_microbatch()
-        for index in range(microbatches):
-            with contextlib.nullcontext() if index == microbatches - 1 else unreduced():
-                # No mask: the layers' own is causal.
-                (gpt(inputs, positions, None, labels=labels).float().mean() / microbatches).backward()
+        # Its 1F1B where there are stages, else a loop over microbatches of which the last reduces gradients.
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=gpt,
+            num_microbatches=model["microbatches"],
+            seq_length=model["sequence"],
+            micro_batch_size=model["batch"],
+        )
         update()
 
     return step
 
 
-def update_alone(gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
-    """Return a model of one rank that takes whole batches, and how it is updated.
+def make_forward(model: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function that gives `get_forward_backward_func` the output of a stage for one microbatch."""
+    import torch
 
-    Returns:
-        The model, a context in which a microbatch's gradients are not reduced, and a function that ends a step.
-    """
+    batch, sequence = model["batch"], model["sequence"]
+    # Ranks that share a model need the same tokens; to the others it does not matter.
+    generator = torch.Generator("cuda").manual_seed(1)
+    tokens = torch.randint(0, model["form"]["vocab_size"], (batch, sequence + 1), device="cuda", generator=generator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(sequence, device="cuda").expand(batch, sequence).contiguous()
+
+    def forward(_: Any, stage: Any) -> tuple[Any, Callable[[Any], tuple[Any, dict[str, Any]]]]:
+        """Return what this stage sends to the next, or the last stage's losses, and how those become one."""
+        output = stage(inputs, positions, None, labels=labels)  # no mask: the layers' own is causal
+        return output, lambda losses: (losses.float().mean(), {})
+
+    return forward
+
+
+def update_alone(gpt: Any) -> tuple[Any, Callable[[], None]]:
+    """Return a model of one rank that takes whole batches, and a function that ends a step."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     # The hyper-parameters of optax.adamw, which jax_te's step has.
@@ -106,10 +126,10 @@ def update_alone(gpt: Any) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return gpt, contextlib.nullcontext, update
+    return gpt, update
 
 
-def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
+def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     """Return a model of several ranks, or of several microbatches, and how it is updated: results as `update_alone`.
 
     Megatron-Core adds its gradients up in buffers.
@@ -119,7 +139,8 @@ def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     # Only replicas have something to overlap.
-    replicas = config.tensor_model_parallel_size < torch.distributed.get_world_size()
+    of_one_model = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    replicas = of_one_model < torch.distributed.get_world_size()
     distributed = model["distributed_optimizer"]
     reduction = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed,
@@ -128,6 +149,7 @@ def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, 
         grad_reduce_in_fp32=model["fp32_gradients"],
     )
     gpt = DistributedDataParallel(config, reduction, gpt)
+    config.no_sync_func = gpt.no_sync
     adam = OptimizerConfig(
         optimizer="adam",
         lr=1e-4,
@@ -147,19 +169,24 @@ def update_together(config: Any, gpt: Any, model: dict[str, Any]) -> tuple[Any, 
         gpt.zero_grad_buffer()
         optimizer.zero_grad()
 
-    return gpt, gpt.no_sync, update
+    return gpt, update
 
 
-def start_ranks(tensor: int) -> None:
-    """Make this process a rank of the groups that Megatron-Core wants, of which ``tensor`` ranks share each kernel."""
+def start_ranks(tensor: int, stages: int) -> tuple[bool, bool]:
+    """Make this process a rank of the groups that Megatron-Core wants, of which ``tensor`` ranks share each kernel.
+
+    Returns:
+        Whether it runs the first of ``stages``, and whether it runs the last.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
-    parallel_state.initialize_model_parallel(tensor, 1)
+    parallel_state.initialize_model_parallel(tensor, stages)
     model_parallel_cuda_manual_seed(1)
+    return parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
 
 
 def time_steps(step: Callable[[], None], count: int) -> dict[str, float]:
