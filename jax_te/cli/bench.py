@@ -138,8 +138,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-parts", nargs="+", type=SIZE.parse, metavar="N", help=parts)
     peer = "beside a GPT of te.jax's own layers, on one device, or Megatron-Core's in processes of its own, which "
     peer += "start while jax_te compiles. Its peak_gib is what torch allocated; where jax_te has fsdp, it splits "
-    peer += "optimizer state alone; it adds up gradients of several devices or microbatches in the first "
-    peer += "--wgrad-dtype, else in bf16. The peer is the first row (default: none)"
+    peer += "optimizer state alone; a pipeline's stages have equally many layers and run 1F1B; it adds up gradients "
+    peer += "of several devices or microbatches in the first --wgrad-dtype, else in bf16. The peer is the first row "
+    peer += "(default: none)"
     add("--distributed-optimizer", action="store_true", help="data devices of --mesh split masters and optimizer state")
     add("--peer", choices=("te", "megatron"), help=peer)
     add("--batch", type=SIZE.parse, metavar="N", help="sequences of a step, of all devices (default: the preset's)")
