@@ -94,8 +94,8 @@ def _lacks_packed(spec: AttentionSpec) -> str | None:
         # Heads of 256 with the masks padding and padding_causal and any window, on an H200: forward is right, dq is off
         # by 0.3 to 0.6 in relative L2, dk and dv are nan. Sizes between, which nobody measured, are refused with them.
         return (
-            f"cuDNN's backward of packed sequences with heads over 128 ({max(heads)} here) gives wrong gradients and nan "
-            "(cuDNN 9.19, jax 0.11.2, Transformer Engine 2.20.2, H200)"
+            f"cuDNN's backward of packed sequences with heads over 128 ({max(heads)} here) gives wrong gradients and "
+            "nan (cuDNN 9.19, jax 0.11.2, Transformer Engine 2.20.2, H200)"
         )
     return None
 
