@@ -34,6 +34,7 @@ CALLS: dict[str, dict] = {
     **{f"softmax `{name}`": {"softmax_type": name} for name in SOFTMAX_TYPES},
     "softcap of logits": {"logit_softcap": 50.0},
     "dropout": {"dropout_rate": 0.1},
+    "bias `[b, 1, 1, s_kv]`": {"bias_type": "post_scale_bias", "bias_shape": (2, 1, 1, 1024)},
     "packed sequences": PACKED,
     "packed sequences, heads of 256": {**PACKED, "head_dim": 256, "v_head_dim": 256},
     "packed sequences and a bias": {**PACKED, "bias_type": "post_scale_bias", "bias_shape": BIAS_SHAPE},

@@ -31,7 +31,7 @@ OPTIONS = {
     "window": (None, (128, 0), (33, 0), (64, 32)),
     "softmax": ("vanilla", "off-by-one", "learnable"),
     "form": ("heads", "one array", "packed", "packed one array", "packed with gaps"),
-    "bias": (None, (1, N), (B, N), (1, 1), "keys"),
+    "bias": (None, (1, N), (B, N), (1, 1), (B, 1), "keys"),
     "heads": ((64, 64), (72, 72), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (64, 128)),
     "groups": (4, 2, 1),
     "lengths": ((640, 640), (1000, 1000), (1048, 1048), (704, 704), (256, 1000), (640, 968), (1000, 640)),
@@ -70,6 +70,10 @@ REFUSED = {
     "packed sequences of large heads": (
         lambda c: "packed" in c["form"] and max(c["heads"]) > 128 and c["heads"] != (192, 128),
         {**PACKED, "heads": (256, 256)},
+    ),
+    "a bias of keys alone": (
+        lambda c: c["bias"] == "keys",
+        {"bias": "keys"},
     ),
     "bottom right and a bias": (
         lambda c: "bottom_right" in c["mask"] and c["bias"] is not None,
@@ -228,7 +232,7 @@ def test_refused(name):
 NEGATIVE = [
     {**PLAIN, **options, "lengths": (length, length)}
     for length in (640, 704, 1000)
-    for options in ({"mask": "no_mask"}, {}, {"mask": "padding"}, {"mask": "no_mask", "bias": "keys"}, {"bias": (1, N)})
+    for options in ({"mask": "no_mask"}, {}, {"mask": "padding"}, {"bias": (1, N)})
 ]
 
 
