@@ -46,6 +46,7 @@ CALLS: dict[str, dict] = {
     "fp16": {"dtype": jnp.float16},
     "fp32": {"dtype": jnp.float32},
     "64 positions": {"q_length": 64, "kv_length": 64},
+    "1000 positions": {"q_length": 1000, "kv_length": 1000},
     "one token and a KV cache": {"mask_type": "padding_causal_bottom_right", "q_length": 1},
     "one token and a KV cache of a window": {"mask_type": "arbitrary", "window": (-1, -1), "q_length": 1},
 }

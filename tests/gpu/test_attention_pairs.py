@@ -242,7 +242,8 @@ def test_logits_far_below_zero(case, backend):
     """All of a row near -120: Hopper's kernels read exp(-logsumexp) for keys past the end, which is infinite.
 
     cuDNN 9.20 gives nan in dq where the number of keys is 64 more than a multiple of 128 (PyTorch's issue 196678).
-    Heads of Qwen 2.5 have such logits. ``xla`` is cuDNN through jax.nn for two of the masks.
+    Heads of Qwen 2.5 have such logits.
+    ``xla`` was cuDNN through jax.nn here, which it is for multiples of 128 alone.
     """
     call = Call(case)
     d = case["heads"][0]

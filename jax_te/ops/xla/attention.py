@@ -16,8 +16,14 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     return True, kernel
 
 
+# Through jax.nn cuDNN 9.19 has two faults with other lengths, both seen on an H200 with jax 0.11.2: where the number of
+# keys is 64 more than a multiple of 128, dq is nan if all logits of a row are near -120 (as Qwen 2.5 has them); and with
+# Transformer Engine loaded, calls of 704 and 1000 positions end in CUDA's cudaErrorInvalidValue, as do all after them.
+_LENGTH_MULTIPLE = 128
+
+
 def _use_cudnn(spec: AttentionSpec) -> bool:
-    # What cuDNN takes through jax.nn, which raises for anything else that is handed to it by name.
+    # What cuDNN takes through jax.nn, which raises for anything else that is handed to it by name; less its faults.
     return (
         jax.default_backend() == "gpu"
         and spec.is_plain
@@ -26,7 +32,8 @@ def _use_cudnn(spec: AttentionSpec) -> bool:
         and spec.dropout_rate == 0.0
         and spec.head_dim % 8 == 0
         and spec.head_dim <= 128
-        and spec.q_length > 1
+        and spec.q_length % _LENGTH_MULTIPLE == 0
+        and spec.kv_length % _LENGTH_MULTIPLE == 0
     )
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops import dot_product_attention, segments_from_cu_seqlens
+from jax_te.ops import attention_spec, dot_product_attention, segments_from_cu_seqlens
 from jax_te.ops.attention.segments import segment_positions
+from jax_te.ops.xla.attention import attention_supports as xla_supports
 from jax_te.sharding import constrain
 from tests.support import oracles
 from tests.support.numerics import TOLERANCE, assert_close, draw, quick_jit, value_and_vjp, wide, without_type_checker
@@ -252,3 +253,20 @@ def test_cumulative_lengths_that_do_not_go_together():
         segments_from_cu_seqlens(jnp.array([0, 2]), cu_seqlens_q_padded=jnp.array([0, 2, 4]))
     with pytest.raises(ValueError, match="must hold as many sequences"):
         segments_from_cu_seqlens(jnp.array([0, 2]), jnp.array([0, 2, 4]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kernel"),
+    [
+        ((1024, 1024), "cuDNN through jax.nn"),
+        ((128, 640), "cuDNN through jax.nn"),
+        ((64, 64), "plain JAX"),  # nan in the gradient of queries where logits are far below zero
+        ((640, 704), "plain JAX"),
+        ((1000, 1000), "plain JAX"),
+        ((1, 1024), "plain JAX"),
+    ],
+)
+def test_lengths_that_cudnn_gets_through_jax(monkeypatch, lengths, kernel):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16) for length in lengths)
+    assert xla_supports(attention_spec((q, k, k), "no_mask")) == (True, kernel)
