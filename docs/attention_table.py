@@ -25,6 +25,8 @@ BASE = AttentionSpec(
 
 BIAS_SHAPE = (1, 8, 1024, 1024)
 
+PACKED = {"mask_type": "padding_causal", "max_segments": 4}
+
 CALLS: dict[str, dict] = {
     **{f"mask `{name}`": {"mask_type": name, "window": (-1, -1)} for name in MASK_TYPES},
     "window": {"window": (128, 0)},
@@ -32,7 +34,10 @@ CALLS: dict[str, dict] = {
     **{f"softmax `{name}`": {"softmax_type": name} for name in SOFTMAX_TYPES},
     "softcap of logits": {"logit_softcap": 50.0},
     "dropout": {"dropout_rate": 0.1},
-    "packed sequences": {"mask_type": "padding_causal", "max_segments": 4},
+    "bias `[b, 1, 1, s_kv]`": {"bias_type": "post_scale_bias", "bias_shape": (2, 1, 1, 1024)},
+    "packed sequences": PACKED,
+    "packed sequences, heads of 256": {**PACKED, "head_dim": 256, "v_head_dim": 256},
+    "packed sequences and a bias": {**PACKED, "bias_type": "post_scale_bias", "bias_shape": BIAS_SHAPE},
     "max logits": {"return_max_logit": True},
     "grouped queries": {"groups": 2},
     "one array `[b, s, 3, n, d]`": {"packed": True},

@@ -1,6 +1,7 @@
 """Names of `jax_te.megatron` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.megatron.layout import Layout
+from jax_te.megatron.state_dict import load_variables
 from jax_te.megatron.te_layer import check_groups
 from jax_te.megatron.transformer_layer import layer_options, layer_precision
 from jax_te.megatron.yaml_file import parse_yaml
@@ -10,5 +11,6 @@ __all__ = [
     "check_groups",
     "layer_options",
     "layer_precision",
+    "load_variables",
     "parse_yaml",
 ]

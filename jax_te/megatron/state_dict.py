@@ -81,8 +81,28 @@ def load_state_dict(
     >>> bool((one.kernel[...] == two.kernel[...]).all())
     True
     """
+    return load_variables(module, variables_of(module), arrays, strict, prefix)
+
+
+def load_variables(
+    module: nnx.Module,
+    found: list[tuple[str, nnx.Variable, Layout | None]],
+    arrays: dict[str, Any],
+    strict: bool = True,
+    prefix: str = "",
+) -> IncompatibleKeys:
+    """Load arrays into Variables of a module as `load_state_dict` does.
+
+    Args:
+        module: whose Variables they are.
+        found: name in ``arrays`` without ``prefix``, Variable and layout of each, as `variables_of` gives them.
+        arrays, strict, prefix: see `load_state_dict`.
+
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> load_variables(layer, [("b", layer.bias, None)], {"b": np.ones(3, np.float32)})
+    IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+    """
     # All differences are collected before anything is written, so that an error leaves the module as it was.
-    found = variables_of(module)
     here = {name: _record(array) for name, array in _arrays(found, prefix, abstract=True).items()}
     there = {name: _record(array) for name, array in arrays.items()}
     missing = [name for name in here if name not in there]

@@ -10,8 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
-from jax_te.megatron import load_state_dict, state_dict
-from jax_te.megatron.internal import Layout
+from jax_te.megatron.internal import Layout, load_variables
 
 _NAMES = {"kernel": "weight", "scale": "weight", "wi_kernel": "fc1_weight", "wi_bias": "fc1_bias"}
 _NAMES |= {"wo_kernel": "fc2_weight", "wo_bias": "fc2_bias"}
@@ -20,13 +19,16 @@ _FUSED = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
 _PROJECTIONS = {"qkv": ("layernorm_qkv", "qkv"), "query": ("layernorm_query", "query_layer")}
 _SEPARATE = ("query", "key", "value")
 
+_Shape = tuple[int, ...]
+
 
 def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix: str = "") -> None:
     """Load a state dict of a module of ``transformer_engine.pytorch`` into the layer of the same name here.
 
     Weights ``[out, in]`` become kernels ``[in, *out]``. Queries, keys and values may be one parameter, group by group
     (``fuse_qkv_params=True``), or ``query_weight``, ``key_weight`` and ``value_weight``. ``_extra_state`` is left out;
-    quantizer states stay as they are. If anything does not fit, nothing is changed.
+    quantizer states stay as they are. If anything does not fit, nothing is changed. Kernels of te.jax, ``[in, out]``,
+    are refused by their shapes; a square one has the same shape either way, so transpose all of them.
 
     Args:
         module: a layer of `jax_te.layers`: `Linear`, `LayerNormLinear`, `LayerNormMLP`, a norm, `MultiheadAttention`,
@@ -45,34 +47,72 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     >>> layer.kernel[...].shape
     (2, 3)
     """
-    own = state_dict(module)
+    # By the attributes' own names, also inside of modules whose state dicts have Megatron's.
+    variables = {".".join(map(str, path)): each for path, each in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    own = {name: tuple(each.shape) for name, each in variables.items() if hasattr(each.get_value(), "shape")}
     owners = {".".join(map(str, path)): node for path, node in nnx.iter_graph(module)}
-    left = {name for name in arrays if name.startswith(prefix) and not name.endswith("_extra_state")}
+    wanted = {name: _wanted(name, own, arrays, prefix) for name in own}
+    _check(module, own, wanted, arrays, prefix)
     found: dict[str, Any] = {}
-    missing = []
-    parameters = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-    for name in own.keys() & parameters:
-        theirs, groups = prefix + _their_name(name, own), _groups(name, owners)
-        parts = [theirs] if theirs in arrays else [part for part in _separate(theirs) if part in arrays]
-        whole = _whole(theirs)
-        if parts:
-            array = _fused([np.asarray(arrays[part]) for part in parts], groups)
-        elif whole in arrays:
-            parts, array = [whole], _part(np.asarray(arrays[whole]), name, own, groups)
-        else:
-            missing.append(theirs)
-            continue
-        left -= set(parts)
-        found[name] = _laid_out(array, own[name].shape, name.endswith("kernel"), groups)
-    if missing or left:
+    for name, parts in wanted.items():
+        groups = _groups(name, owners)
+        array = _fused([np.asarray(arrays[part]) for part in parts], groups)
+        if prefix + _their_name(name, own) not in parts and len(parts) == 1:
+            array = _part(array, name, own, groups)
+        found[name] = _laid_out(array, own[name], name.endswith("kernel"), groups)
+    load_variables(module, [(name, variables[name], None) for name in own], found)
+
+
+def _wanted(name: str, own: Mapping[str, _Shape], arrays: Mapping[str, Any], prefix: str) -> dict[str, _Shape]:
+    """Return the arrays of te.pytorch that a parameter is made of, each with the shape that it must have."""
+    theirs = prefix + _their_name(name, own)
+    parts = _separate(theirs, name, own[name])
+    whole = _whole(theirs)
+    if theirs not in arrays and any(part in arrays for part in parts):
+        return parts
+    if theirs not in arrays and whole in arrays:
+        *outer, _, attribute = name.split(".")
+        shapes = [_their_shape(name, own[".".join((*outer, each, attribute))]) for each in _SEPARATE]
+        return {whole: (sum(shape[0] for shape in shapes), *shapes[0][1:])}
+    return {theirs: _their_shape(name, own[name])}
+
+
+def _their_shape(name: str, shape: _Shape) -> _Shape:
+    """Return te.pytorch's form of a shape: ``[out, in]`` of a kernel, ``[out]`` of a bias."""
+    if name.endswith("kernel"):
+        return math.prod(shape[1:]), shape[0]
+    return (math.prod(shape),) if name.endswith("bias") else shape
+
+
+def _check(
+    module: nnx.Module,
+    own: Mapping[str, _Shape],
+    wanted: Mapping[str, Mapping[str, _Shape]],
+    arrays: Mapping[str, Any],
+    prefix: str,
+) -> None:
+    """Raise CheckpointMismatchError with all names and shapes of ``arrays`` that are not those that are wanted."""
+    shapes = {part: (name, shape) for name, parts in wanted.items() for part, shape in parts.items()}
+    given = {name for name in arrays if name.startswith(prefix) and not name.endswith("_extra_state")}
+    missing, unexpected = sorted(shapes.keys() - given), sorted(given - shapes.keys())
+    problems = []
+    if missing or unexpected:
+        problems.append(f"missing {missing[:8]}, unexpected {unexpected[:8]}")
+    for part in sorted(shapes.keys() & given):
+        (name, shape), found = shapes[part], tuple(np.shape(arrays[part]))
+        if found != shape:
+            # A kernel of te.jax has as many elements, so only its shape tells it apart.
+            turned = name.endswith("kernel") and found in (shape[::-1], own[name])
+            hint = " ([in, out] kernels of te.jax: transpose)" if turned else ""
+            problems.append(f"{part} is {list(found)} and must be {list(shape)}{hint}")
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointMismatchError(
-            f"the state dict does not fit {type(module).__name__}: missing {sorted(missing)[:8]}, unexpected "
-            f"{sorted(left)[:8]}"
+            f"the state dict does not fit {type(module).__name__}: {'; '.join(problems[:8])}{more}"
         )
-    load_state_dict(module, {**own, **found})
 
 
-def _their_name(name: str, own: Mapping[str, Any]) -> str:
+def _their_name(name: str, own: Mapping[str, _Shape]) -> str:
     """Return te.pytorch's name of a parameter."""
     *path, attribute = name.split(".")
     if _is_separate(name, own):
@@ -89,13 +129,18 @@ def _their_name(name: str, own: Mapping[str, Any]) -> str:
     return ".".join((*path, norms.get(attribute) or _NAMES.get(attribute, attribute)))
 
 
-def _separate(name: str) -> list[str]:
-    """Return the names of a parameter's three parts under ``fuse_qkv_params=False``."""
-    *path, last = name.split(".")
-    return [".".join((*path, f"{part}_{last}")) for part in _SEPARATE]
+def _separate(theirs: str, name: str, shape: _Shape) -> dict[str, _Shape]:
+    """Return the parts of a parameter under ``fuse_qkv_params=False`` with their shapes; none, if it has no parts."""
+    *path, last = theirs.split(".")
+    layer = name.split(".")[-2:-1]
+    if layer not in (["qkv"], ["key_value"]) or len(shape) < 2 or not name.endswith(("kernel", "bias")):
+        return {}
+    inputs, components = shape[: int(name.endswith("kernel"))], shape[-2]
+    counts = {"query": components - 2, "key": 1, "value": 1} if layer == ["qkv"] else {"key": 1, "value": 1}
+    return {".".join((*path, f"{part}_{last}")): (n * shape[-1], *inputs) for part, n in counts.items()}
 
 
-def _is_separate(name: str, own: Mapping[str, Any]) -> bool:
+def _is_separate(name: str, own: Mapping[str, _Shape]) -> bool:
     """Return whether a parameter is one of an attention whose queries, keys and values are layers of their own."""
     path = name.split(".")
     part = path[-2] if len(path) > 1 else None
@@ -109,10 +154,10 @@ def _whole(theirs: str) -> str:
     return f"{path}.{kind}" if part in _SEPARATE else theirs
 
 
-def _part(array: np.ndarray, name: str, own: Mapping[str, Any], groups: int) -> np.ndarray:
+def _part(array: np.ndarray, name: str, own: Mapping[str, _Shape], groups: int) -> np.ndarray:
     """Return the queries, keys or values of an array that has them group by group."""
     *outer, part, attribute = name.split(".")
-    sizes = [math.prod(own[".".join((*outer, each, attribute))].shape) for each in _SEPARATE]
+    sizes = [math.prod(own[".".join((*outer, each, attribute))]) for each in _SEPARATE]
     rows = [size * len(array) // sum(sizes) // groups for size in sizes]
     at = _SEPARATE.index(part)
     split = array.reshape(groups, -1, *array.shape[1:])[:, sum(rows[:at]) : sum(rows[: at + 1])]
@@ -134,8 +179,8 @@ def _fused(parts: list[np.ndarray], groups: int) -> np.ndarray:
     return np.concatenate(split, 1).reshape(-1, *parts[0].shape[1:])
 
 
-def _laid_out(array: np.ndarray, shape: tuple[int, ...], kernel: bool, groups: int) -> np.ndarray:
-    """Return an array in our layout; one of another size as it is, which `load_state_dict` then refuses."""
-    if array.size != math.prod(shape) or not (kernel or len(shape) > 1):
+def _laid_out(array: np.ndarray, shape: _Shape, kernel: bool, groups: int) -> np.ndarray:
+    """Return an array of te.pytorch's form in our layout."""
+    if not (kernel or len(shape) > 1):
         return array
     return Layout(shape, (), kernel, groups if len(shape) > 1 + kernel else 1).from_megatron(array)

@@ -33,9 +33,10 @@ def wide(x: Any) -> np.ndarray:
 
 
 def relative_l2(actual: Any, expected: Any) -> float:
-    """``|actual - expected| / |expected|``."""
+    """``|actual - expected| / |expected|``; infinite, not nan, which `max` may not see."""
     actual, expected = wide(actual), wide(expected)
-    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300))
+    distance = float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300))
+    return distance if np.isfinite(distance) else np.inf
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float, *, what: str = "") -> None:

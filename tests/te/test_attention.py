@@ -12,6 +12,7 @@ from tests.support.numerics import draw
 pytestmark = pytest.mark.te
 
 SIZE = 16
+PACKED = {"mask_type": "padding_causal", "max_segments": 3}
 CASES = {
     "one after the other": (jnp.array([[0, 5, 8, 16], [0, 16, 16, 16]]), None),
     "padding behind": (jnp.array([[0, 5, 8, 12], [0, 3, 3, 3]]), None),
@@ -51,6 +52,14 @@ def test_packed_sequences_are_described_as_te_does_from_segment_numbers(case):
         ({"dropout_rate": 0.1}, "whatever the key"),
         ({"q_length": 64}, "reads outside its arrays in backward"),
         ({"dtype": jnp.float32}, "takes bfloat16 or float16, not float32"),
+        ({"bias_type": "post_scale_bias", "bias_shape": (2, 1, 1, 128)}, "of one row or column"),
+        ({"bias_type": "post_scale_bias", "bias_shape": (2, 1, 128, 128)}, None),
+        ({**PACKED, "head_dim": 256, "v_head_dim": 256}, "wrong gradients and nan"),
+        ({**PACKED, "v_head_dim": 192}, "wrong gradients and nan"),
+        ({**PACKED, "bias_type": "post_scale_bias", "bias_shape": (1, 2, 128, 128)}, "from the beginning of each"),
+        ({**PACKED, "head_dim": 192, "v_head_dim": 128}, None),
+        (PACKED, None),
+        ({"head_dim": 256, "v_head_dim": 256}, None),
         ({"window": (64, 0), "softmax_type": "learnable", "bias_type": "post_scale_bias"}, None),
     ],
 )

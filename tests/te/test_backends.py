@@ -196,6 +196,21 @@ def test_wgrad_of_fp32_parameters_is_not_rounded_to_bf16():
         assert float(jnp.mean(kernel == kernel.astype(jnp.bfloat16).astype(jnp.float32))) < 0.1
 
 
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_layer_norm_without_a_bias_which_te_does_not_have(recipe):
+    case = make_case("layernorm_dense")
+    args, recipe = {**case.args, "ln_bias": None}, RECIPES[recipe]
+
+    def on(backend):
+        def run(args, states):
+            return case.run(args, states, recipe=recipe, backend=backend)
+
+        return quick_jit(lambda *a: with_vjp(run, *a))((args, case.states(recipe)), case.g)
+
+    for actual, expected in zip(*(jax.tree.leaves(on(backend)) for backend in ("te", "xla")), strict=True):
+        assert_close(actual, expected, 0.044)
+
+
 def test_zero_centred_rms_norm_which_te_refuses():
     x, scale, kernel = draw("x", (32, 16)), draw("scale", (16,), scale=0.2), draw("kernel", (16, 16))
     norm, g = NormSpec(kind="rmsnorm", zero_centered_gamma=True), draw("g", (32, 16))

@@ -1,11 +1,14 @@
 """State dicts of te.pytorch's modules, laid out by hand."""
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
-from jax_te.layers import LayerNormLinear, RMSNorm, TransformerLayer
+from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, RMSNorm, TransformerLayer
+from jax_te.megatron import MLP as MegatronMLP
 from jax_te.torch_files import load_te_state_dict
 
 H, F, N, G, D = 32, 48, 4, 2, 8
@@ -110,3 +113,73 @@ def test_what_does_not_fit_changes_nothing():
     with pytest.raises(CheckpointMismatchError, match=r"missing \['layernorm_mlp.fc2_bias'\]"):
         load_te_state_dict(found, {name: array for name, array in arrays.items() if name != "layernorm_mlp.fc2_bias"})
     np.testing.assert_array_equal(found.layernorm_mlp.scale[...], before)
+
+
+def parameters(module):
+    return [np.asarray(each) for each in jax.tree.leaves(nnx.state(module, nnx.Param))]
+
+
+def turned(arrays, name):
+    return arrays | {name: np.ascontiguousarray(arrays[name].T)}
+
+
+FC = {"layer_norm_weight": random(H), "layer_norm_bias": random(H), "fc2_bias": random(H)}
+ATTENTION = "self_attention.layernorm_qkv."
+TURNED = r"is \[{}, {}\] and must be \[{}, {}\] \(\[in, out\] kernels of te.jax: transpose\)"
+
+
+@pytest.mark.parametrize(
+    ("make", "arrays", "message"),
+    [
+        (
+            lambda r: Linear(8, 16, bias=False, rngs=r),
+            {"weight": random(8, 16)},
+            "weight " + TURNED.format(8, 16, 16, 8),
+        ),
+        (lambda r: Linear(8, 16, bias=False, rngs=r), {"weight": random(4, 32)}, r"\[4, 32\] and must be \[16, 8\]$"),
+        (
+            lambda r: Linear(8, (2, 8), rngs=r),
+            {"weight": random(16, 8), "bias": random(2, 8)},
+            r"bias is \[2, 8\] .*\[16\]",
+        ),
+        (
+            lambda r: LayerNormMLP(H, F, rngs=r),
+            FC | {"fc1_weight": random(H, F), "fc2_weight": random(F, H), "fc1_bias": random(F)},
+            f"fc1_weight {TURNED.format(H, F, F, H)}; fc2_weight {TURNED.format(F, H, H, F)}",
+        ),
+        (
+            lambda r: LayerNormMLP(H, F, activation="swiglu", rngs=r),
+            FC | {"fc1_weight": random(H, 2, F), "fc2_weight": random(H, F), "fc1_bias": random(2 * F)},
+            r"fc1_weight is \[32, 2, 48\] and must be \[96, 32\] \(.*transpose",
+        ),
+        (lambda r: RMSNorm(H, rngs=r), {"weight": random(H, 1)}, r"weight is \[32, 1\] and must be \[32\]"),
+        (lambda r: layer(), turned(te_arrays(True)[0] | MLP, ATTENTION + "weight"), TURNED.format(32, 64, 64, 32)),
+        (lambda r: layer(), turned(te_arrays(False)[0] | MLP, ATTENTION + "key_weight"), TURNED.format(32, 16, 16, 32)),
+        (
+            lambda r: layer(fuse_qkv_params=False),
+            turned(te_arrays(True)[0] | MLP, ATTENTION + "weight"),
+            TURNED.format(32, 64, 64, 32),
+        ),
+        (
+            lambda r: layer(),
+            {name: array for name, array in (te_arrays(False)[0] | MLP).items() if not name.endswith("value_bias")},
+            r"missing \['self_attention.layernorm_qkv.value_bias'\]",
+        ),
+    ],
+)
+def test_shapes_of_as_many_elements_are_refused(make, arrays, message):
+    found = make(nnx.Rngs(0))
+    before = parameters(found)
+    with pytest.raises(CheckpointMismatchError, match=message):
+        load_te_state_dict(found, arrays)
+    for now, was in zip(parameters(found), before, strict=True):
+        np.testing.assert_array_equal(now, was)
+
+
+def test_a_module_with_megatrons_names():
+    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N, ffn_hidden_size=F)
+    found = MegatronMLP(config, rngs=nnx.Rngs(0))
+    arrays = {"linear_fc1.layer_norm_weight": random(H), "linear_fc1.layer_norm_bias": random(H)}
+    arrays |= {"linear_fc1.weight": random(F, H), "linear_fc1.bias": random(F)}
+    load_te_state_dict(found, arrays | {"linear_fc2.weight": random(H, F), "linear_fc2.bias": random(H)})
+    np.testing.assert_array_equal(found.linear_fc1.kernel[:, 0], random(F, H).T)

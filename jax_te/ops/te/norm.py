@@ -23,6 +23,13 @@ def _gamma(scale: Array, x: Array, spec: NormSpec) -> tuple[Array, bool]:
     return scale.astype(x.dtype), spec.zero_centered_gamma
 
 
+def _beta(bias: Array | None, gamma: Array, spec: NormSpec) -> Array | None:
+    """Return the bias in the dtype of the scale; zeros for a layer norm without, which TE does not have."""
+    if bias is None:
+        return jnp.zeros_like(gamma) if spec.kind == "layernorm" else None
+    return bias.astype(gamma.dtype)
+
+
 def norm_quantize(
     x: Array, scale: Array, bias: Array | None, spec: NormSpec, how: Quantization
 ) -> tuple[Any, Any, Array | None]:
@@ -37,7 +44,7 @@ def norm_quantize(
         operand, mean, rstd = tex.normalization_fwd(
             x,
             gamma,
-            None if bias is None else bias.astype(x.dtype),
+            _beta(bias, gamma, spec),
             zero_centered,
             spec.epsilon,
             spec.kind,
@@ -71,7 +78,7 @@ def norm_backward(
             mean,
             rstd,
             gamma,
-            None if bias is None else bias.astype(x.dtype),
+            _beta(bias, gamma, spec),
             zero_centered_gamma=zero_centered,
             epsilon=spec.epsilon,
             norm_type=spec.kind,
