@@ -31,7 +31,7 @@ def test_attention_has_a_call_for_each_pair_that_te_runs():
     met = set().union(*map(pairs, CASES))
     wanted = {((a, x), (b, y)) for a, b in itertools.combinations(OPTIONS, 2) for x in OPTIONS[a] for y in OPTIONS[b]}
     absent = wanted - met
-    # What a packed form or a bias of keys excludes is told by `is_call` and REFUSED, which are too many pairs to repeat.
+    # What a packed form or a bias of keys excludes is told by `is_call` and REFUSED, too many pairs to repeat.
     told = [pair for pair in absent if ("bias", "keys") in pair or any(option == "form" for option, _ in pair)]
     others = sorted(absent - set(told), key=str)
     assert others == sorted(

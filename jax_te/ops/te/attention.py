@@ -73,7 +73,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {jnp.dtype(spec.dtype).name}"
     if spec.bias_shape is not None and spec.bias_shape[2:] != (spec.q_length, spec.kv_length):
-        # cuDNN's check takes such a bias, and its kernel reads past the array's end: illegal addresses, or other numbers.
+        # cuDNN's check takes such a bias, and its kernel reads past the array's end: other numbers, illegal addresses.
         return (
             f"cuDNN reads a bias {list(spec.bias_shape)} of one row or column as if it had all {spec.q_length} x "
             f"{spec.kv_length} (cuDNN 9.19, Transformer Engine 2.20.2, H200)"
