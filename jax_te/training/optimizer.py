@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from jax_te.config.internal import checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
-from jax_te.sharding import auto_region, current_mesh
+from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, rounded, select, store_quantized, updated
-from jax_te.typing import Array, PyTree
+from jax_te.training.transformation import Transformation, as_transformation, initial, promotion, transformed
+from jax_te.typing import PyTree
 
 
 @checked
@@ -32,7 +32,8 @@ class Optimizer(nnx.Optimizer):
 
     Args:
         model: whose parameters it updates.
-        tx: any optax transformation. It sees fp32 masters in place of half-precision parameters.
+        tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
+            parameters.
         wrt: filter of the Variables to update.
         scaler: of the loss; None for `ConstantLossScale` of 1.
         fp8_param: store all kernels of the model quantized, see `create_train_state`. Create the optimizer, and update,
@@ -46,7 +47,7 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
         ValueError: for kernels that are stored quantized already, whose exact values are gone; for ``fp8_param``
-            without a recipe, as `create_train_state`.
+            without a recipe, as `create_train_state`; for ``optax.lookahead``, whose parameters are pairs.
 
     Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 
@@ -67,7 +68,7 @@ class Optimizer(nnx.Optimizer):
     def __init__(
         self,
         model: nnx.Module,
-        tx: optax.GradientTransformation,
+        tx: Transformation,
         *,
         wrt: Any = nnx.Param,
         scaler: LossScale | None = None,
@@ -90,9 +91,10 @@ class Optimizer(nnx.Optimizer):
         store_quantized(model, fp8_param)
         stored = nnx.state(model, wrt)
         masters = masters_of(exact, stored)
-        # optax relies on implicit promotion; a caller may have set "strict".
-        with jax.numpy_dtype_promotion("standard"):
-            super().__init__(full_precision(stored, masters), tx, wrt=wrt)
+        tx, full = as_transformation(tx), full_precision(stored, masters)
+        jax.eval_shape(lambda full: initial(tx, full), full)  # which refuses what cannot be
+        with promotion():
+            super().__init__(full, tx, wrt=wrt)
         self.masters = nnx.data(jax.tree.map(_as_opt_state, masters, is_leaf=_is_variable))
         self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
         self._scaler = nnx.data(jax.tree.map(nnx.OptState, ConstantLossScale() if scaler is None else scaler))
@@ -109,18 +111,26 @@ class Optimizer(nnx.Optimizer):
             model: as given at creation, with the values of now.
             grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled. Those of quantizer
                 states, which `nnx.value_and_grad` gives beside the others if it is asked for, are their next values.
-            kwargs: what ``tx`` asks for besides, e.g. ``value=loss``.
+            kwargs: what ``tx`` asks for besides, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
+                ``nnx.State`` of fp32 parameters, which ``nnx.merge`` takes.
 
         Returns:
             The updates of the parameters, fp32; zeros for a skipped step.
+
+        Raises:
+            ValueError: if ``tx`` gives updates or a state of other shapes than it was given.
         """
         params = nnx.state(model, self.wrt)
-        full = nnx.as_pure(full_precision(params, self.masters))
-        wanted = nnx.as_pure(nnx.state(grads, self.wrt))
-        wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), wanted, full)
-        finite, opt_state = all_finite(wanted), nnx.as_pure(self.opt_state)
-        tx = optax.with_extra_args_support(self.tx)
-        new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **nnx.as_pure(kwargs))
+        full = full_precision(params, self.masters)
+        # Variables, as at creation: functions that choose parameters read their names and axes there and here alike.
+        wanted = jax.tree.map(
+            lambda grad, value: grad.astype(value.dtype), _like(full, nnx.state(grads, self.wrt)), full
+        )
+        finite, tx = all_finite(wanted), as_transformation(self.tx)
+        structure = jax.tree.structure(jax.eval_shape(lambda full: initial(tx, full), full))
+        opt_state = jax.tree.unflatten(structure, jax.tree.leaves(self.opt_state))
+        kwargs = {name: _like(full, value) for name, value in kwargs.items()}
+        new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **kwargs)
         new, stored = updated(finite, new, full, params, model)
         nnx.update(model, as_created(stored))
         states = nnx.state(grads, QuantizerState)
@@ -128,11 +138,11 @@ class Optimizer(nnx.Optimizer):
             before = nnx.state(model, QuantizerState)
             nnx.update(model, select(finite, write_back(before, states), before))
         values = dict(nnx.to_flat_state(new))
-        _write(self.masters, [values[path] for path, _ in nnx.to_flat_state(self.masters)])
-        _write(self.opt_state, new_opt_state, finite)
+        _write(self.masters, [values[path].get_value() for path, _ in nnx.to_flat_state(self.masters)])
+        _write(self.opt_state, select(finite, new_opt_state, opt_state))
         _write(self._scaler, self.scaler.update(finite))
         _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))
-        return select(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        return nnx.as_pure(select(finite, updates, jax.tree.map(jnp.zeros_like, updates)))
 
 
 def _is_variable(node: Any) -> bool:
@@ -143,26 +153,17 @@ def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
     return nnx.OptVariable(variable.get_value(), **variable.get_metadata())
 
 
-def _write(variables: PyTree, values: PyTree, finite: Array | None = None) -> None:
-    """Set Variables to values, if these are ``finite``, in the sharding of each Variable."""
-    found = jax.tree.leaves(variables, is_leaf=_is_variable)
-    for variable, value in zip(found, jax.tree.leaves(values), strict=True):
-        value = value if finite is None else jnp.where(finite, value, variable.get_value())
-        variable.set_value(as_created(variable.replace(value)).get_value())
+def _like(full: nnx.State, tree: PyTree) -> PyTree:
+    """Return a tree that has an array for each of the parameters, as gradients, in their Variables; others as given."""
+    pure, wanted = nnx.as_pure(tree), jax.tree.structure(full)
+    same = isinstance(tree, nnx.State) and jax.tree.structure(pure) == jax.tree.structure(nnx.as_pure(full))
+    return jax.tree.unflatten(wanted, jax.tree.leaves(pure)) if same else pure
 
 
-def transformed(
-    tx: optax.GradientTransformationExtraArgs, grads: PyTree, opt_state: PyTree, params: PyTree, **kwargs: Any
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Return parameters and optimizer state after an update, and the updates."""
-
-    def run(grads: PyTree, opt_state: PyTree, params: PyTree, kwargs: dict[str, Any]) -> list[Array]:
-        # optax relies on implicit promotion; a caller may have set "strict".
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
-            return jax.tree.leaves((optax.apply_updates(params, updates), opt_state, updates))
-
-    # In a region, because on Explicit axes products and selections, such as Muon's, ask for the sharding of a result.
-    leaves, treedef = jax.tree.flatten((params, opt_state, grads))
-    found = auto_region(run, [jax.typeof(leaf).sharding.spec for leaf in leaves])(grads, opt_state, params, kwargs)
-    return jax.tree.unflatten(treedef, found)
+def _write(variables: PyTree, values: PyTree) -> None:
+    """Set Variables to values in the sharding of each Variable. A Variable may hold several arrays, or none."""
+    found, leaves = jax.tree.leaves(variables, is_leaf=_is_variable), iter(jax.tree.leaves(values))
+    for variable in found:
+        structure = jax.tree.structure(variable)
+        new = jax.tree.unflatten(structure, [next(leaves) for _ in range(structure.num_leaves)])
+        variable.set_value(as_created(new).get_value())

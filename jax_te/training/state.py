@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -22,6 +21,7 @@ from jax_te.sharding import auto_region, shardings_of
 from jax_te.sharding.internal import leaves_with_axes, log_whole_parameters
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
+from jax_te.training.transformation import Transformation, as_transformation, initial
 from jax_te.typing import Array, PyTree
 
 
@@ -78,7 +78,7 @@ def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State
 @checked
 def create_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     *,
     key: Array,
     scaler: LossScale | None = None,
@@ -95,8 +95,8 @@ def create_train_state(
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
-        tx: any optax transformation. It sees fp32 masters in place of half-precision parameters, and no quantizer
-            state.
+        tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
+            parameters, and no quantizer state.
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
@@ -114,7 +114,7 @@ def create_train_state(
     Raises:
         TypeError: for a key that is not typed, or anything but a model or a function.
         ValueError: for a dimension that does not divide over its mesh axes; for ``fp8_param``, here or in the model's
-            configuration, without a recipe that quantizes a kernel.
+            configuration, without a recipe that quantizes a kernel; for ``optax.lookahead``, which takes pairs of parameters.
 
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
     >>> state.params["kernel"].shape, int(state.step)
@@ -202,7 +202,7 @@ def _is_quantized(module: Any, kernel: str) -> bool:
 @checked
 def abstract_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     *,
     key: Array | None = None,
     scaler: LossScale | None = None,
@@ -240,7 +240,7 @@ def abstract_train_state(
 
 def _builder(
     model_or_fn: Any,
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     scaler: LossScale | None,
     mesh: Mesh | None,
     fp8_param: bool,
@@ -271,9 +271,7 @@ def _builder(
         definition, params, quantizers, rest = split_model(model)
         # Masters of the values before quantization, which loses them.
         masters = masters_of(exact, params, distributed=distributed)
-        # optax relies on implicit promotion; a caller may have set "strict".
-        with jax.numpy_dtype_promotion("standard"):
-            opt_state = tx.init(full_precision(params, masters))
+        opt_state = initial(as_transformation(tx), full_precision(params, masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -15,16 +16,24 @@ from flax import nnx
 from jax_te.config.internal import check_positive, checked, float_dtype
 from jax_te.pipeline import PipelineConfig
 from jax_te.pipeline.internal import pipeline_stages, stage_rules
-from jax_te.quantize import write_back
+from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import ShardingRules, auto_region, constrain, current_mesh, logical_to_spec, use_rules
 from jax_te.sharding.internal import current_rules, ranks_of
 from jax_te.training.global_batch import of_global_batches
-from jax_te.training.gradients import LossFn, accumulated_gradients, all_finite, as_created, gradients, mean_loss
+from jax_te.training.gradients import (
+    LossFn,
+    WeightedMean,
+    accumulated_gradients,
+    all_finite,
+    as_created,
+    gradients,
+    mean_loss,
+)
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import full_precision, select, updated
-from jax_te.training.optimizer import transformed
 from jax_te.training.pipelined import pipelined_gradients
 from jax_te.training.state import TrainState
+from jax_te.training.transformation import Transformation, as_transformation, transformed
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _PIPELINE = PipelineConfig()
@@ -33,7 +42,7 @@ _PIPELINE = PipelineConfig()
 @checked
 def make_train_step(
     loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     *,
     microbatches: int = 1,
     keep_kernels: bool = True,
@@ -58,7 +67,9 @@ def make_train_step(
             of several microbatches is the mean of their means: where they differ in the number of tokens that count,
             a token counts for more in one that has fewer. With a `WeightedMean` it is the mean over all of their
             tokens. Its changes of other state of the model persist.
-        tx: the transformation that the state was created with.
+        tx: the transformation that the state was created with. It gets what it asks for: ``value`` (the step's loss),
+            ``grad``, and ``value_fn`` (the loss of the same batch at other fp32 parameters, by the scales of now), also
+            as ``obj_fn``; ``grad_fn(params, index)`` is its gradient.
         microbatches: number of microbatches, >= 1.
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
             of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
@@ -102,8 +113,7 @@ def make_train_step(
     if (wgrad_dtype := float_dtype("wgrad_dtype", wgrad_dtype)) == jnp.float16:
         raise ValueError("wgrad_dtype=float16 overflows where devices add up gradients; take float32 or bfloat16")
     kernels = KernelGradients(wgrad_dtype, once=reduce_gradients == "step")
-    # The update passes the loss, which some transformations ask for; this makes the others ignore it.
-    tx = optax.with_extra_args_support(tx)
+    transformation = as_transformation(tx)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
@@ -114,7 +124,8 @@ def make_train_step(
             found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels, pipeline)
         # A scan over one microbatch would hold fp32 sums beside its gradients.
         elif microbatches == 1:
-            found = gradients(loss_fn, state, _shard_batch(batch), jax.random.fold_in(key, 0), kernels)
+            batches = _shard_batch(batch)
+            found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
         else:
             batches = _shard_batch(batch, microbatches)
             found = accumulated_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels)
@@ -122,6 +133,18 @@ def make_train_step(
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
         next_quantizers = write_back(state.quantizers, found.quantizers, keep_old=~finite)
+        loss_at = _LossAt(
+            quantizers=state.quantizers,
+            rest=state.rest,
+            batches=batches,
+            key=key,
+            graphdef=state.graphdef,
+            loss_fn=loss_fn,
+            microbatches=microbatches,
+        )
+        asked_for = {"value": found.loss, "grad": grads, "value_fn": loss_at}
+        # Other names for the same, of optax.contrib's Sophia and SAM.
+        asked_for |= {"obj_fn": loss_at, "grad_fn": lambda params, index: loss_at.grad(params, index)}
         metrics = {
             "loss": found.loss,
             "grad_norm": optax.tree.norm(grads),
@@ -130,7 +153,7 @@ def make_train_step(
         }
         state = dataclasses.replace(
             state,
-            **_apply(tx, state, finite, next_quantizers, grads, found.loss),
+            **_apply(transformation, state, finite, next_quantizers, grads, asked_for),
             rest=select(finite, found.rest, state.rest),
             step=state.step + 1,
             quantizers=next_quantizers,
@@ -169,11 +192,11 @@ def _apply(
     finite: Array,
     quantizers: PyTree,
     grads: PyTree,
-    loss: Array,
+    asked_for: dict[str, Any],
 ) -> dict[str, Any]:
     """Parameters, masters and optimizer state after an update; those before where gradients are not finite."""
     full = full_precision(state.params, state.masters)
-    new, opt_state, _ = transformed(tx, grads, state.opt_state, full, value=loss)
+    new, opt_state, _ = transformed(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
     full, params = updated(finite, new, full, state.params, model)
     flat = dict(nnx.to_flat_state(full))
@@ -182,6 +205,50 @@ def _apply(
         "masters": nnx.from_flat_state([(path, flat[path]) for path, _ in nnx.to_flat_state(state.masters)]),
         "opt_state": select(finite, opt_state, state.opt_state),
     }
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _LossAt:
+    """A step's loss as a function of fp32 parameters, for transformations that ask for it; it changes no state.
+
+    A pytree of its arrays, which on Explicit axes cannot be a function's own.
+    """
+
+    quantizers: PyTree
+    rest: PyTree
+    batches: PyTree
+    key: Array
+    graphdef: Any = field(metadata={"static": True})
+    loss_fn: LossFn = field(metadata={"static": True})
+    microbatches: int = field(metadata={"static": True})
+
+    # Line searches pass on what others are given, and refuse arguments that the function does not name.
+    def __call__(self, params: PyTree, obj_fn: Any = None, grad_fn: Any = None) -> Array:
+        del obj_fn, grad_fn
+        if pipeline_stages() > 1:
+            raise ValueError(
+                "this transformation computes losses of its own, such as a line search (value_fn), and a pipeline's "
+                "stages give a step's own gradients alone: take another one, or a mesh without a pipeline axis"
+            )
+
+        def terms(batch: PyTree, index: int | Array) -> tuple[Array, Array]:
+            with frozen_scales():
+                model = nnx.merge(self.graphdef, params, self.quantizers, self.rest, copy=True)
+                loss = self.loss_fn(model, batch, jax.random.fold_in(self.key, index))
+            weight = jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else jnp.ones(())
+            return mean_loss(loss) * weight, weight
+
+        if self.microbatches == 1:
+            return WeightedMean(*terms(self.batches, 0)).mean
+        numbers = jnp.arange(self.microbatches, dtype=jnp.int32)
+        totals, weights = jax.lax.map(lambda microbatch: terms(*microbatch), (self.batches, numbers))
+        return WeightedMean(jnp.sum(totals), jnp.sum(weights)).mean
+
+    def grad(self, params: PyTree, index: int) -> PyTree:
+        """Return the gradient at ``params``, the same for every ``index`` of an inner step."""
+        del index
+        return jax.grad(self)(params)
 
 
 def _rules_of(batch: PyTree) -> ShardingRules:

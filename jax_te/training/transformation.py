@@ -1,0 +1,98 @@
+"""Transformations of optax on the parameters, masters in place of the rounded ones, and what they ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.transforms import MultiSteps
+
+from jax_te.sharding import auto_region
+from jax_te.typing import Array, PyTree
+
+Transformation = optax.GradientTransformation | MultiSteps
+"""What an optimizer is made of: any transformation of optax."""
+
+
+def as_transformation(tx: Transformation) -> optax.GradientTransformationExtraArgs:
+    """Return ``tx`` in the one form of transformation; `optax.MultiSteps` has another."""
+    if isinstance(tx, MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(tx)
+
+
+def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:
+    """Return the optimizer state of ``params``.
+
+    Raises:
+        ValueError: for a transformation that takes other parameters than those of a model.
+    """
+    with promotion():
+        state = tx.init(params)
+    if any(_is_lookahead(node) for node in jax.tree.leaves(state, is_leaf=_is_lookahead)):
+        raise ValueError(
+            "optax.lookahead updates pairs of fast and slow parameters (optax.LookaheadParams), which a model does not "
+            "have: take its fast optimizer alone, or average parameters over steps, e.g. optax.contrib.schedule_free"
+        )
+    return state
+
+
+@contextlib.contextmanager
+def promotion() -> Iterator[None]:
+    """Let dtypes and ranks promote, on which optax relies; a caller may have forbidden it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _is_lookahead(node: Any) -> bool:
+    return isinstance(node, optax.LookaheadState)
+
+
+def transformed(
+    tx: optax.GradientTransformationExtraArgs, grads: PyTree, opt_state: PyTree, params: PyTree, **kwargs: Any
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Return parameters and optimizer state after an update, and the updates.
+
+    Args:
+        tx: gets those of ``kwargs`` that its signature names.
+        grads, opt_state, params: Variables in the same structure, or parts of it.
+        kwargs: pytrees of arrays and functions.
+
+    Raises:
+        ValueError: for a transformation whose updates or state have other shapes than what they update.
+    """
+    taken = inspect.signature(tx.update).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        kwargs = {name: value for name, value in kwargs.items() if name in {parameter.name for parameter in taken}}
+    given, kwargs_structure = jax.tree.flatten(kwargs)
+    arrays = {i: leaf for i, leaf in enumerate(given) if isinstance(leaf, jax.Array)}
+
+    def run(grads: PyTree, opt_state: PyTree, params: PyTree, arrays: dict[int, Array]) -> list[Array]:
+        # Functions cannot be arguments of a region.
+        leaves = [arrays.get(i, leaf) for i, leaf in enumerate(given)]
+        with promotion():
+            updates, new_state = tx.update(grads, opt_state, params, **jax.tree.unflatten(kwargs_structure, leaves))
+            _check_shapes("updates", updates, params)
+            _check_shapes("optimizer state", new_state, opt_state)
+            return jax.tree.leaves((optax.apply_updates(params, updates), new_state, updates))
+
+    # In a region, because on Explicit axes products and selections, such as Muon's, ask for the sharding of a result.
+    leaves, structure = jax.tree.flatten((params, opt_state, params))
+    found = auto_region(run, [jax.typeof(leaf).sharding.spec for leaf in leaves])(grads, opt_state, params, arrays)
+    return jax.tree.unflatten(structure, found)
+
+
+def _check_shapes(name: str, new: PyTree, old: PyTree) -> None:
+    """Raise ValueError if arrays, which broadcasting would let pass, have other shapes than those they update."""
+    shapes, expected = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (new, old))
+    if shapes != expected:
+        raise ValueError(
+            f"the transformation gave {name} of shapes {shapes} where {expected} were expected. One for gradients of "
+            "single examples (optax.contrib.dpsgd) takes these, stacked, in Optimizer.update alone; one whose state "
+            "changes its structure (optax.monitor) cannot be kept (take optax.snapshot)"
+        )
