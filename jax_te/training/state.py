@@ -114,7 +114,8 @@ def create_train_state(
     Raises:
         TypeError: for a key that is not typed, or anything but a model or a function.
         ValueError: for a dimension that does not divide over its mesh axes; for ``fp8_param``, here or in the model's
-            configuration, without a recipe that quantizes a kernel; for ``optax.lookahead``, which takes pairs of parameters.
+            configuration, without a recipe that quantizes a kernel; for ``optax.lookahead``, which takes pairs of
+            parameters.
 
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
     >>> state.params["kernel"].shape, int(state.step)
