@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,13 @@ from optax.transforms import MultiSteps
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, PyTree
 
-Transformation = optax.GradientTransformation | MultiSteps
+Transformation: TypeAlias = optax.GradientTransformation | MultiSteps
 """What an optimizer is made of: any transformation of optax."""
 
 
 def as_transformation(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` in the one form of transformation; `optax.MultiSteps` has another."""
-    if isinstance(tx, MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    return optax.with_extra_args_support(tx)
+    return optax.with_extra_args_support(tx.gradient_transformation() if isinstance(tx, MultiSteps) else tx)
 
 
 def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:

@@ -97,8 +97,8 @@ def _lacks_packed(spec: AttentionSpec) -> str | None:
         return "cuDNN counts a bias of packed sequences from the beginning of each, not of the row"
     heads = (spec.head_dim, spec.v_head_dim)
     if max(heads) > 128 and heads != (192, 128):
-        # Heads of 136, 160, 192, 256, 256/128 and 128/192 on an H200: forward is right; gradients are off by 0.2 to 0.7 in
-        # relative L2, and dk and dv of grouped queries are nan.
+        # Heads of 136, 160, 192, 256, 256/128 and 128/192 on an H200: forward is right; gradients are off by 0.2 to
+        # 0.7 in relative L2, and dk and dv of grouped queries are nan.
         return (
             f"cuDNN's backward of packed sequences with heads over 128 ({max(heads)} here) gives wrong gradients and "
             "nan (cuDNN 9.19, jax 0.11.2, Transformer Engine 2.20.2, H200)"

@@ -16,9 +16,10 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     return True, kernel
 
 
-# Through jax.nn cuDNN 9.19 has two faults with other lengths, both seen on an H200 with jax 0.11.2: where the number of
-# keys is 64 more than a multiple of 128, dq is nan if all logits of a row are near -120 (as Qwen 2.5 has them); and with
-# Transformer Engine loaded, calls of 704 and 1000 positions end in CUDA's cudaErrorInvalidValue, as do all after them.
+# Through jax.nn cuDNN 9.19 has two faults with other lengths, both seen on an H200 with jax 0.11.2: where the number
+# of keys is 64 more than a multiple of 128, dq is nan if all logits of a row are near -120 (as Qwen 2.5 has them); and
+# with Transformer Engine loaded, calls of 704 and 1000 positions end in CUDA's cudaErrorInvalidValue, as do all after
+# them.
 _LENGTH_MULTIPLE = 128
 
 
