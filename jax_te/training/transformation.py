@@ -21,7 +21,10 @@ Transformation: TypeAlias = optax.GradientTransformation | MultiSteps
 
 def as_transformation(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` in the one form of transformation; `optax.MultiSteps` has another."""
-    return optax.with_extra_args_support(tx.gradient_transformation() if isinstance(tx, MultiSteps) else tx)
+    if isinstance(tx, MultiSteps):
+        # Its own gradient_transformation() drops extra arguments. It names its state's type, the protocol any type's.
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # type: ignore[arg-type]
+    return optax.with_extra_args_support(tx)
 
 
 def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:
