@@ -159,8 +159,6 @@ class TransformerLayer(layers.TransformerLayer):
         Returns:
             As there.
         """
-        rates = self.hidden_dropout, self.self_attention.core_attention.attention_dropout, self.drop_path_rate
-        self.log_missing_key(options.get("dropout_key"), *rates)
         return super().__call__(
             hidden_states,
             attention_mask,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_te import megatron, te_pytorch
+from jax_te import layers, megatron, models, te_pytorch
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.config.checks import log_once
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.recipe import Float8CurrentScaling
 from jax_te.sharding import make_mesh
@@ -38,6 +37,7 @@ def test_epsilon_is_that_of_every_norm(output_norm: bool) -> None:
     form = Form(epsilon=0.5, output_norm=output_norm)
     x = draw("x", (2, S, H), scale=0.3)
     layer = build(layernorm_epsilon=form.epsilon, output_layernorm=output_norm)
+    layer.eval()
     wide = lambda model: jax.tree.map(np.float64, parameters(model))  # noqa: E731
     y = quick_jit(lambda layer, x: layer(x))(layer, x)
     assert_close(y, reference.layer(np, wide(layer), np.float64(x), form), TOLERANCE)
@@ -99,42 +99,61 @@ def test_masks_hide_where_they_are_true() -> None:
         build(self_attn_mask_type="arbitrary")(x)
 
 
-def test_dropout_without_a_key_is_logged_once(caplog: Any) -> None:
-    """A program written for Transformer Engine or Megatron passes none, and would train without dropout unawares."""
-    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=0.1)
+def _with_dropout() -> dict[str, tuple[Any, str, tuple[Any, ...]]]:
+    """Return modules that drop, the rates that their errors name, and the arguments of a call."""
     x, q = draw("x", (2, S, H)), draw("q", (2, S, N, H // N))
-    key, other = jax.random.key(0), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    made: list[tuple[Any, Any, tuple[Any, ...]]] = [
-        (
-            te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)),
-            te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **other),
-            (x,),
-        ),
-        (
-            megatron.TransformerLayer(config, rngs=nnx.Rngs(0)),
-            megatron.TransformerLayer(replace(config, attention_dropout=0.0), rngs=nnx.Rngs(0)),
-            (x,),
-        ),
-        (
-            megatron.TEDotProductAttention(config, 1, "causal", "self"),
-            megatron.TEDotProductAttention(config, 1, "causal", "self", 0.0),
-            (q, q, q, None),
-        ),
-    ]
-    trace = lambda layer, args, **options: jax.eval_shape(lambda *args: layer(*args, **options), *args)  # noqa: E731
-    with caplog.at_level(logging.WARNING, logger="jax_te"):
-        for layer, without, args in made:
-            log_once.cache_clear()
-            caplog.clear()
-            trace(layer, args, dropout_key=key)
-            trace(without, args)
-            layer.eval()
-            trace(layer, args)
-            assert not caplog.records
-            layer.train()
-            trace(layer, args)
-            trace(layer, args)
-            assert ["dropout_key=" in record.getMessage() for record in caplog.records] == [True]
+    tokens, rngs = jnp.zeros((2, S), jnp.int32), nnx.Rngs(0)
+    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=0.1)
+    hidden = replace(config, attention_dropout=0.0, hidden_dropout=0.2)
+    sizes: Any = {"vocab_size": 16, "max_sequence_length": S, "rngs": rngs}
+    both, drop_path = "hidden_dropout=0.1 and attention_dropout=0.1", "drop_path_rate=0.3"
+    attention, core = layers.MultiheadAttention(H, N, rngs=rngs), layers.DotProductAttention
+    no_rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    rate = {"core": "attention_dropout=0.1", "hidden": "hidden_dropout=0.2"}
+    t5 = replace(hidden, num_layers=2)
+    return {
+        "layer": (TransformerLayer(H, F, N, rngs=rngs), both, (x,)),
+        "stochastic depth": (TransformerLayer(H, F, N, drop_path_rate=0.3, rngs=rngs, **no_rates), drop_path, (x,)),
+        "attention": (attention, rate["core"], (x,)),
+        "core": (core(N, H // N, attention_dropout=0.1), rate["core"], (q, q, q)),
+        "te_pytorch": (te_pytorch.TransformerLayer(H, F, N, rngs=rngs), both, (x,)),
+        "megatron": (megatron.TransformerLayer(config, rngs=rngs), rate["core"], (x,)),
+        "megatron core": (megatron.TEDotProductAttention(config, 1, "causal", "self"), rate["core"], (q, q, q, None)),
+        "GPT": (models.GPTModel(hidden, **sizes), rate["hidden"], (tokens,)),
+        "GPT, attention": (models.GPTModel(config, **sizes), rate["core"], (tokens,)),
+        "Megatron's GPT": (models.MegatronGPTModel(hidden, **sizes), rate["hidden"], (tokens,)),
+        "BERT": (models.BertModel(hidden, **sizes), rate["hidden"], (tokens,)),
+        "T5": (models.T5Model(t5, **sizes), rate["hidden"], (tokens, tokens)),
+    }
+
+
+@pytest.mark.parametrize("name", _with_dropout())
+def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
+    """A program written for PyTorch passes none, and would train without dropout unawares."""
+    module, rates, args = _with_dropout()[name]
+    trace = lambda **options: jax.eval_shape(lambda module, args: module(*args, **options), module, args)  # noqa: E731
+    key = jax.random.key(0)
+    expected = trace(dropout_key=key)
+    with pytest.raises(ValueError, match=rf"has {re.escape(rates)}, and this call in training has no key.*eval\(\)"):
+        trace()
+    module.eval()
+    assert trace() == expected
+    module.train()
+    with pytest.raises(ValueError, match="has no key"):
+        trace()
+    module.set_attributes(without_dropout=True)
+    assert trace() == expected
+
+
+def test_evaluation_drops_nothing_though_it_has_a_key() -> None:
+    layer, x, key = build(hidden_dropout=0.5, attention_dropout=0.5), draw("x", (2, S, H)), jax.random.key(0)
+    call = quick_jit(lambda layer, x, key: layer(x, dropout_key=key))
+    dropped = call(layer, x, key)
+    layer.eval()
+    assert_bitwise(call(layer, x, key), call(layer, x, None))
+    assert relative_l2(dropped, call(layer, x, key)) > 0.1
+    layer.train()
+    assert_bitwise(call(layer, x, key), dropped)
 
 
 @pytest.mark.parametrize(

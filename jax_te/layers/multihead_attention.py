@@ -240,7 +240,8 @@ class MultiheadAttention(ContextParallelModule):
             rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
             core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
                 `DotProductAttention`.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: recompute the attention core in backward.
             is_first_microbatch: as in `Linear`, for all projections.
