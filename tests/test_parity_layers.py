@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +19,15 @@ from jax_te.recipe import Float8CurrentScaling
 from jax_te.sharding import make_mesh
 from tests.support import reference
 from tests.support.meshes import shard
-from tests.support.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2, without_type_checker
+from tests.support.numerics import (
+    NO_DROPOUT,
+    assert_bitwise,
+    assert_close,
+    draw,
+    quick_jit,
+    relative_l2,
+    without_type_checker,
+)
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize
 
 S, H, F, N = 8, 32, 64, 4
@@ -28,7 +35,7 @@ TOLERANCE = 12 * ROUNDOFF["float32"] * F**0.5  # twelve sums of at most F produc
 
 
 def build(**options: Any) -> TransformerLayer:
-    return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
 
 
 @pytest.mark.parametrize("output_norm", [False, True])
@@ -99,41 +106,41 @@ def test_masks_hide_where_they_are_true() -> None:
         build(self_attn_mask_type="arbitrary")(x)
 
 
-def _with_dropout() -> dict[str, tuple[Any, str, tuple[Any, ...]]]:
-    """Return modules that drop, the rates that their errors name, and the arguments of a call."""
-    x, q = draw("x", (2, S, H)), draw("q", (2, S, N, H // N))
-    tokens, rngs = jnp.zeros((2, S), jnp.int32), nnx.Rngs(0)
-    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=0.1)
-    hidden = replace(config, attention_dropout=0.0, hidden_dropout=0.2)
-    sizes: Any = {"vocab_size": 16, "max_sequence_length": S, "rngs": rngs}
-    both, drop_path = "hidden_dropout=0.1 and attention_dropout=0.1", "drop_path_rate=0.3"
-    attention, core = layers.MultiheadAttention(H, N, rngs=rngs), layers.DotProductAttention
-    no_rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    rate = {"core": "attention_dropout=0.1", "hidden": "hidden_dropout=0.2"}
-    t5 = replace(hidden, num_layers=2)
-    return {
-        "layer": (TransformerLayer(H, F, N, rngs=rngs), both, (x,)),
-        "stochastic depth": (TransformerLayer(H, F, N, drop_path_rate=0.3, rngs=rngs, **no_rates), drop_path, (x,)),
-        "attention": (attention, rate["core"], (x,)),
-        "core": (core(N, H // N, attention_dropout=0.1), rate["core"], (q, q, q)),
-        "te_pytorch": (te_pytorch.TransformerLayer(H, F, N, rngs=rngs), both, (x,)),
-        "megatron": (megatron.TransformerLayer(config, rngs=rngs), rate["core"], (x,)),
-        "megatron core": (megatron.TEDotProductAttention(config, 1, "causal", "self"), rate["core"], (q, q, q, None)),
-        "GPT": (models.GPTModel(hidden, **sizes), rate["hidden"], (tokens,)),
-        "GPT, attention": (models.GPTModel(config, **sizes), rate["core"], (tokens,)),
-        "Megatron's GPT": (models.MegatronGPTModel(hidden, **sizes), rate["hidden"], (tokens,)),
-        "BERT": (models.BertModel(hidden, **sizes), rate["hidden"], (tokens,)),
-        "T5": (models.T5Model(t5, **sizes), rate["hidden"], (tokens, tokens)),
-    }
+def dropping(attention: float = 0.0, hidden: float = 0.0) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=attention, hidden_dropout=hidden
+    )
 
 
-@pytest.mark.parametrize("name", _with_dropout())
+def language_model(model: Any, **rates: float) -> Any:
+    return model(dropping(**rates), vocab_size=16, max_sequence_length=S, rngs=nnx.Rngs(0))
+
+
+X, Q, TOKENS = jnp.ones((2, S, H)), jnp.ones((2, S, N, H // N)), jnp.zeros((2, S), jnp.int32)
+BOTH, CORE, HIDDEN = "hidden_dropout=0.1 and attention_dropout=0.1", "attention_dropout=0.1", "hidden_dropout=0.2"
+DROPPING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
+    "layer": (lambda: TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), BOTH, (X,)),
+    "stochastic depth": (lambda: build(drop_path_rate=0.3), "drop_path_rate=0.3", (X,)),
+    "attention": (lambda: layers.MultiheadAttention(H, N, rngs=nnx.Rngs(0)), CORE, (X,)),
+    "core": (lambda: layers.DotProductAttention(N, H // N, attention_dropout=0.1), CORE, (Q, Q, Q)),
+    "te_pytorch": (lambda: te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), BOTH, (X,)),
+    "megatron": (lambda: megatron.TransformerLayer(dropping(0.1), rngs=nnx.Rngs(0)), CORE, (X,)),
+    "its core": (lambda: megatron.TEDotProductAttention(dropping(0.1), 1, "causal", "self"), CORE, (Q, Q, Q, None)),
+    "GPT": (lambda: language_model(models.GPTModel, hidden=0.2), HIDDEN, (TOKENS,)),
+    "GPT's attention": (lambda: language_model(models.GPTModel, attention=0.1), CORE, (TOKENS,)),
+    "Megatron's GPT": (lambda: language_model(models.MegatronGPTModel, hidden=0.2), HIDDEN, (TOKENS,)),
+    "BERT": (lambda: language_model(models.BertModel, hidden=0.2), HIDDEN, (TOKENS,)),
+    "T5": (lambda: language_model(models.T5Model, hidden=0.2), HIDDEN, (TOKENS, TOKENS)),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
 def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
     """A program written for PyTorch passes none, and would train without dropout unawares."""
-    module, rates, args = _with_dropout()[name]
+    make, rates, args = DROPPING[name]
+    module = make()
     trace = lambda **options: jax.eval_shape(lambda module, args: module(*args, **options), module, args)  # noqa: E731
-    key = jax.random.key(0)
-    expected = trace(dropout_key=key)
+    expected = trace(dropout_key=jax.random.key(0))
     with pytest.raises(ValueError, match=rf"has {re.escape(rates)}, and this call in training has no key.*eval\(\)"):
         trace()
     module.eval()
@@ -174,7 +181,7 @@ def test_layernorm_linear_is_column_or_row_parallel(mode: Any, kernel: P, reduce
 
 def test_recomputed_core_attention_saves_no_scores() -> None:
     """What backward keeps has no array of queries times keys, whose size grows with the square of the length."""
-    layer, x = te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), draw("x", (2, 128, H))
+    layer, x = te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0)), draw("x", (2, 128, H))
     layer.eval()
 
     def kept(**options: bool) -> set[tuple[int, ...]]:
@@ -191,7 +198,7 @@ def test_a_decoder_is_called_in_transformer_engines_order() -> None:
     """Behind the input stand its mask, the encoder's output and the mask of that."""
     options: dict[str, Any] = {"self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
     options["layer_type"] = "decoder"
-    layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
     x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
     own, padding = (jnp.broadcast_to(jnp.arange(size) >= size - 2, (2, 1, 1, size)) for size in (S, 6))
     call = quick_jit(lambda layer, *a: layer(*a))
@@ -203,7 +210,7 @@ def test_a_decoder_is_called_in_transformer_engines_order() -> None:
 
 
 def test_a_layer_called_as_transformer_engines_keeps_its_kernels() -> None:
-    layer, x = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0))), draw("x", (2, S, H))
+    layer, x = randomize(te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))), draw("x", (2, S, H))
     layer.eval()
     with te_pytorch.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
         first = layer(x, is_first_microbatch=True)

@@ -206,6 +206,8 @@ class DotProductAttention(ContextParallelModule):
             query = query[None]
             key, value = None if key is None else key[None], None if value is None else value[None]
         self._check_operands(query, key, value)
+        if packed_seq_params is not None:
+            packed_seq_params.check(query.shape[1], None if key is None else key.shape[1])
         dropout_key = self.used_dropout_key(dropout_key, attention_dropout=self.attention_dropout)
         rate = 0.0 if dropout_key is None else self.attention_dropout
         offset = None if self.softmax_offset is None else self.softmax_offset.get_value()

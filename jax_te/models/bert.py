@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import activation_parts, checked
-from jax_te.layers import Embedding, Linear, dropout, keep_in_high_precision
+from jax_te.layers import Embedding, Linear, keep_in_high_precision
 from jax_te.layers.internal import parameter
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel

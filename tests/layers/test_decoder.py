@@ -23,7 +23,7 @@ from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import shard, use_mesh
-from tests.support.numerics import assert_close, draw, quick_jit, relative_l2
+from tests.support.numerics import NO_DROPOUT, assert_close, draw, quick_jit, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, SKV, H, F, N, D = 4, 8, 6, 32, 64, 4, 8
@@ -35,7 +35,7 @@ AXES = ("batch", "sequence", "hidden")
 
 
 def decoder(**options: Any) -> TransformerLayer:
-    return TransformerLayer(H, F, N, layer_type="decoder", rngs=nnx.Rngs(0), **options)
+    return TransformerLayer(H, F, N, layer_type="decoder", rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 def run(layer: nnx.Module, args: tuple[Any, ...], g: Any, **arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     ],
 )
 def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
-    layer = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    layer = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
     x, g, p = draw("x", (2, S, H)), draw("g", (2, S, H)), parameters(layer)
     rotary = None if form.rotary_base is None else rotary_embedding(jnp.arange(S), D, form.rotary_base)
     actual = run(layer, (x,), g, rotary_pos_emb=rotary)
@@ -154,7 +154,7 @@ def test_biases_of_queries_keys_and_values_alone() -> None:
 
 
 def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
-    layer = randomize(TransformerLayer(H, F, N, self_attn_mask_type="padding_causal", rngs=nnx.Rngs(0)))
+    layer = randomize(TransformerLayer(H, F, N, **NO_DROPOUT, self_attn_mask_type="padding_causal", rngs=nnx.Rngs(0)))
     x = draw("x", (2, 12, H))
     packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 5, 12], [0, 3, 9]]), max_seqlen_q=7)
     y = quick_jit(
@@ -162,7 +162,7 @@ def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
             x, packed_seq_params=packed, rotary_pos_emb=rotary_embedding(packed.positions(12), D)
         )
     )(layer, x, packed)
-    alone = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0)))
+    alone = randomize(TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0)))
     for row, start, end in ((0, 5, 12), (1, 0, 3), (1, 3, 9)):
         part = quick_jit(alone)(
             x[row : row + 1, start:end], rotary_pos_emb=rotary_embedding(jnp.arange(end - start), D)
@@ -172,7 +172,9 @@ def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
 
 
 def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
-    layer = randomize(MultiheadAttention(H, N, num_gqa_groups=2, window_size=(3, 0), rngs=nnx.Rngs(0)))
+    layer = randomize(
+        MultiheadAttention(H, N, attention_dropout=0.0, num_gqa_groups=2, window_size=(3, 0), rngs=nnx.Rngs(0))
+    )
     x = draw("x", (2, 14, H))
     whole = quick_jit(lambda layer, x: layer(x, rotary_pos_emb=rotary_embedding(jnp.arange(14), D)))(layer, x)
     cache, step = (
@@ -188,7 +190,7 @@ def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
         cache.append(*(jnp.ones((2, 5, 2, D)),) * 2)
     with pytest.raises(ValueError, match=r"the cache keeps a window of \(3, 0\), the layer's is \(1, 0\)"):
         layer(x[:, :1], cache=cache, window_size=(1, 0))
-    other = MultiheadAttention(H, N, num_gqa_groups=2, window_size=(2, 0), rngs=nnx.Rngs(0))
+    other = MultiheadAttention(H, N, attention_dropout=0.0, num_gqa_groups=2, window_size=(2, 0), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"the cache keeps a window of \(3, 0\), the layer's is \(2, 0\)"):
         other(x[:, :1], cache=cache)
 
@@ -261,24 +263,24 @@ X = jnp.ones((2, S, H))
     [
         (lambda: decoder()(X), "cross-attention needs encoder_output"),
         (
-            lambda: TransformerLayer(H, F, N, rngs=nnx.Rngs(0))(X, encoder_output=X),
+            lambda: TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))(X, encoder_output=X),
             "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'",
         ),
-        (lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, None, X), "self-attention takes no encoder_output"),
+        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0))(X, None, X), "self-attention takes no encoder_output"),
         (
-            lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, encoder_lengths=jnp.ones(2, jnp.int32)),
+            lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0))(X, encoder_lengths=jnp.ones(2, jnp.int32)),
             "self-attention takes no encoder_lengths",
         ),
         (
-            lambda: MultiheadAttention(H, N, attention_type="cross", attn_mask_type="no_mask", rngs=nnx.Rngs(0))(
+            lambda: MultiheadAttention(H, N, attention_dropout=0.0, attention_type="cross", attn_mask_type="no_mask", rngs=nnx.Rngs(0))(
                 X, None, X, rotary_pos_emb=rotary_embedding(jnp.arange(S), D)
             ),
             "rotary_pos_emb and cache are for self-attention",
         ),
-        (lambda: MultiheadAttention(H, N, attention_type="both", rngs=nnx.Rngs(0)), "attention_type must be one of"),
-        (lambda: MultiheadAttention(H, N, qk_norm_type="L2", rngs=nnx.Rngs(0)), "normalization must be one of"),
-        (lambda: TransformerLayer(H, F, N, drop_path_rate=1.0, rngs=nnx.Rngs(0)), "drop_path_rate must be in"),
-        (lambda: TransformerLayer(H, F, N, layer_number=0, rngs=nnx.Rngs(0)), "layer_number must be an integer >= 1"),
+        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, attention_type="both", rngs=nnx.Rngs(0)), "attention_type must be one of"),
+        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, qk_norm_type="L2", rngs=nnx.Rngs(0)), "normalization must be one of"),
+        (lambda: TransformerLayer(H, F, N, **NO_DROPOUT, drop_path_rate=1.0, rngs=nnx.Rngs(0)), "drop_path_rate must be in"),
+        (lambda: TransformerLayer(H, F, N, **NO_DROPOUT, layer_number=0, rngs=nnx.Rngs(0)), "layer_number must be an integer >= 1"),
         (lambda: PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=jnp.arange(2)), "qkv_format 'thd', got 'sbhd'"),
     ],
 )  # fmt: skip

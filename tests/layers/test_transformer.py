@@ -15,7 +15,7 @@ from jax_te.layers import TransformerLayer, rotary_embedding
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import MODES, shard, use_mesh
-from tests.support.numerics import assert_close, draw, equations, relative_l2
+from tests.support.numerics import NO_DROPOUT, assert_close, draw, equations, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, H, F, N, D = 4, 8, 32, 64, 4, 8
@@ -42,7 +42,7 @@ def build(form: Form, **options: Any) -> TransformerLayer:
         apply_residual_connection_post_layernorm=form.residual_post_norm,
         output_layernorm=form.output_norm,
         rngs=nnx.Rngs(0),
-        **options,
+        **(NO_DROPOUT | options),
     )
 
 
@@ -185,14 +185,14 @@ def test_the_two_blocks_drop_independently() -> None:
 )
 def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options)
+        TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 def test_bad_sizes_say_what_is_allowed() -> None:
     with pytest.raises(ValueError, match="hidden_size 30 is not divisible by num_attention_heads 4"):
-        TransformerLayer(30, F, N, rngs=nnx.Rngs(0))
+        TransformerLayer(30, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"takes \[b, s, 32\], got shape \(8, 32\)"):
         build(GPT2)(draw("x", (S, H)))
-    layer = TransformerLayer(H, F, N, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
+    layer = TransformerLayer(H, F, N, **NO_DROPOUT, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"a padding mask must be bool \[b, 1, 1, s\]"):
         layer(draw("x", (2, S, H)), attention_mask=jnp.zeros((1, 1, S, S), bool))
