@@ -133,7 +133,8 @@ class TransformerLayer(layers.TransformerLayer):
 
     >>> layer = TransformerLayer(32, 64, 4, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
     >>> padding = jnp.arange(8)[None, None, None] >= 6
-    >>> layer(hidden_states=jnp.ones((1, 8, 32)), attention_mask=padding).shape
+    >>> key = jax.random.key(1)
+    >>> layer(hidden_states=jnp.ones((1, 8, 32)), attention_mask=padding, dropout_key=key).shape
     (1, 8, 32)
     """
 

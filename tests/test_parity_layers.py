@@ -113,7 +113,8 @@ def dropping(attention: float = 0.0, hidden: float = 0.0) -> TransformerConfig:
 
 
 def language_model(model: Any, **rates: float) -> Any:
-    return model(dropping(**rates), vocab_size=16, max_sequence_length=S, rngs=nnx.Rngs(0))
+    spec = {"transformer_layer_spec": None} if model is models.MegatronGPTModel else {}
+    return model(dropping(**rates), vocab_size=16, max_sequence_length=S, **spec, rngs=nnx.Rngs(0))
 
 
 X, Q, TOKENS = jnp.ones((2, S, H)), jnp.ones((2, S, N, H // N)), jnp.zeros((2, S), jnp.int32)

@@ -78,7 +78,8 @@ class MultiheadAttention(ContextParallelModule):
     Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
     and keys: Henry et al. 2020.
 
-    >>> MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 32))).shape
+    >>> layer = MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
 

@@ -83,7 +83,7 @@ class TransformerLayer(ContextParallelModule):
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
 
     >>> layer = TransformerLayer(32, 64, 4, normalization="RMSNorm", activation="swiglu", bias=False, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((2, 8, 32))).shape
+    >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
 

@@ -240,7 +240,7 @@ def test_drop_path_takes_or_leaves_a_whole_example() -> None:
         H,
         F,
         N,
-        hidden_dropout=0.0,
+        **NO_DROPOUT,
         drop_path_rate=0.5,
         output_layer_init_method=jax.nn.initializers.zeros,
         rngs=nnx.Rngs(0),
@@ -252,6 +252,7 @@ def test_drop_path_takes_or_leaves_a_whole_example() -> None:
     assert (by_example == by_example[:, :1]).all()
     share = [float((by_example[:, 0] == value).mean()) for value in (0.0, 2.0, 4.0)]
     assert np.abs(np.array(share) - [0.25, 0.5, 0.25]).max() < 4 * (0.25 / 256) ** 0.5
+    layer.eval()
     assert float(layer(jnp.zeros((1, 2, H))).mean()) == 2.0
 
 
@@ -263,24 +264,24 @@ X = jnp.ones((2, S, H))
     [
         (lambda: decoder()(X), "cross-attention needs encoder_output"),
         (
-            lambda: TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))(X, encoder_output=X),
+            lambda: TransformerLayer(H, F, N, rngs=nnx.Rngs(0))(X, encoder_output=X),
             "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'",
         ),
-        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0))(X, None, X), "self-attention takes no encoder_output"),
+        (lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, None, X), "self-attention takes no encoder_output"),
         (
-            lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0))(X, encoder_lengths=jnp.ones(2, jnp.int32)),
+            lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, encoder_lengths=jnp.ones(2, jnp.int32)),
             "self-attention takes no encoder_lengths",
         ),
         (
-            lambda: MultiheadAttention(H, N, attention_dropout=0.0, attention_type="cross", attn_mask_type="no_mask", rngs=nnx.Rngs(0))(
+            lambda: MultiheadAttention(H, N, attention_type="cross", attn_mask_type="no_mask", rngs=nnx.Rngs(0))(
                 X, None, X, rotary_pos_emb=rotary_embedding(jnp.arange(S), D)
             ),
             "rotary_pos_emb and cache are for self-attention",
         ),
-        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, attention_type="both", rngs=nnx.Rngs(0)), "attention_type must be one of"),
-        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, qk_norm_type="L2", rngs=nnx.Rngs(0)), "normalization must be one of"),
-        (lambda: TransformerLayer(H, F, N, **NO_DROPOUT, drop_path_rate=1.0, rngs=nnx.Rngs(0)), "drop_path_rate must be in"),
-        (lambda: TransformerLayer(H, F, N, **NO_DROPOUT, layer_number=0, rngs=nnx.Rngs(0)), "layer_number must be an integer >= 1"),
+        (lambda: MultiheadAttention(H, N, attention_type="both", rngs=nnx.Rngs(0)), "attention_type must be one of"),
+        (lambda: MultiheadAttention(H, N, qk_norm_type="L2", rngs=nnx.Rngs(0)), "normalization must be one of"),
+        (lambda: TransformerLayer(H, F, N, drop_path_rate=1.0, rngs=nnx.Rngs(0)), "drop_path_rate must be in"),
+        (lambda: TransformerLayer(H, F, N, layer_number=0, rngs=nnx.Rngs(0)), "layer_number must be an integer >= 1"),
         (lambda: PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=jnp.arange(2)), "qkv_format 'thd', got 'sbhd'"),
     ],
 )  # fmt: skip

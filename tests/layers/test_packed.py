@@ -58,9 +58,13 @@ def test_what_cannot_be_a_rows_boundaries_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"cu_seqlens_q": [0, 4]}, {"cu_seqlens_q": [0, 8, 8, 8]}, {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8]}],
+    [
+        {"cu_seqlens_q": [0, 4]},
+        {"cu_seqlens_q": [0, 8, 8, 8]},
+        {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8]},
+    ],
     ids=["padding at the end", "fewer sequences", "padding between"],
-)  # fmt: skip
+)
 def test_padding_and_empty_sequences_are_allowed(fields: dict[str, list[int]]) -> None:
     packed = PackedSeqParams(**boundaries(**fields))
     assert jnp.isfinite(attend(packed)).all()
