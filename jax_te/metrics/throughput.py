@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.config import ACTIVATIONS, TransformerConfig
-from jax_te.config.internal import check_annotations, check_positive
+from jax_te.config.internal import check_annotations, check_positive, checked
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -109,6 +109,7 @@ class StepWork:
         return rates
 
 
+@checked
 class Speed:
     """Speed of a training loop, from the moments at which the device was known to have done a step.
 
@@ -121,7 +122,7 @@ class Speed:
     >>> speed = Speed(StepWork(tokens=4096))
     >>> for step in (1, 2):
     ...     loss = jax.jit(jnp.sum)(jnp.ones(step))  # a train step
-    ...     jax.block_until_ready(loss)
+    ...     _ = jax.block_until_ready(loss)
     ...     speed.done(step)
     ...     with speed.pause(recurs=True):
     ...         pass  # an evaluation

@@ -29,6 +29,17 @@ def test_chunks_are_merged(tmp_path):
     np.testing.assert_array_equal(np.asarray(found.tensors["a"]), ARRAYS["a"])
 
 
+def test_a_chunk_with_another_checksum_is_refused_when_it_is_read(tmp_path):
+    write_distributed(tmp_path, ARRAYS)
+    for path in tmp_path.glob("*.distcp"):
+        data = path.read_bytes()
+        path.write_bytes(data.replace(ARRAYS["b.c"].tobytes(), bytes(ARRAYS["b.c"].nbytes)))
+    found = read_torch_distributed(tmp_path)
+    np.testing.assert_array_equal(np.asarray(found.tensors["a"]), ARRAYS["a"])
+    with pytest.raises(ValueError, match=r"b\.c, entry .*, is damaged: its bytes have another checksum"):
+        np.asarray(found.tensors["b.c"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
