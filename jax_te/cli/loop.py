@@ -244,7 +244,8 @@ def _wait(step: int, metrics: dict[str, Any], later: Iterable[tuple[int, dict[st
 
 
 def _is_ready(metrics: dict[str, Any]) -> bool:
-    return all(value.is_ready() for value in metrics.values() if isinstance(value, jax.Array))
+    arrays: list[Any] = [value for value in metrics.values() if isinstance(value, jax.Array)]
+    return all(array.is_ready() for array in arrays)  # a method that jax.Array's own class does not declare
 
 
 class _Recorder:
