@@ -133,7 +133,8 @@ class TransformerLayer(layers.TransformerLayer):
 
     >>> layer = TransformerLayer(32, 64, 4, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
     >>> padding = jnp.arange(8)[None, None, None] >= 6
-    >>> layer(hidden_states=jnp.ones((1, 8, 32)), attention_mask=padding).shape
+    >>> key = jax.random.key(1)
+    >>> layer(hidden_states=jnp.ones((1, 8, 32)), attention_mask=padding, dropout_key=key).shape
     (1, 8, 32)
     """
 
@@ -159,8 +160,6 @@ class TransformerLayer(layers.TransformerLayer):
         Returns:
             As there.
         """
-        rates = self.hidden_dropout, self.self_attention.core_attention.attention_dropout, self.drop_path_rate
-        self.log_missing_key(options.get("dropout_key"), *rates)
         return super().__call__(
             hidden_states,
             attention_mask,

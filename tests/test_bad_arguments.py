@@ -46,7 +46,7 @@ from jax_te import (
 from jax_te.config import ModelParallelConfig, TransformerConfig
 from jax_te.config.internal import brief, checked
 from jax_te.recipe import DelayedScaling
-from tests.support.numerics import without_type_checker
+from tests.support.numerics import NO_DROPOUT, without_type_checker
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 NUMBERS: dict[Any, Any] = {bool: bool | np.bool_, int: int | np.integer, float: int | float | np.number}
@@ -159,6 +159,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     megatron.te_checkpoint: {
         "forward_func": len, "distribute_saved_activations": False, "get_rng_state_tracker": None, "tp_group": None
     },
+    metrics.Speed: {"work": metrics.StepWork(tokens=1)},
     metrics.StepWork: {"tokens": 1},
     sharding.Network: {},
     config.ActivationParams: {},
@@ -451,8 +452,8 @@ def test_the_first_microbatch_is_true_or_false() -> None:
         layers.Linear(16, 16, rngs=rngs),
         layers.LayerNormLinear(16, 16, rngs=rngs),
         layers.LayerNormMLP(16, 32, rngs=rngs),
-        layers.MultiheadAttention(16, 2, rngs=rngs),
-        layers.TransformerLayer(16, 32, 2, rngs=rngs),
+        layers.MultiheadAttention(16, 2, attention_dropout=0.0, rngs=rngs),
+        layers.TransformerLayer(16, 32, 2, **NO_DROPOUT, rngs=rngs),
         layers.LoRA(LINEAR, 2, rngs=rngs),
     ]
     with without_type_checker():

@@ -23,6 +23,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.remat import remat
 from jax_te.training import DynamicLossScale, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
+from tests.support.numerics import NO_DROPOUT
 
 RECIPE = DelayedScaling(amax_history_len=2)
 LEFT_OUT = "leaves the quantizer state out"
@@ -158,7 +159,7 @@ def test_lora_raises_without_the_state_of_its_base():
 
 def test_a_stack_of_layers_in_a_loop_raises():
     options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    layers = nnx.List([TransformerLayer(32, 32, 2, **options, rngs=nnx.Rngs(i)) for i in range(2)])
+    layers = nnx.List([TransformerLayer(32, 32, 2, **(NO_DROPOUT | options), rngs=nnx.Rngs(i)) for i in range(2)])
 
     def loss(layers):
         return jnp.sum(run_layers(layers, X[None], [None, None], scan=True))

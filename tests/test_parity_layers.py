@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
+import re
 from typing import Any
 
 import jax
@@ -13,15 +12,22 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_te import megatron, te_pytorch
+from jax_te import layers, megatron, models, te_pytorch
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.config.checks import log_once
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.recipe import Float8CurrentScaling
 from jax_te.sharding import make_mesh
 from tests.support import reference
 from tests.support.meshes import shard
-from tests.support.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2, without_type_checker
+from tests.support.numerics import (
+    NO_DROPOUT,
+    assert_bitwise,
+    assert_close,
+    draw,
+    quick_jit,
+    relative_l2,
+    without_type_checker,
+)
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize
 
 S, H, F, N = 8, 32, 64, 4
@@ -29,7 +35,7 @@ TOLERANCE = 12 * ROUNDOFF["float32"] * F**0.5  # twelve sums of at most F produc
 
 
 def build(**options: Any) -> TransformerLayer:
-    return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
 
 
 @pytest.mark.parametrize("output_norm", [False, True])
@@ -38,6 +44,7 @@ def test_epsilon_is_that_of_every_norm(output_norm: bool) -> None:
     form = Form(epsilon=0.5, output_norm=output_norm)
     x = draw("x", (2, S, H), scale=0.3)
     layer = build(layernorm_epsilon=form.epsilon, output_layernorm=output_norm)
+    layer.eval()
     wide = lambda model: jax.tree.map(np.float64, parameters(model))  # noqa: E731
     y = quick_jit(lambda layer, x: layer(x))(layer, x)
     assert_close(y, reference.layer(np, wide(layer), np.float64(x), form), TOLERANCE)
@@ -99,42 +106,62 @@ def test_masks_hide_where_they_are_true() -> None:
         build(self_attn_mask_type="arbitrary")(x)
 
 
-def test_dropout_without_a_key_is_logged_once(caplog: Any) -> None:
-    """A program written for Transformer Engine or Megatron passes none, and would train without dropout unawares."""
-    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=0.1)
-    x, q = draw("x", (2, S, H)), draw("q", (2, S, N, H // N))
-    key, other = jax.random.key(0), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    made: list[tuple[Any, Any, tuple[Any, ...]]] = [
-        (
-            te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)),
-            te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **other),
-            (x,),
-        ),
-        (
-            megatron.TransformerLayer(config, rngs=nnx.Rngs(0)),
-            megatron.TransformerLayer(replace(config, attention_dropout=0.0), rngs=nnx.Rngs(0)),
-            (x,),
-        ),
-        (
-            megatron.TEDotProductAttention(config, 1, "causal", "self"),
-            megatron.TEDotProductAttention(config, 1, "causal", "self", 0.0),
-            (q, q, q, None),
-        ),
-    ]
-    trace = lambda layer, args, **options: jax.eval_shape(lambda *args: layer(*args, **options), *args)  # noqa: E731
-    with caplog.at_level(logging.WARNING, logger="jax_te"):
-        for layer, without, args in made:
-            log_once.cache_clear()
-            caplog.clear()
-            trace(layer, args, dropout_key=key)
-            trace(without, args)
-            layer.eval()
-            trace(layer, args)
-            assert not caplog.records
-            layer.train()
-            trace(layer, args)
-            trace(layer, args)
-            assert ["dropout_key=" in record.getMessage() for record in caplog.records] == [True]
+def dropping(attention: float = 0.0, hidden: float = 0.0) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=N, attention_dropout=attention, hidden_dropout=hidden
+    )
+
+
+def language_model(model: Any, **rates: float) -> Any:
+    spec = {"transformer_layer_spec": None} if model is models.MegatronGPTModel else {}
+    return model(dropping(**rates), vocab_size=16, max_sequence_length=S, **spec, rngs=nnx.Rngs(0))
+
+
+X, Q, TOKENS = jnp.ones((2, S, H)), jnp.ones((2, S, N, H // N)), jnp.zeros((2, S), jnp.int32)
+BOTH, CORE, HIDDEN = "hidden_dropout=0.1 and attention_dropout=0.1", "attention_dropout=0.1", "hidden_dropout=0.2"
+DROPPING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
+    "layer": (lambda: TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), BOTH, (X,)),
+    "stochastic depth": (lambda: build(drop_path_rate=0.3), "drop_path_rate=0.3", (X,)),
+    "attention": (lambda: layers.MultiheadAttention(H, N, rngs=nnx.Rngs(0)), CORE, (X,)),
+    "core": (lambda: layers.DotProductAttention(N, H // N, attention_dropout=0.1), CORE, (Q, Q, Q)),
+    "te_pytorch": (lambda: te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), BOTH, (X,)),
+    "megatron": (lambda: megatron.TransformerLayer(dropping(0.1), rngs=nnx.Rngs(0)), CORE, (X,)),
+    "its core": (lambda: megatron.TEDotProductAttention(dropping(0.1), 1, "causal", "self"), CORE, (Q, Q, Q, None)),
+    "GPT": (lambda: language_model(models.GPTModel, hidden=0.2), HIDDEN, (TOKENS,)),
+    "GPT's attention": (lambda: language_model(models.GPTModel, attention=0.1), CORE, (TOKENS,)),
+    "Megatron's GPT": (lambda: language_model(models.MegatronGPTModel, hidden=0.2), HIDDEN, (TOKENS,)),
+    "BERT": (lambda: language_model(models.BertModel, hidden=0.2), HIDDEN, (TOKENS,)),
+    "T5": (lambda: language_model(models.T5Model, hidden=0.2), HIDDEN, (TOKENS, TOKENS)),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
+    """A program written for PyTorch passes none, and would train without dropout unawares."""
+    make, rates, args = DROPPING[name]
+    module = make()
+    trace = lambda **options: jax.eval_shape(lambda module, args: module(*args, **options), module, args)  # noqa: E731
+    expected = trace(dropout_key=jax.random.key(0))
+    with pytest.raises(ValueError, match=rf"has {re.escape(rates)}, and this call in training has no key.*eval\(\)"):
+        trace()
+    module.eval()
+    assert trace() == expected
+    module.train()
+    with pytest.raises(ValueError, match="has no key"):
+        trace()
+    module.set_attributes(without_dropout=True)
+    assert trace() == expected
+
+
+def test_evaluation_drops_nothing_though_it_has_a_key() -> None:
+    layer, x, key = build(hidden_dropout=0.5, attention_dropout=0.5), draw("x", (2, S, H)), jax.random.key(0)
+    call = quick_jit(lambda layer, x, key: layer(x, dropout_key=key))
+    dropped = call(layer, x, key)
+    layer.eval()
+    assert_bitwise(call(layer, x, key), call(layer, x, None))
+    assert relative_l2(dropped, call(layer, x, key)) > 0.1
+    layer.train()
+    assert_bitwise(call(layer, x, key), dropped)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +182,7 @@ def test_layernorm_linear_is_column_or_row_parallel(mode: Any, kernel: P, reduce
 
 def test_recomputed_core_attention_saves_no_scores() -> None:
     """What backward keeps has no array of queries times keys, whose size grows with the square of the length."""
-    layer, x = te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), draw("x", (2, 128, H))
+    layer, x = te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0)), draw("x", (2, 128, H))
     layer.eval()
 
     def kept(**options: bool) -> set[tuple[int, ...]]:
@@ -172,7 +199,7 @@ def test_a_decoder_is_called_in_transformer_engines_order() -> None:
     """Behind the input stand its mask, the encoder's output and the mask of that."""
     options: dict[str, Any] = {"self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
     options["layer_type"] = "decoder"
-    layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
     x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
     own, padding = (jnp.broadcast_to(jnp.arange(size) >= size - 2, (2, 1, 1, size)) for size in (S, 6))
     call = quick_jit(lambda layer, *a: layer(*a))
@@ -184,7 +211,7 @@ def test_a_decoder_is_called_in_transformer_engines_order() -> None:
 
 
 def test_a_layer_called_as_transformer_engines_keeps_its_kernels() -> None:
-    layer, x = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0))), draw("x", (2, S, H))
+    layer, x = randomize(te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))), draw("x", (2, S, H))
     layer.eval()
     with te_pytorch.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
         first = layer(x, is_first_microbatch=True)

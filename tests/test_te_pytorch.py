@@ -14,7 +14,7 @@ from jax_te import layers, te_pytorch
 from jax_te.layers.kv_cache import init_kv_cache
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, current_recipe
-from tests.support.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
 
 CURRENT = Float8CurrentScaling()
 
@@ -100,7 +100,8 @@ def test_checkpoint_replays_a_trackers_streams(name: str):
 
 def test_a_layer_is_called_with_transformer_engines_arguments(caplog: pytest.LogCaptureFixture):
     x = draw("x", (2, 4, 32))
-    layer, base = (kind(32, 64, 2, rngs=nnx.Rngs(0)) for kind in (te_pytorch.TransformerLayer, layers.TransformerLayer))
+    kinds = te_pytorch.TransformerLayer, layers.TransformerLayer
+    layer, base = (kind(32, 64, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)) for kind in kinds)
     expected = base(x)
     assert_bitwise(layer(hidden_states=x), expected)
     with caplog.at_level(logging.INFO, logger="jax_te"):

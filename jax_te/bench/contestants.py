@@ -68,9 +68,12 @@ class Contestant:
     def launch(self) -> None:
         """Begin what takes time beside the start of others: nothing, unless a subclass says so."""
 
-    def start(self, tokens: Array) -> None:
-        """Make it ready, and take a step that does not count."""
+    def begin(self) -> None:
+        """Make it ready; a `CompiledStep` is compiled, and its state not made yet."""
         self._try(self._begin)
+
+    def start(self, tokens: Array) -> None:
+        """Take a step that does not count, unless it has failed before."""
         if self.error is None:
             self._try(lambda: self._steps(tokens, 1))  # the first step of a program also loads it
 
@@ -123,6 +126,11 @@ class Contestant:
     def memory(self) -> dict[str, float]:
         """Its ``peak_gib``, as far as it is known."""
         return {}
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes of a device that are free beside it once it is ready; None if it takes its memory from JAX."""
+        return None
 
 
 @dataclass

@@ -144,6 +144,7 @@ class MegatronGPT(Contestant):
     ranks: int = field(default=1, kw_only=True)
     _processes: list[MegatronProcess] = field(default_factory=list)
     _peak_bytes: int = 0
+    _free_bytes: int | None = None
 
     def launch(self) -> None:
         """Start its processes, whose imports take longer than anything else they do before their first step."""
@@ -167,12 +168,18 @@ class MegatronGPT(Contestant):
             process.send(request)
         answers = receive_all(self._processes)
         self._peak_bytes = max(answer["peak_bytes"] for answer in answers)
+        self._free_bytes = min(answer["free_bytes"] for answer in answers)
         return max(answer["seconds"] for answer in answers)
 
     @property
     def memory(self) -> dict[str, float]:
         """GiB that torch had allocated at most on a GPU; unknown if it failed, since it may have needed more."""
         return {} if self.error is not None else {"peak_gib": round(self._peak_bytes / GIB, 4)}
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that the driver has left on the fullest of its GPUs; None if it failed."""
+        return None if self.error is not None else self._free_bytes
 
     def close(self) -> None:
         """End its processes."""

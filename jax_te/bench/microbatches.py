@@ -40,6 +40,7 @@ def bench_microbatches(recipes: Sequence[str], shape: Shape, microbatches: int, 
         with autocast(recipe_from_name(name)), use_backend(settings.backend):
             contestants = [_contestant(name, shape, microbatches, keep, tokens) for keep in (False, True)]
             for contestant in contestants:
+                contestant.begin()
                 contestant.start(tokens)
         for _ in range(settings.rounds):
             for contestant in contestants:

@@ -18,8 +18,8 @@ from jax_te.cli.options import InspectOptions, flag
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.cli.table import table
 from jax_te.huggingface.internal import open_tensors
-from jax_te.torch_files import read_megatron, read_torch_distributed, read_torch_file
-from jax_te.torch_files.internal import METADATA, StoredTensor
+from jax_te.torch_files import read_megatron, read_torch_distributed
+from jax_te.torch_files.internal import METADATA, StoredTensor, open_torch_file
 
 _DEPTH = 20
 """Of nested dicts that are shown."""
@@ -85,7 +85,7 @@ def _megatron(path: Path) -> tuple[dict[str, Any], list[_Row]]:
 
 
 def _torch(path: Path) -> tuple[dict[str, Any], list[_Row]]:
-    state = read_torch_file(path)
+    state = open_torch_file(path)
     step = state.get("iteration") if isinstance(state, dict) else None
     return {"step": step if type(step) is int else None}, [_row(*item) for item in _arrays(state, "", set())]
 

@@ -9,14 +9,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import jax
 
-from jax_te.metrics import MetricsLog, Progress, StepTrace, StepWork
+from jax_te.metrics import MetricsLog, Progress, Speed, StepTrace, StepWork
 from jax_te.typing import PyTree
 
 
@@ -82,7 +82,8 @@ class LoopResult:
         stopped_by: the signal that ended the run early, or None.
         heldout_loss: of the last state if it was computed in this run, else None.
         seconds: wall time of the loop.
-        tokens_per_second: mean without the first step, which compiles; None for fewer than two steps.
+        tokens_per_second: mean of the steps that were timed (`jax_te.metrics.Speed`), without work between steps;
+            None if there were none.
     """
 
     state: PyTree
@@ -158,17 +159,22 @@ def run_loop(
     Raises:
         ValueError: after ``plan.give_up_after`` lost steps in a row.
     """
-    recorder = _Recorder(plan, log, progress, skipped)
+    speed = Speed(plan.work)
+    recorder = _Recorder(plan, log, progress, speed, skipped)
     # A step's numbers are read one step late: reading them waits for the device, which has the next step by then.
     pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
     def drain(keep: int) -> None:
         while len(pending) > keep:
-            recorder.record(*pending.popleft())
+            oldest, metrics = pending.popleft()
+            done = _wait(oldest, metrics, pending)
+            if done is not None:
+                speed.done(done)
+            recorder.record(oldest, metrics)
 
     heldout, stopped_by, step, begin = None, None, first, time.perf_counter()
     trace = actions.trace
-    progress.start(first, plan.steps, plan.work)
+    progress.start(first, plan.steps, speed)
     try:
         with StopRequest() as stop:
             while step < plan.steps and stopped_by is None:
@@ -177,16 +183,19 @@ def run_loop(
                 step, batch = step + 1, next(batches)
                 if actions.inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
                     drain(0)
-                    recorder.pause(actions.inspect, step, state, batch)
+                    with speed.pause(recurs=True):
+                        actions.inspect(step, state, batch)
                 if trace is not None and step == trace.first:
                     drain(0)  # so that the device has done the step before
-                    recorder.pause(trace.before, step)
+                    with speed.pause(recurs=False):
+                        trace.before(step)
                 state, metrics = actions.step(state, batch)
                 pending.append((step, metrics))
                 drain(1)
                 if trace is not None and step == trace.last:
                     drain(0)
-                    times = recorder.pause(trace.after, step)
+                    with speed.pause(recurs=False):
+                        times = trace.after(step)
                     if times is not None:
                         progress.text(f"kernels of steps {trace.first} to {trace.last}", str(times))
                 last = step == plan.steps
@@ -196,39 +205,55 @@ def run_loop(
                 saves, heldout = last or step % plan.save_every == 0, None
                 if last or step % plan.eval_every == 0 or (plan.eval_saved and saves and stopped_by is None):
                     drain(0)
-                    heldout = recorder.pause(actions.evaluate, state)
+                    with speed.pause(recurs=True):
+                        heldout = actions.evaluate(state)
                     log.write(step, {"heldout_loss": heldout})
                 if saves or stopped_by is not None:
                     drain(0)
-                    log.sync()  # before the checkpoint: a resumed run cuts the log after the step that it starts from
-                    recorder.pause(actions.save, step, state, heldout)
+                    with speed.pause(recurs=True):
+                        log.sync()  # before the checkpoint: a resumed run cuts the log after its step
+                        actions.save(step, state, heldout)
     finally:
         progress.stop()
         if trace is not None:
             trace.close()
+    seconds = speed.seconds_per_step
     return LoopResult(
         state=state,
         step=step,
         stopped_by=stopped_by,
         heldout_loss=heldout,
         seconds=time.perf_counter() - begin,
-        tokens_per_second=recorder.tokens_per_second,
+        tokens_per_second=plan.work.tokens / seconds if seconds else None,
     )
 
 
+def _wait(step: int, metrics: dict[str, Any], later: Iterable[tuple[int, dict[str, Any]]]) -> int | None:
+    """Wait for a step; return the last one that the device has done now, None if it may be done for long.
+
+    Where a step is dispatched only after those before it are done, as on a CPU, there is nothing to wait for, and all
+    are done. One that was done while the device went on with later ones was done at an unknown time.
+    """
+    waited = not _is_ready(metrics)
+    jax.block_until_ready(metrics)
+    done, all_done = step, True
+    for number, results in later:
+        all_done = all_done and _is_ready(results)
+        done = number if all_done else done
+    return done if waited or all_done else None
+
+
+def _is_ready(metrics: dict[str, Any]) -> bool:
+    arrays: list[Any] = [value for value in metrics.values() if isinstance(value, jax.Array)]
+    return all(array.is_ready() for array in arrays)  # a method that jax.Array's own class does not declare
+
+
 class _Recorder:
-    """Turns a step's device scalars into a record, a progress update and a speed."""
+    """Turns a step's device scalars into a record and a progress update."""
 
-    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress, skipped: int):
-        self._plan, self._log, self._progress, self._skipped = plan, log, progress, skipped
-        self._previous: float | None = None  # when the step before was seen; None before the first, which compiles
-        self._busy = 0.0
-        self._timed = 0
-        self._bad = 0
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self._timed * self._plan.work.tokens / self._busy if self._busy else None
+    def __init__(self, plan: LoopPlan, log: MetricsLog, progress: Progress, speed: Speed, skipped: int):
+        self._plan, self._log, self._progress, self._speed = plan, log, progress, speed
+        self._skipped, self._bad = skipped, 0
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -236,24 +261,11 @@ class _Recorder:
         if self._plan.learning_rate is not None:
             values["learning_rate"] = self._plan.learning_rate(step - 1 - self._skipped)  # a skip does not advance it
         self._skipped += values.get("skipped", 0.0) > 0.0
-        now = time.perf_counter()
-        if self._previous is not None:
-            self._busy += now - self._previous
-            self._timed += 1
-            values |= self._plan.work.rates(now - self._previous)
-        self._previous = now
+        values |= self._speed.rates()
         listed = step % self._plan.log_every == 0 or step == self._plan.steps
         self._log.write(step, values, chart=listed)
         self._progress.update(step, values["loss"], line=listed)
         self._give_up_if_lost(step, values)
-
-    def pause(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return ``work(*args)``, whose time is left out of the speed."""
-        begin = time.perf_counter()
-        result = work(*args)
-        if self._previous is not None:
-            self._previous += time.perf_counter() - begin
-        return result
 
     def _give_up_if_lost(self, step: int, values: dict[str, float]) -> None:
         lost = [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]

@@ -81,8 +81,9 @@ def explain(error: Exception) -> str | None:
         place = f"{error.filename}: " if error.filename else ""
         hint = "; free some space, then the same command goes on" if error.errno == errno.ENOSPC and not place else ""
         return f"{place}{error.strerror or text}{hint}"
-    if isinstance(error, ModuleNotFoundError):
-        return text
+    if isinstance(error, ImportError):
+        # Those of this package name an extra and a command.
+        return text if isinstance(error, ModuleNotFoundError) or _raised_here(error) else None
     # ValueErrors of this package are written for users; those of other packages may need the traceback.
     if isinstance(error, ValueError | TypeError | OverflowError):
         return text if _raised_here(error) else f"{text[:300]} (--debug shows where)"

@@ -107,8 +107,9 @@ def _read(
 ) -> tuple[RunConfig, bool, StepTrace | None, Tokenizer | ByteTokenizer, TextData]:
     """Return all that a run reads before it makes anything, and whether it resumes."""
     # Said before anything is made: a run that could not write its charts would fail at its end.
-    for package in ("grain", "matplotlib", "rich"):
-        require_extra(package)
+    # Those of their modules that need most: what a package itself imports may be less.
+    for module in ("grain", "matplotlib.backends.backend_agg", "rich.progress"):
+        require_extra(module)
     config, resumes = resolve(options, output)
     require_writers(config.metrics_writers.split(","))
     trace = _trace(config, output)

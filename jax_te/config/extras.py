@@ -14,17 +14,36 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
         extra: that has the package.
 
     Raises:
-        ModuleNotFoundError: if the package is missing; the message names the command that installs it.
+        ModuleNotFoundError: if the package is missing, or a module that it needs; the message names the extra, the
+            module, and the command that installs it.
+        ImportError: if the package cannot be imported for another reason, which the message gives.
 
     >>> require_extra("json").__name__
     'json'
     """
+    package, install = name.split(".")[0], f'pip install "jax-te[{extra}]"'
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that this package itself lacks is another fault, which installing the extra would not mend.
-        if error.name != name.split(".")[0]:
-            raise
+        if error.name == package:
+            raise ModuleNotFoundError(
+                f"the package {name} is needed here; install it with: {install}", name=package
+            ) from None
+        if (error.name or package).split(".")[0] == package:
+            raise _broken(package, extra, error) from error
+        module = str(error.name).split(".")[0]
         raise ModuleNotFoundError(
-            f'the package {name} is needed here; install it with: pip install "jax-te[{extra}]"'
-        ) from None
+            f"the package {package} of the extra {extra!r} needs the module {module}, which is missing; install it "
+            f"with: {install}; or, if that finds all there, with: pip install {module}",
+            name=error.name,
+        ) from error
+    except ImportError as error:
+        raise _broken(package, extra, error) from error
+
+
+def _broken(package: str, extra: str, error: ImportError) -> ImportError:
+    return ImportError(
+        f"the package {package} of the extra {extra!r} cannot be imported ({str(error)[:200]}); install it anew with: "
+        f"pip install --force-reinstall {package}",
+        name=error.name,
+    )

@@ -145,7 +145,8 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
 def _parquet(path: Path, text_key: str) -> Iterator[bytes]:
     arrow, parquet = require_extra("pyarrow", "parquet"), require_extra("pyarrow.parquet", "parquet")
     try:
-        with parquet.ParquetFile(path) as file:
+        # Pages have checksums where the writer was asked for them.
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             columns = {field.name: field.type for field in file.schema_arrow}
             kind = columns.get(text_key)
             if kind is None or not any(

@@ -182,7 +182,8 @@ class DotProductAttention(ContextParallelModule):
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
             core_attention_bias: broadcastable to ``[b, n, sq, skv]``.
             alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             attn_mask_type, window_size: used in place of the layer's own.
             checkpoint_core_attention: recompute attention in backward instead of saving its residuals.
 
@@ -205,6 +206,9 @@ class DotProductAttention(ContextParallelModule):
             query = query[None]
             key, value = None if key is None else key[None], None if value is None else value[None]
         self._check_operands(query, key, value)
+        if packed_seq_params is not None:
+            packed_seq_params.check(query.shape[1], None if key is None else key.shape[1])
+        dropout_key = self.used_dropout_key(dropout_key, attention_dropout=self.attention_dropout)
         rate = 0.0 if dropout_key is None else self.attention_dropout
         offset = None if self.softmax_offset is None else self.softmax_offset.get_value()
         arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
@@ -226,8 +230,7 @@ class DotProductAttention(ContextParallelModule):
                 logit_softcap=self.logit_softcap,
                 scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
                 dropout_rate=rate,
-                # Without dropout a key would be one more input of every kernel and shard_map.
-                dropout_key=arrays.dropout_key if rate > 0.0 else None,
+                dropout_key=arrays.dropout_key,
                 return_max_logit=self.return_max_logit,
                 context_parallel=self.context_parallel,
                 out_axes=HEAD_AXES,

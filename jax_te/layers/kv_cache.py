@@ -42,8 +42,8 @@ class KVCache:
     def append(self, k: Array, v: Array) -> KVCache:
         """Return the cache with ``k, v [b, s, g, d]`` appended.
 
-        The caller makes sure that ``length + s <= max_len``: ``length`` is known at run time only. Past the end, the
-        newest tokens overwrite the last positions.
+        ``length`` is known at run time only, so a call that does not fit (``length + s > max_len``) raises nothing: its
+        keys and values become nan, as does all attention over the cache from then on.
 
         Raises:
             ValueError: if ``s`` alone exceeds ``max_len``.
@@ -52,8 +52,11 @@ class KVCache:
             raise ValueError(f"{k.shape[1]} tokens do not fit a KV cache of max_len {self.max_len}; make it longer")
 
         def write(old: Array, new: Array, start: Array) -> Array:
+            # Past the end JAX moves the slice back, over tokens that are needed: nan shows it, other tokens would not.
+            fits = start + new.shape[1] <= self.max_len
+            new = jnp.where(fits, new.astype(old.dtype), jnp.asarray(jnp.nan, old.dtype))
             # Neighbouring positions are one slice, which XLA writes in place where the step donates its cache.
-            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
 
         put = auto_region(write, _AXES)
         return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from flax import nnx
 
-from jax_te.config.internal import log_once
+from jax_te.typing import Array
 
 
 class TrainingMode(nnx.Module):
@@ -14,6 +12,8 @@ class TrainingMode(nnx.Module):
 
     Attributes:
         deterministic: evaluation in place of training; Flax's ``model.eval()`` and ``model.train()`` set it.
+        without_dropout: no dropout in training either, whatever the rates: ``model.set_attributes(without_dropout=
+            True)`` sets it in all layers. Generation and measurements do so.
 
     >>> class Block(TrainingMode):
     ...     pass
@@ -25,25 +25,35 @@ class TrainingMode(nnx.Module):
 
     # On the class: Flax sets the attribute of every module that has it, and most modules never see eval().
     deterministic: bool = False
+    without_dropout: bool = False
 
     @property
     def training(self) -> bool:
         """Whether the module trains; False after ``model.eval()``."""
         return not self.deterministic
 
-    def log_missing_key(self, dropout_key: object, *rates: float) -> None:
-        """Log once that calls in training drop nothing, because they have no key.
-
-        Megatron and Transformer Engine draw from a global random state, so a program written for them passes no key.
+    def used_dropout_key(self, dropout_key: Array | None, **rates: float) -> Array | None:
+        """Return the key that a call draws dropout from; None if it drops nothing.
 
         Args:
-            dropout_key: of the call.
-            rates: probabilities of dropout.
+            dropout_key: the call's argument.
+            **rates: probabilities of dropout, by the names of the module's attributes.
+
+        Raises:
+            ValueError: in training, for a rate above 0 without a key, as ``flax.nnx.Dropout``.
+
+        >>> TrainingMode().used_dropout_key(None, hidden_dropout=0.1)
+        Traceback (most recent call last):
+        ValueError: TrainingMode has hidden_dropout=0.1, and this call in training has no key to draw from: give ...
         """
-        if dropout_key is None and self.training and any(rates):
-            # The same text for every layer: one that is made of others that ask is one message, too.
-            log_once(
-                "the model has dropout, and a call in training without dropout_key= drops nothing; give a key, set the "
-                "rates to 0, or call eval()",
-                logging.WARNING,
+        given = {name: rate for name, rate in rates.items() if rate}
+        if self.deterministic or self.without_dropout or not given:
+            return None
+        if dropout_key is None:
+            named = " and ".join(f"{name}={rate}" for name, rate in given.items())
+            raise ValueError(
+                f"{type(self).__name__} has {named}, and this call in training has no key to draw from: give "
+                'dropout_key= (in Linen rngs={"dropout": key}), another one at each step; or set the rates to 0, or '
+                "evaluate: model.eval() (in Linen deterministic=True in the call)"
             )
+        return dropout_key

@@ -78,7 +78,8 @@ class MultiheadAttention(ContextParallelModule):
     Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
     and keys: Henry et al. 2020.
 
-    >>> MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 32))).shape
+    >>> layer = MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
 
@@ -240,7 +241,8 @@ class MultiheadAttention(ContextParallelModule):
             rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
             core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
                 `DotProductAttention`.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: recompute the attention core in backward.
             is_first_microbatch: as in `Linear`, for all projections.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_te.config.internal import check_annotations
 from jax_te.ops import Segments, segments_from_cu_seqlens
-from jax_te.ops.internal import segment_positions
+from jax_te.ops.internal import check_boundaries, segment_positions
 from jax_te.typing import Array
 
 
@@ -38,7 +38,8 @@ class PackedSeqParams:
         total_tokens: length of the row, for `seq_idx`.
 
     Raises:
-        ValueError: for another format.
+        ValueError: for another format; when used, for boundaries that do not begin with 0, decrease, overlap, or lie
+            beyond the row, if they have values (not as arguments of a jitted function).
 
     Source: ``megatron.core.packed_seq_params.PackedSeqParams``.
 
@@ -87,15 +88,33 @@ class PackedSeqParams:
         ends = jnp.atleast_2d(offsets)[:, None, 1:]
         return jnp.sum(jnp.arange(self.total_tokens)[None, :, None] >= ends, axis=-1, dtype=jnp.int32)
 
+    def check(self, q_size: int, kv_size: int | None = None) -> None:
+        """Raise ValueError for boundaries that cannot be those of a row; without effect where they are traced.
+
+        Args:
+            q_size: tokens of a row of queries.
+            kv_size: tokens of a row of keys and values. None: ``q_size``.
+
+        >>> PackedSeqParams(cu_seqlens_q=jnp.array([0, 6, 4])).check(8)
+        Traceback (most recent call last):
+        ValueError: cu_seqlens_q must begin with 0 and never decrease, got [0, 6, 4]
+        """
+        check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, q_size)
+        if self.cu_seqlens_kv is not None:
+            padded = self.cu_seqlens_kv_padded
+            check_boundaries("kv", self.cu_seqlens_kv, padded, q_size if kv_size is None else kv_size)
+
     def positions(self, size: int) -> Array:
         """Return the position of each of a row's ``size`` tokens in its own sequence, int32 ``[b, size]``.
 
         Rotary embeddings take these positions. Padding has position 0.
         """
+        check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, size)
         segments = self.segments
         return segment_positions(segments.q_offsets, segments.q_lengths, size).position
 
     def segment_ids(self, size: int) -> Array:
         """Return the number of each token's sequence, from 1, int32 ``[b, size]``; padding has 0, to mask a loss."""
+        check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, size)
         segments = self.segments
         return segment_positions(segments.q_offsets, segments.q_lengths, size).segment

@@ -41,7 +41,7 @@ def clip_qk(
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from jax_te.layers import MultiheadAttention, clip_qk
-    >>> layer = MultiheadAttention(32, 4, return_max_logit=True, rngs=nnx.Rngs(0))
+    >>> layer = MultiheadAttention(32, 4, attention_dropout=0.0, return_max_logit=True, rngs=nnx.Rngs(0))
     >>> y, logits = layer(jnp.ones((1, 8, 32)))
     >>> clip_qk(layer, logits) is layer
     True

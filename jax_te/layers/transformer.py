@@ -83,7 +83,7 @@ class TransformerLayer(ContextParallelModule):
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
 
     >>> layer = TransformerLayer(32, 64, 4, normalization="RMSNorm", activation="swiglu", bias=False, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((2, 8, 32))).shape
+    >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
 
@@ -233,7 +233,8 @@ class TransformerLayer(ContextParallelModule):
             rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``.
             core_attention_bias_type, core_attention_bias, alibi_slopes: for self-attention, see `DotProductAttention`.
             self_attn_mask_type, enc_dec_attn_mask_type: used in place of the layer's own.
-            dropout_key: turns dropout and stochastic depth on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout and stochastic depth draw from, another one at each step;
+                needed in training unless the rates are 0. Evaluation (``layer.eval()``) drops nothing.
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
             checkpoint_core_attention: recompute the attention cores in backward instead of saving their residuals.
             is_first_microbatch: as in `Linear`, for all projections.
@@ -255,7 +256,8 @@ class TransformerLayer(ContextParallelModule):
         cross_masks = {"attention_mask": None, "attn_mask_type": enc_dec_attn_mask_type}
         if enc_dec_attn_mask is not None:
             cross_masks = _masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
-        keys = (None,) * 5 if dropout_key is None else _keys(dropout_key)
+        key = self.used_dropout_key(dropout_key, **self._rates())
+        keys = (None,) * 5 if key is None else _keys(key)
         axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
@@ -315,6 +317,12 @@ class TransformerLayer(ContextParallelModule):
             y = drop_path(y, self.drop_path_rate, jax.random.fold_in(key, 1), axes=axes)
         # The constraint also holds for the gradient, which would otherwise take its layout from the next block.
         return constrain((normed[0] if normed else x) + y, axes)
+
+    def _rates(self) -> dict[str, float]:
+        # A core of one's own need not have a rate.
+        attention = getattr(self.self_attention.core_attention, "attention_dropout", 0.0)
+        hidden = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
+        return {**hidden, "attention_dropout": attention}
 
     def set_tensor_parallel_group(self, tp_group: str | None) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""

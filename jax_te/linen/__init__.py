@@ -23,7 +23,8 @@ masters of bf16 parameters.
 ``nn.scan`` and ``nn.vmap`` need ``metadata_params={nn.PARTITION_NAME: ...}`` for the axis that they add, and both
 collections in ``variable_axes``, as for other boxed parameters and other state.
 
-**Dropout.** Layers with a ``dropout_key`` draw it from ``rngs={"dropout": key}``; without it they drop nothing.
+**Dropout.** Layers with a ``dropout_key`` draw it from ``rngs={"dropout": key}``. A call in training without that
+stream raises unless the layer's rates are 0; ``layer(x, deterministic=True)`` evaluates, and drops nothing.
 
 **NNX.** `from_nnx` and `to_nnx` convert parameters and state, and checkpoints of their results are interchangeable.
 

@@ -68,7 +68,7 @@ class LoRA(LinenModule, nnx_class=layers.LoRA, init=False):
 class MultiheadAttention(LinenModule, nnx_class=layers.MultiheadAttention, init=False):
     """
     >>> layer, x = MultiheadAttention(32, 4), jnp.ones((2, 8, 32))
-    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    >>> layer.apply(layer.init(jax.random.key(0), x), x, rngs={"dropout": jax.random.key(1)}).shape
     (2, 8, 32)
     """
 
@@ -92,6 +92,6 @@ class RelativePositionBias(LinenModule, nnx_class=layers.RelativePositionBias, i
 class TransformerLayer(LinenModule, nnx_class=layers.TransformerLayer, init=False):
     """
     >>> layer, x = TransformerLayer(32, 64, 4), jnp.ones((2, 8, 32))
-    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    >>> layer.apply(layer.init(jax.random.key(0), x), x, rngs={"dropout": jax.random.key(1)}).shape
     (2, 8, 32)
     """

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from jax_te.config.internal import check_bool
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
 from jax_te.recipe import current_recipe
@@ -28,8 +29,9 @@ class LinenModule(nn.Module):
         class Block(LinenModule, nnx_class=NNXBlock, init=False): ...
 
     Arguments of the constructor are fields of the Linen module; an argument that is an NNX module there is a
-    `LinenModule` here. The call has the NNX module's arguments. ``dropout_key`` may be left out: it is then drawn from
-    the stream ``dropout`` in ``rngs``, and is None (no dropout) without that stream.
+    `LinenModule` here. The call has the NNX module's arguments, and ``deterministic``: True evaluates, as
+    ``module.eval()`` does in NNX. ``dropout_key`` may be left out: it is then drawn from the stream ``dropout`` in
+    ``rngs``.
 
     Variables have the names that they have in the NNX module, in the collections that Flax gives their types:
     parameters are in ``params``, quantizer state is in ``_overwrite_with_gradient``. ``init`` puts arrays that have
@@ -86,12 +88,18 @@ class LinenModule(nn.Module):
 
     @nn.nowrap
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = inspect.signature(self.nnx_class.__call__)
+        deterministic = "deterministic" not in signature.parameters and kwargs.pop("deterministic", False)
+        check_bool(deterministic=deterministic)
         module = self._module()
+        if deterministic:
+            module.eval()
         # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
         before = collections_of(module, boxed=False)
-        bound = inspect.signature(self.nnx_class.__call__).bind(module, *args, **kwargs)
-        takes_key = "dropout_key" in bound.signature.parameters
-        if takes_key and bound.arguments.get("dropout_key") is None and self.has_rng("dropout"):
+        bound = signature.bind(module, *args, **kwargs)
+        takes_key = "dropout_key" in signature.parameters and bound.arguments.get("dropout_key") is None
+        # In ``init`` Flax draws it from the stream ``params`` if there is no other, as for `nn.Dropout`.
+        if takes_key and not deterministic and (self.has_rng("dropout") or self.is_initializing()):
             kwargs = {**kwargs, "dropout_key": _typed(self.make_rng("dropout"))}
         try:
             result = module(*args, **kwargs)  # type: ignore[operator]
@@ -181,13 +189,21 @@ def _constructor(generated: Any, parameters: dict[str, inspect.Parameter]) -> An
 
 
 def _call_of(nnx_class: Any) -> Any:
-    """Return a ``__call__`` with the signature and docstring of the NNX module's."""
+    """Return a ``__call__`` with the docstring and signature of the NNX module's, and ``deterministic``."""
 
     @nn.compact
     @functools.wraps(nnx_class.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)
 
+    signature = inspect.signature(nnx_class.__call__)
+    if "deterministic" not in signature.parameters:
+        deterministic = inspect.Parameter(
+            "deterministic", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool"
+        )
+        *before, last = signature.parameters.values()
+        several = [*before, deterministic, last] if last.kind is last.VAR_KEYWORD else [*before, last, deterministic]
+        __call__.__signature__ = signature.replace(parameters=several)  # type: ignore[attr-defined]
     return __call__
 
 

@@ -168,7 +168,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             packed_seq_params: several sequences in each row.
             num_splits: without effect, see the class.
             others: as in `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None is no
-                argument. A call in training without a key is logged once if there is dropout.
+                argument.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``
@@ -177,7 +177,6 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         """
         if num_splits is not None:
             log_hints(num_splits=num_splits)
-        self.log_missing_key(others.get("dropout_key"), self.attention_dropout)
         mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         window: Any = self.layer_window
         masks: dict[str, Any] = {}

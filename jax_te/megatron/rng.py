@@ -50,7 +50,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
 class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
     """A tracker without streams: `add` and `set_states` do nothing, and a `fork` of any name gives None.
 
-    As a ``dropout_key``, None means no dropout.
+    None is a ``dropout_key`` for evaluation: ``model.eval()``.
 
     Source: ``InferenceCudaRNGStatesTracker`` of ``megatron.core.tensor_parallel.random``.
 

@@ -191,13 +191,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             attention_bias: added to the scaled scores of self-attention.
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
                 types, as in Megatron.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             others: as in `jax_te.layers.TransformerLayer`, such as ``cache``.
 
         Returns:
             The output ``[b, s, h]`` and ``context``, then what else `jax_te.layers.TransformerLayer` returns.
         """
-        self.log_missing_key(dropout_key, self.hidden_dropout, self.self_attention.core_attention.attention_dropout)
         kind: str = self.self_attn_mask_type
         if packed_seq_params is not None:
             kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)

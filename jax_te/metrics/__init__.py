@@ -3,7 +3,7 @@
 from jax_te.metrics.log import MetricsLog, plot_losses
 from jax_te.metrics.precision_log import PrecisionLog, plot_precision
 from jax_te.metrics.progress import Progress, make_progress
-from jax_te.metrics.throughput import StepWork, peak_flops, train_flops
+from jax_te.metrics.throughput import Speed, StepWork, peak_flops, train_flops
 from jax_te.metrics.trace import KernelTime, KernelTimes, StepTrace, kernel_kind, kernel_times
 from jax_te.metrics.writers import MetricsWriter
 
@@ -14,6 +14,7 @@ __all__ = [
     "MetricsWriter",
     "PrecisionLog",
     "Progress",
+    "Speed",
     "StepTrace",
     "StepWork",
     "kernel_kind",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jax_te.config.internal import require_extra
-from jax_te.metrics.throughput import StepWork
+from jax_te.metrics.throughput import Speed
 
 
 @runtime_checkable
@@ -28,8 +27,14 @@ class Progress(Protocol):
         """Show a block of text."""
         ...
 
-    def start(self, first: int, steps: int, work: StepWork) -> None:
-        """Begin the display; ``first`` of ``steps`` steps, each of this work, are done already."""
+    def start(self, first: int, steps: int, speed: Speed) -> None:
+        """Begin the display; ``first`` of ``steps`` steps are done already.
+
+        Args:
+            first: steps done before.
+            steps: steps of the whole run.
+            speed: measured by the loop, which shows tokens per second and the time left.
+        """
         ...
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
@@ -47,43 +52,17 @@ class Progress(Protocol):
         ...
 
 
-class Speed:
-    """Tokens per second and time left, measured from the end of the first step on."""
-
-    def __init__(self, first: int, steps: int, work: StepWork):
-        self.steps, self.work = steps, work
-        self._begin: tuple[int, float] | None = None
-        self._now = (first, time.perf_counter())
-
-    def update(self, step: int) -> None:
-        """Record that a step ended now."""
-        self._now = (step, time.perf_counter())
-        # The first step compiles, which may take longer than all others together.
-        if self._begin is None:
-            self._begin = self._now
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Mean over the steps so far, or None before the second."""
-        if self._begin is None or self._now[0] <= self._begin[0]:
-            return None
-        return (self._now[1] - self._begin[1]) / (self._now[0] - self._begin[0])
-
-    @property
-    def eta(self) -> str:
-        """Time left as ``m:ss`` or ``h:mm:ss``."""
-        seconds = self.seconds_per_step
-        return "-:--" if seconds is None else clock(seconds * (self.steps - self._now[0]))
-
-    @property
-    def rate(self) -> str:
-        """Tokens per second as text, with those of a device and the MFU where there are several and it is known."""
-        seconds = self.seconds_per_step
-        rates = self.work.rates(seconds) if seconds else {}
-        text = f"{rates['tokens_per_second']:,.0f} tokens/s" if rates else "… tokens/s"
-        if rates and self.work.devices > 1:
-            text += f" ({rates['tokens_per_second_per_device']:,.0f} a device)"
-        return text + (f"  {rates['mfu']:.1%} MFU" if "mfu" in rates else "")
+def _status(speed: Speed, steps: int) -> str:
+    """Return tokens per second, those of a device and the MFU where known, and the time left of so many steps."""
+    seconds, left = speed.seconds_per_step, speed.seconds_left(steps)
+    if not seconds or left is None:
+        return "… tokens/s  ETA -:--"
+    rates = speed.work.rates(seconds)
+    text = f"{rates['tokens_per_second']:,.0f} tokens/s"
+    if speed.work.devices > 1:
+        text += f" ({rates['tokens_per_second_per_device']:,.0f} a device)"
+    mfu = f"  {rates['mfu']:.1%} MFU" if "mfu" in rates else ""
+    return f"{text}{mfu}  ETA {clock(left)}"
 
 
 def clock(seconds: float) -> str:
@@ -102,6 +81,7 @@ class PlainProgress:
 
     def __init__(self) -> None:
         self._speed: Speed | None = None
+        self._steps = 0
 
     def facts(self, rows: Mapping[str, str]) -> None:
         width = max(map(len, rows), default=0)
@@ -115,15 +95,15 @@ class PlainProgress:
     def text(self, title: str, body: str) -> None:
         print(f"--- {title} ---\n{body}\n---", flush=True)
 
-    def start(self, first: int, steps: int, work: StepWork) -> None:
-        self._speed = Speed(first, steps, work)
+    def start(self, first: int, steps: int, speed: Speed) -> None:
+        del first
+        self._steps, self._speed = steps, speed
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
-        speed = self._speed
-        assert speed is not None
-        speed.update(step)
+        assert self._speed is not None
         if line:
-            print(f"step {step}/{speed.steps}  loss {loss:.4f}  {speed.rate}  ETA {speed.eta}", flush=True)
+            status = _status(self._speed, self._steps - step)
+            print(f"step {step}/{self._steps}  loss {loss:.4f}  {status}", flush=True)
 
     def stop(self) -> None:
         sys.stdout.flush()
@@ -138,6 +118,7 @@ class RichProgress:
         self._bar: Any = None
         self._task: Any = None
         self._speed: Speed | None = None
+        self._steps = 0
 
     def facts(self, rows: Mapping[str, str]) -> None:
         grid = require_extra("rich.table").Table.grid(padding=(0, 2))
@@ -155,9 +136,9 @@ class RichProgress:
         plain = require_extra("rich.text").Text(body)
         self._console.print(require_extra("rich.panel").Panel(plain, title=title, title_align="left", expand=False))
 
-    def start(self, first: int, steps: int, work: StepWork) -> None:
+    def start(self, first: int, steps: int, speed: Speed) -> None:
         rich = require_extra("rich.progress")
-        self._speed = Speed(first, steps, work)
+        self._steps, self._speed = steps, speed
         self._bar = rich.Progress(
             rich.TextColumn("[bold]{task.completed}[/]/{task.total}"),
             rich.BarColumn(bar_width=None),
@@ -169,10 +150,8 @@ class RichProgress:
         self._bar.start()
 
     def update(self, step: int, loss: float, *, line: bool) -> None:
-        speed = self._speed
-        assert speed is not None
-        speed.update(step)
-        status = f"loss [bold green]{loss:.4f}[/]  {speed.rate}  ETA {speed.eta}"
+        assert self._speed is not None
+        status = f"loss [bold green]{loss:.4f}[/]  {_status(self._speed, self._steps - step)}"
         self._bar.update(self._task, completed=step, status=status)
 
     def stop(self) -> None:

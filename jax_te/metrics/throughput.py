@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jax_te.config import ACTIVATIONS, TransformerConfig
-from jax_te.config.internal import check_annotations, check_positive
+from jax_te.config.internal import check_annotations, check_positive, checked
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -104,3 +107,77 @@ class StepWork:
         if self.flops is not None and self.peak is not None:
             rates["mfu"] = round(self.flops / (seconds * self.devices * self.peak), 4)
         return rates
+
+
+@checked
+class Speed:
+    """Speed of a training loop, from the moments at which the device was known to have done a step.
+
+    A step is dispatched long before the device has done it, so only such moments say how long steps took. Work between
+    steps (`pause`) counts for the time left alone, and only if it recurs.
+
+    Args:
+        work: of a step.
+
+    >>> speed = Speed(StepWork(tokens=4096))
+    >>> for step in (1, 2):
+    ...     loss = jax.jit(jnp.sum)(jnp.ones(step))  # a train step
+    ...     _ = jax.block_until_ready(loss)
+    ...     speed.done(step)
+    ...     with speed.pause(recurs=True):
+    ...         pass  # an evaluation
+    >>> speed.seconds_per_step > 0.0, sorted(speed.rates())
+    (True, ['tokens_per_second', 'tokens_per_second_per_device'])
+    """
+
+    def __init__(self, work: StepWork):
+        self.work = work
+        # The newest moment: the last step that was done, and when. None before the first one: the first step compiles.
+        self._mark: tuple[int, float] | None = None
+        self._newest: float | None = None  # seconds of a step between the last two moments
+        self._steps, self._seconds, self._recurring = 0, 0.0, 0.0
+
+    def done(self, step: int) -> None:
+        """Record that the device has done this step now, and none after it.
+
+        Args:
+            step: the step's number; that of the moment before is without effect.
+        """
+        now = time.perf_counter()
+        if self._mark is None:
+            self._mark = (step, now)
+        elif step > self._mark[0]:
+            steps, seconds = step - self._mark[0], now - self._mark[1]
+            self._newest = seconds / steps
+            self._steps, self._seconds = self._steps + steps, self._seconds + seconds
+            self._mark = (step, now)
+
+    @contextlib.contextmanager
+    def pause(self, *, recurs: bool) -> Iterator[None]:
+        """Leave the time of what is entered out of the speed; the device must have done all steps before.
+
+        Args:
+            recurs: evaluations and checkpoints, whose time counts for `seconds_left`. False: work that comes once.
+        """
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        if self._mark is not None:
+            self._mark = (self._mark[0], self._mark[1] + seconds)
+            self._recurring += seconds if recurs else 0.0
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over all steps but those until the first moment; None before the second one."""
+        return self._seconds / self._steps if self._steps else None
+
+    def rates(self) -> dict[str, float]:
+        """Return the metrics of `StepWork.rates` for the newest steps that were timed; none before the second moment.
+
+        These are the steps between the last two moments, most often one.
+        """
+        return {} if self._newest is None else self.work.rates(self._newest)
+
+    def seconds_left(self, steps: int) -> float | None:
+        """Return how long so many more steps take, with the work between them; None before the second moment."""
+        return steps * (self._seconds + self._recurring) / self._steps if self._steps else None

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import activation_parts, checked
-from jax_te.layers import Embedding, Linear, dropout, keep_in_high_precision
+from jax_te.layers import Embedding, Linear, keep_in_high_precision
 from jax_te.layers.internal import parameter
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
@@ -121,7 +121,8 @@ class BertModel(LanguageModel):
             tokentypes: integers ``[b, s]``, such as 0 in a first and 1 in a second sentence. None: all 0.
             lengths: int32 ``[b]``, valid tokens at the start of each sequence; no token attends to the others. None:
                 all.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
 
         Returns:
             ``[b, s, v]`` in the compute dtype, sharded over batch and vocabulary; or ``[b, s, h]``.
@@ -151,10 +152,10 @@ class BertModel(LanguageModel):
             mask = {"mask_types": {"self_attn_mask_type": "padding"}, "sequence_lengths": lengths}
         with jax.named_scope("BertEncoder"):
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            x = self.embedding_norm(self._embed(tokens, positions, None, *others))
+            x = self.embedding_norm(self._embedded(tokens, positions, *others))
             return run_layers(
                 self.layers,
-                dropout(x, self.config.hidden_dropout, embedding_key, axes=self._axes),
+                self._dropout(x, embedding_key),
                 keys,
                 recompute=self.config,
                 **self.execution.of_stack(),

@@ -103,6 +103,7 @@ def _generate(
     All rows go on from the shortest prompt's end, at one position: longer prompts are read token by token, so that a
     cache needs one length, and no row has padding in front that a later token would see.
     """
+    model.set_attributes(without_dropout=True)  # of a copy: each trace has its own
     cached = cast(Callable[..., tuple[Array, Cache]], model)  # with a cache, a call returns a pair
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 

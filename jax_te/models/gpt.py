@@ -108,7 +108,8 @@ class GPTModel(LanguageModel):
         Args:
             tokens: integers ``[b, s]`` in ``[0, v)``; a token outside turns its sequence's logits to nan.
             positions: integers ``[s]`` or ``[b, s]``. None: 0, 1, 2, …, counted on from the cached tokens.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the preceding tokens, from `init_cache` or an earlier call.
 
         Returns:
@@ -154,7 +155,7 @@ class GPTModel(LanguageModel):
             labels: integers ``[b, s]``: the token after each, or ``options.ignore_index`` (-100) for a token that does
                 not count.
             loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1.
-            dropout_key: turns dropout on.
+            dropout_key: as in a call.
             options, reduction: as in `jax_te.ops.softmax_cross_entropy`; a mean of no token is 0.
             positions: as in a call.
 
@@ -182,12 +183,13 @@ class GPTModel(LanguageModel):
         self._check(tokens, None)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
-        x, found = self._embed(tokens, positions, None), []
-        for layer in self.layers:
-            # A copy of the layer's structure, not of its arrays: training steps do not compute these numbers.
-            measured = nnx.merge(*nnx.split(layer))
-            measured.self_attention.core_attention.return_max_logit = True
-            x, *_, max_logit = measured(x, rotary_pos_emb=rotary_of(layer, self._angles(positions)))
+        # A copy of the model's structure, not of its arrays: training steps do not compute these numbers.
+        measured = nnx.merge(*nnx.split(self))
+        measured.set_attributes(without_dropout=True)
+        x, found = measured._embed(tokens, positions, None), []
+        for layer in measured.layers:
+            layer.self_attention.core_attention.return_max_logit = True
+            x, *_, max_logit = layer(x, rotary_pos_emb=rotary_of(layer, self._angles(positions)))
             found.append(max_logit)
         return jnp.stack(found)
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import check_positive
 from jax_te.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm
-from jax_te.layers.internal import check_context_size, parameter
+from jax_te.layers.internal import TrainingMode, check_context_size, parameter
 from jax_te.models.from_config import check_config
 from jax_te.models.options import Execution, Multipliers
 from jax_te.ops import (
@@ -80,7 +80,7 @@ class OutputHead(Linear):
         return super()._dense(x, weights)
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(TrainingMode):
     """Base of `BertModel`, `GPTModel` and `T5Model`.
 
     Attributes:
@@ -163,7 +163,11 @@ class LanguageModel(nnx.Module):
             # Without a kernel of its own: parameters have the same names with and without the option.
             self.output_layer = OutputHead(self.config, self.vocab_size, bias=bias, own_kernel=False, rngs=rngs)
 
-    def _embed(self, tokens: Array, positions: Array, key: Array | None, *others: Array) -> Array:
+    def _embed(self, tokens: Array, positions: Array, key: Array | None) -> Array:
+        """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``, after dropout."""
+        return self._dropout(self._embedded(tokens, positions), key, zigzag=self.config.cp_load_balanced)
+
+    def _embedded(self, tokens: Array, positions: Array, *others: Array) -> Array:
         """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``, and others added."""
         # A model may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
@@ -174,9 +178,13 @@ class LanguageModel(nnx.Module):
             # Added in params_dtype and cast once behind the sum: one rounding to the compute dtype, not two.
             x = x + (at[None] if positions.ndim == 1 else at)
         x = sum(others, x)
-        x = constrain(x.astype(self.compute_dtype), self._axes)
-        zigzag = self.config.cp_load_balanced
-        return dropout(x, self.config.hidden_dropout, key, axes=self._axes, zigzag=zigzag)
+        return constrain(x.astype(self.compute_dtype), self._axes)
+
+    def _dropout(self, x: Array, key: Array | None, *, zigzag: bool = False) -> Array:
+        """Apply the config's ``hidden_dropout`` to activations ``[b, s, h]``."""
+        rate = self.config.hidden_dropout
+        key = self.used_dropout_key(key, hidden_dropout=rate)
+        return dropout(x, rate, key, axes=self._axes, zigzag=zigzag)
 
     def _head_kernel(self) -> Array:
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]

@@ -79,7 +79,7 @@ class TransformerBlock(MegatronModule):
         *,
         keys: Sequence[Array | None] | None = None,
     ) -> Array:
-        """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` turn each layer's dropout on."""
+        """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` are the layers' dropout keys."""
         del attention_mask  # the layers are causal
         keys = [None] * len(self.layers) if keys is None else keys
         how = self.execution.of_stack()

@@ -206,7 +206,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
             runtime_gather_output: True: logits whole on every tensor rank. None: as ``parallel_output`` says.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: as in `GPTModel`, of a whole model; ``inference_context`` is Megatron's way.
             others: Megatron's other arguments, None; ``loss_mask`` has no effect, as in Megatron, where
                 the caller weights the losses. `GPTModel.loss` takes weights.

@@ -148,8 +148,9 @@ def run_layers(
             batch that does not divide into its parts.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
+    >>> key = jax.random.key(0)  # of dropout
     >>> recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    >>> run_layers(layers, jnp.ones((2, 8, 16)), [None, None], recompute=recompute, policy="save_gemms").shape
+    >>> run_layers(layers, jnp.ones((2, 8, 16)), layer_keys(key, 2), recompute=recompute, policy="save_gemms").shape
     (2, 8, 16)
     """
     check_recompute_policy(recompute, policy)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.config.internal import check_positive, checked
-from jax_te.layers import RelativePositionBias, dropout
+from jax_te.layers import RelativePositionBias
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
@@ -134,7 +134,8 @@ class T5Model(LanguageModel):
             decoder_tokens: integers ``[b, t]`` in ``[0, v)``.
             encoder_lengths: int32 ``[b]``, valid tokens at the start of each of ``encoder_tokens``; no token attends to
                 the others. None: all.
-            dropout_key: turns dropout on; None is evaluation.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
 
         Returns:
             ``[b, t, v]`` in the compute dtype, sharded over batch and vocabulary.
@@ -155,7 +156,7 @@ class T5Model(LanguageModel):
         with jax.named_scope("T5Encoder"):
             x = self._enter(tokens, embedding_key)
             x = self._run(self.encoder_layers, self.encoder_bias, x, keys, mask_types, arrays)
-            return dropout(self.encoder_norm(x), self.config.hidden_dropout, last_key, axes=self._axes)
+            return self._dropout(self.encoder_norm(x), last_key)
 
     def decode(
         self,
@@ -179,7 +180,7 @@ class T5Model(LanguageModel):
         with jax.named_scope("T5Decoder"):
             x = self._enter(tokens, embedding_key)
             x = self._run(self.decoder_layers, self.decoder_bias, x, keys, mask_types, arrays)
-            return dropout(self.decoder_norm(x), self.config.hidden_dropout, last_key, axes=self._axes)
+            return self._dropout(self.decoder_norm(x), last_key)
 
     def loss(
         self,

@@ -2,7 +2,7 @@
 
 from jax_te.ops import te
 from jax_te.ops.attention.masks import normal_window
-from jax_te.ops.attention.segments import segment_positions
+from jax_te.ops.attention.segments import check_boundaries, segment_positions
 from jax_te.ops.attention.spec import QKV, AttentionArrays
 from jax_te.ops.linear.deferred import deferred_sink, deferred_wgrad
 from jax_te.ops.linear.spec import WgradProbe
@@ -14,6 +14,7 @@ __all__ = [
     "AttentionArrays",
     "WgradProbe",
     "available",
+    "check_boundaries",
     "deferred_sink",
     "deferred_wgrad",
     "normal_window",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_te.torch_files.file import Mapped, load_archive
+from jax_te.torch_files.file import Mapped, load_archive, with_arrays
 from jax_te.torch_files.pickles import Global, Record, read_pickle
 from jax_te.torch_files.tensors import DTYPES, Piece, StoredTensor
 
@@ -37,7 +37,8 @@ class Distributed(NamedTuple):
 def read_torch_distributed(folder: str | Path) -> Distributed:
     """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, merged, without torch.
 
-    Each is read, chunk by chunk, when ``np.asarray`` gets it; what is no tensor, when its function is called.
+    Each is read, chunk by chunk, and the chunks' checksums compared, when ``np.asarray`` gets it; what is no tensor,
+    when its function is called.
 
     Args:
         folder: with a file ``.metadata`` and files ``*.distcp``, as ``FileSystemWriter`` writes them.
@@ -73,8 +74,8 @@ def read_torch_distributed(folder: str | Path) -> Distributed:
         shape, dtype = _sizes(entry.get("size"), what), _dtype(entry, what)
         for chunk in entry.get("chunks"):
             offsets, sizes = (_sizes(chunk.get(field), what) for field in ("offsets", "sizes"))
-            read = functools.partial(_chunk, _place(folder, places.get((name, offsets)), files, what), what)
-            pieces.append(Piece(offsets, sizes, read))
+            stored = _Chunk(_place(folder, places.get((name, offsets)), files, what), what)
+            pieces.append(Piece(offsets, sizes, stored.read))
         tensors[name] = StoredTensor(shape, dtype, pieces, what)
     return Distributed(tensors, others, list(files.values()))
 
@@ -123,11 +124,24 @@ def _place(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> mem
 
 
 def _object(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> Any:
-    return load_archive(_place(folder, place, files, what), what)
+    return with_arrays(load_archive(_place(folder, place, files, what), what), what)
 
 
-def _chunk(data: memoryview, what: str) -> np.ndarray:
-    found = load_archive(data, what)
-    if not isinstance(found, np.ndarray):
-        raise ValueError(f"{what} is damaged: a chunk is no tensor")
-    return found
+class _Chunk:
+    """A chunk of a tensor, which is an archive of its own: opened once, so that its checksum is compared once.
+
+    A chunk of stacked layers is read for each of them.
+    """
+
+    def __init__(self, data: memoryview, what: str):
+        self._data, self._what = data, what
+
+    @functools.cached_property
+    def _tensor(self) -> StoredTensor:
+        found = load_archive(self._data, self._what)
+        if not isinstance(found, StoredTensor):
+            raise ValueError(f"{self._what} is damaged: a chunk is no tensor")
+        return found
+
+    def read(self) -> np.ndarray:
+        return np.asarray(self._tensor)

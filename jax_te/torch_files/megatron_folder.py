@@ -40,8 +40,8 @@ class MegatronCheckpoint(NamedTuple):
     """What `read_megatron` found.
 
     Args:
-        tensors: the model's, by Megatron-Core's names, each whole. NumPy arrays over a memory map; or, if they lie in
-            several pieces, objects with ``shape`` and ``dtype`` that ``np.asarray`` reads.
+        tensors: the model's, by Megatron-Core's names, each whole: objects with ``shape`` and ``dtype`` that
+            ``np.asarray`` reads over a memory map, comparing the checksum that the file has of each.
         args: Megatron-LM's arguments of plain values; empty if there are none.
         iteration: of the checkpoint, None if it says none.
         files: whose ``release()`` drops what has been read from memory.
@@ -218,8 +218,8 @@ def _merged(name: str, ranks: list[dict[str, Any]], gated: bool | None, path: Pa
     return parts[0]
 
 
-def _bits(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    return str(array.dtype), array.shape, array.tobytes()
+def _bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype), tensor.shape, np.asarray(tensor).tobytes()
 
 
 def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:

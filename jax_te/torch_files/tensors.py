@@ -57,18 +57,28 @@ class StoredTensor:
         return cls(shape, dtype, (Piece((0,) * len(shape), shape, read),), what)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # it is a new array in any case
+        if len(self.pieces) == 1:
+            # Perhaps over a memory map, where it cannot be written to.
+            return np.array(self._read(self.pieces[0]), dtype, copy=copy or None)
+        whole = self._joined()
+        return whole if dtype is None else whole.astype(dtype)
+
+    def _joined(self) -> np.ndarray:
         # Nothing of it stays unset, since the pieces were found to fill it.
         whole = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
-            part = piece.read()
-            if part.shape != piece.shape or part.dtype != self.dtype:
-                raise ValueError(
-                    f"{self.what} is damaged: a piece is {part.dtype}{list(part.shape)}, and must be "
-                    f"{self.dtype}{list(piece.shape)}"
-                )
-            whole[tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.shape, strict=True))] = part
-        return whole if dtype is None else whole.astype(dtype)
+            at = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.shape, strict=True))
+            whole[at] = self._read(piece)
+        return whole
+
+    def _read(self, piece: Piece) -> np.ndarray:
+        part = piece.read()
+        if part.shape != piece.shape or part.dtype != self.dtype:
+            raise ValueError(
+                f"{self.what} is damaged: a piece is {part.dtype}{list(part.shape)}, and must be "
+                f"{self.dtype}{list(piece.shape)}"
+            )
+        return part
 
     def row(self, index: int, what: str) -> StoredTensor:
         """Return the part at one index of the first axis."""

@@ -72,7 +72,7 @@ def inspect_precision(
     Args:
         model: any model with layers of `jax_te.layers`, in training mode.
         loss_fn: ``(model, batch, key) -> [ ]``.
-        batch, key: arguments of ``loss_fn``.
+        batch, key: arguments of ``loss_fn``. Without a key layers drop nothing.
         loss_scale: multiplies the loss, as in fp16 training.
 
     Returns:
@@ -216,6 +216,8 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
         def scaled_loss(params: PyTree, quantizers: PyTree) -> Array:
             model = nnx.merge(graphdef, params, quantizers, rest, copy=True)
             name_modules(model)
+            if key is None:
+                model.set_attributes(without_dropout=True, raise_if_not_found=False)
             return mean_loss(loss_fn(model, batch, key)) * loss_scale
 
         # allow_int: the dtype of with_max_gradients is no ordinary float. XLA drops the

@@ -7,7 +7,7 @@ import signal
 import jax
 import pytest
 
-from jax_te.bench import contestants, megatron
+from jax_te.bench import contestants, megatron, train_steps
 from jax_te.bench.megatron import MegatronProcess, megatron_model
 from jax_te.bench.peers import megatron_gpt
 from jax_te.bench.settings import Sizes
@@ -56,6 +56,7 @@ class cuda:
     set_device = lambda index: note(device=index)
     synchronize = lambda: None
     max_memory_allocated = lambda: 2**24
+    mem_get_info = lambda: (int(os.environ.get("STAND_IN_FREE", 2**40)), 2**40)
 
 class distributed:
     get_world_size = lambda: int(os.environ["WORLD_SIZE"])
@@ -260,6 +261,32 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert len([line for line in found if "step" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
     # Each step quantizes its kernels.
     assert len([line for line in found if "first" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+
+
+@pytest.mark.parametrize(("free", "apart"), [(2**40, False), (2**16, True)])
+def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
+    capsys, monkeypatch, processes, stand_in, free, apart
+):
+    """And measured as often: both keep their states, which a GPU may not hold at once."""
+    ended = []
+
+    def created(*args):
+        ended.append([process.poll() is not None for process in processes])
+        return create(*args)
+
+    create = train_steps.created
+    monkeypatch.setattr(train_steps, "created", created)
+    monkeypatch.setenv("STAND_IN_FREE", str(free))
+    status, rows, said = bench(capsys, "--recipes", "none")
+    assert status == 0
+    # The first process only says what is installed.
+    assert ended == [[True, apart]]
+    assert ("measured one after the other" in said) == apart
+    assert rows[0]["ms"] >= 20.0
+    assert rows[1]["speed_ratio"] == pytest.approx(rows[0]["ms"] / rows[1]["ms"], rel=0.01)
+    assert rows[1]["memory_ratio"] > 0.0
+    steps = [line["step"] for line in stand_in() if "step" in line]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_ranks_on_a_mesh(capsys, stand_in, processes):

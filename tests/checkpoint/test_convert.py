@@ -35,7 +35,7 @@ class Model(nnx.Module):
     def __init__(self, rngs, *, stacked=False, fused=True, lora=False, dtype="float32"):
         def layer(rngs):
             options = {"fuse_qkv_params": fused, "input_layernorm": True, "params_dtype": dtype}
-            made = MultiheadAttention(WIDTH, HEADS, num_gqa_groups=GROUPS, **options, rngs=rngs)
+            made = MultiheadAttention(WIDTH, HEADS, attention_dropout=0.0, num_gqa_groups=GROUPS, **options, rngs=rngs)
             if lora:
                 made.qkv = LoRA(made.qkv, 2, rngs=rngs)
             return made

@@ -4,13 +4,16 @@ import itertools
 import math
 import os
 import signal
+import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jax_te.cli.loop import LoopActions, LoopPlan, StopRequest, run_loop
-from jax_te.metrics import StepTrace, StepWork
+from jax_te.metrics import Speed, StepTrace, StepWork
 from jax_te.metrics.log import MetricsLog, read_metrics
-from jax_te.metrics.progress import PlainProgress, RichProgress, Speed, clock, make_progress
+from jax_te.metrics.progress import PlainProgress, RichProgress, make_progress
 
 MEASURED = {"tokens_per_second", "tokens_per_second_per_device", "mfu"}
 
@@ -206,18 +209,107 @@ def test_without_a_terminal_there_are_plain_lines(capsys):
     assert capsys.readouterr().out == "model    tiny\nbackend  one\n         two\nresumed\n--- sample ---\ndef f\n---\n"
 
 
-def test_speed_leaves_compilation_out(monkeypatch):
+STEP_SECONDS = 0.03
+
+
+def sleeping_step(state, batch):
+    """Return only when the step is done, as a step on a CPU may."""
+    time.sleep(STEP_SECONDS)
+    return state + 1, {"loss": 1.0}
+
+
+@jax.jit
+def _sleep(x):
+    def sleep(x):
+        time.sleep(STEP_SECONDS)
+        return x
+
+    return jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+
+class Dispatched:
+    """Steps that a device does one after the other, long after they are dispatched."""
+
+    def __init__(self):
+        self.loss = jnp.zeros((), jnp.float32)
+
+    def __call__(self, state, batch):
+        self.loss = _sleep(self.loss)
+        return state + 1, {"loss": self.loss}
+
+
+class SlowTrace(StepTrace):
+    """A trace that takes as long as 10 steps to begin, and to be summed up."""
+
+    def before(self, step):
+        if step == self.first:
+            time.sleep(10 * STEP_SECONDS)
+
+    def after(self, step):
+        time.sleep(10 * STEP_SECONDS)
+
+
+@pytest.mark.parametrize("make_step", [lambda: sleeping_step, Dispatched], ids=["done when called", "dispatched"])
+def test_the_speed_is_that_of_steps_alone(tmp_path, capsys, make_step):
+    """An evaluation, a checkpoint or a trace after a step makes neither that step faster nor the run slower."""
+
+    class Slow(Run):
+        def evaluate(self, state):
+            time.sleep(10 * STEP_SECONDS)
+            return 1.0
+
+        def save(self, step, state, heldout):
+            time.sleep(10 * STEP_SECONDS)
+
+    trace = SlowTrace(tmp_path / "profile", 5, 6)
+    result = Slow(tmp_path)(step=make_step(), steps=12, eval_every=2, save_every=5, log_every=1, trace=trace)
+    most = 100 / STEP_SECONDS  # tokens/s of a step that only sleeps, which no step can exceed
+    rates = {r["step"]: r["tokens_per_second"] for r in read_metrics(tmp_path) if "tokens_per_second" in r}
+    assert max(rates.values()) < 1.1 * most  # steps end a little late, so one may seem shorter than it was
+    # A busy machine makes steps longer; the work between steps would make them more than 5 times as long.
+    assert result.tokens_per_second == pytest.approx(most, rel=0.6)
+    shown = [int(line.split()[4].replace(",", "")) for line in capsys.readouterr().out.splitlines() if "% MFU" in line]
+    assert shown[-1] == pytest.approx(result.tokens_per_second, abs=1)
+    assert len(rates) >= 8
+
+
+def test_speed_is_measured_between_moments_and_without_pauses(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    speed = Speed(5, 105, StepWork(tokens=1000, devices=4, flops=1e12, peak=1e12))
-    assert (speed.rate, speed.eta) == ("… tokens/s", "-:--")
-    now[0] = 60.0
-    speed.update(6)
-    assert speed.eta == "-:--"
+    speed = Speed(StepWork(tokens=1000, devices=4, flops=1e12, peak=1e12))
+    assert (speed.seconds_per_step, speed.seconds_left(100), speed.rates()) == (None, None, {})
+    now[0] = 60.0  # the first step compiles
+    speed.done(6)
+    assert (speed.seconds_per_step, speed.rates()) == (None, {})
     now[0] = 62.0
-    speed.update(10)
-    assert speed.rate == "2,000 tokens/s (500 a device)  50.0% MFU"
-    assert speed.eta == clock(95 * 0.5) == "0:48"
+    speed.done(10)
+    assert speed.rates() == {"tokens_per_second": 2000.0, "tokens_per_second_per_device": 500.0, "mfu": 0.5}
+    assert speed.seconds_left(95) == 95 * 0.5
+    for recurs in (True, False):
+        with speed.pause(recurs=recurs):
+            now[0] += 4.0
+    speed.done(10)  # the same step again says nothing
+    now[0] += 0.25
+    speed.done(11)
+    assert speed.rates()["tokens_per_second"] == 4000.0
+    assert speed.seconds_per_step == 0.45
+    assert speed.seconds_left(10) == pytest.approx(10 * (2.25 + 4.0) / 5)
+
+
+def test_the_display_shows_mean_speed_and_time_left(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    speed, progress = Speed(StepWork(tokens=1000, devices=4, flops=1e12, peak=1e12)), PlainProgress()
+    progress.start(5, 105, speed)
+    progress.update(6, 2.0, line=True)
+    speed.done(6)
+    now[0] = 2.0
+    speed.done(10)
+    progress.update(10, 1.5, line=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 6/105  loss 2.0000  … tokens/s  ETA -:--",
+        "step 10/105  loss 1.5000  2,000 tokens/s (500 a device)  50.0% MFU  ETA 0:48",
+    ]
 
 
 def test_steps_are_traced_between_what_the_device_did_before_and_after(tmp_path, monkeypatch, capsys):

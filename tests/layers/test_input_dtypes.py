@@ -32,6 +32,7 @@ from jax_te.ops import (
     linear_cross_entropy,
     softmax_cross_entropy,
 )
+from tests.support.numerics import NO_DROPOUT
 
 H = 16
 ONES, KERNEL, LABELS = jnp.ones(H), jnp.ones((H, H)), jnp.zeros((2, 4), jnp.int32)
@@ -42,8 +43,8 @@ CALLS: dict[str, Any] = {
     "LayerNorm": lambda: LayerNorm(H, rngs=nnx.Rngs(0)),
     "RMSNorm": lambda: RMSNorm(H, rngs=nnx.Rngs(0)),
     "DotProductAttention": lambda: lambda x: DotProductAttention(1, H)(*(x[:, :, None],) * 3),
-    "MultiheadAttention": lambda: MultiheadAttention(H, 1, rngs=nnx.Rngs(0)),
-    "TransformerLayer": lambda: TransformerLayer(H, H, 1, rngs=nnx.Rngs(0)),
+    "MultiheadAttention": lambda: MultiheadAttention(H, 1, attention_dropout=0.0, rngs=nnx.Rngs(0)),
+    "TransformerLayer": lambda: TransformerLayer(H, H, 1, **NO_DROPOUT, rngs=nnx.Rngs(0)),
     "dense": lambda: lambda x: dense(x, KERNEL),
     "dense's kernel": lambda: lambda x: dense(KERNEL[:, :4], x[0]),
     "dense's bias": lambda: lambda x: dense(KERNEL, KERNEL, bias=x[0, 0]),

@@ -31,7 +31,7 @@ from jax_te.recipe import (
     recipe_from_name,
 )
 from jax_te.training import change_recipe, create_train_state, make_train_step
-from tests.support.numerics import assert_bitwise, draw
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw
 
 CURRENT = Float8CurrentScaling()
 LAYERS = {
@@ -39,7 +39,7 @@ LAYERS = {
     "LayerNormLinear": lambda: LayerNormLinear(32, 64, rngs=nnx.Rngs(0)),
     "LayerNormMLP": lambda: LayerNormMLP(32, 64, rngs=nnx.Rngs(0)),
     "returning the norm": lambda: LayerNormMLP(32, 64, return_layernorm_output=True, rngs=nnx.Rngs(0)),
-    "TransformerLayer": lambda: TransformerLayer(32, 64, 2, rngs=nnx.Rngs(0)),
+    "TransformerLayer": lambda: TransformerLayer(32, 64, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)),
 }
 
 
@@ -136,7 +136,7 @@ def test_a_layers_own_recipe_in_training_and_evaluation():
 
 
 def test_states_are_prepared_for_each_layers_own_recipe():
-    layer = TransformerLayer(32, 64, 2, rngs=nnx.Rngs(0))
+    layer = TransformerLayer(32, 64, 2, **NO_DROPOUT, rngs=nnx.Rngs(0))
     layer.self_attention.proj.module_recipe = ModuleRecipe(training=CURRENT)
     layer.layernorm_mlp.module_recipe = ModuleRecipe(
         training=DelayedScaling(amax_history_len=2), override_nonquantized_autocast=True

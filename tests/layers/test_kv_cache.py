@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te.layers import TransformerLayer, init_kv_cache, rotary_embedding
 from tests.support.meshes import shard
-from tests.support.numerics import assert_close, draw
+from tests.support.numerics import NO_DROPOUT, assert_close, draw
 from tests.support.reference import ROUNDOFF, randomize
 
 S, H, N, G, D = 8, 32, 4, 2, 8
@@ -19,7 +19,9 @@ S, H, N, G, D = 8, 32, 4, 2, 8
 
 @pytest.mark.wide("no mesh", "explicit")
 def test_pieces_give_what_the_whole_gives(mesh_mode: str) -> None:
-    layer = shard(randomize(TransformerLayer(H, 64, N, num_gqa_groups=G, kv_channels=D, rngs=nnx.Rngs(0))))
+    layer = shard(
+        randomize(TransformerLayer(H, 64, N, **NO_DROPOUT, num_gqa_groups=G, kv_channels=D, rngs=nnx.Rngs(0)))
+    )
     x, positions = draw("x", (4, S, H)), jnp.arange(S)
     whole = jax.jit(lambda layer, x: layer(x, rotary_pos_emb=rotary_embedding(positions, D)))(layer, x)
 
@@ -43,6 +45,20 @@ def test_the_newest_tokens_are_the_last_of_what_is_held() -> None:
     assert mask_type == "padding_causal_bottom_right"
     assert {name: value.tolist() for name, value in lengths.items()} == {"q_lengths": [2], "kv_lengths": [3]}
     assert cache.k[0, :, 0, 0].tolist() == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("pieces", [(4, 5), (5, 1), (3, 1, 2)], ids=str)
+def test_tokens_beyond_the_end_are_nan(pieces: tuple[int, ...]) -> None:
+    """How many tokens a cache has is known at run time only; they would take the place of others, unseen."""
+    layer = randomize(TransformerLayer(H, 64, N, **NO_DROPOUT, num_gqa_groups=G, kv_channels=D, rngs=nnx.Rngs(0)))
+    step = jax.jit(lambda layer, x, cache: layer(x, cache=cache))
+    cache = init_kv_cache(2, 5, G, D)
+    for size in pieces[:-1]:
+        y, cache = step(layer, draw("x", (2, size, H)), cache)
+        assert jnp.isfinite(y).all()
+    for size in (pieces[-1], 1):  # and it stays so
+        y, cache = step(layer, draw("x", (2, size, H)), cache)
+        assert jnp.isnan(y).all()
 
 
 def test_too_many_tokens_are_refused() -> None:

@@ -26,6 +26,7 @@ from jax_te.training import create_train_state, make_train_step
 from tests.support import reference
 from tests.support.meshes import shard
 from tests.support.numerics import (
+    NO_DROPOUT,
     TOLERANCE,
     assert_bitwise,
     assert_close,
@@ -198,7 +199,7 @@ def test_lora_params_are_a_filter() -> None:
 
 
 def test_takes_the_place_of_a_projection() -> None:
-    x, block = draw("x", (2, S, H)), TransformerLayer(H, F, 4, rngs=nnx.Rngs(0))
+    x, block = draw("x", (2, S, H)), TransformerLayer(H, F, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))
     before = block(x)
     attention = block.self_attention
     attention.qkv, attention.proj = (LoRA(part, R, rngs=nnx.Rngs(1)) for part in (attention.qkv, attention.proj))
@@ -255,7 +256,7 @@ def test_reaches_every_gemm_of_a_transformer_layer_under_fp8() -> None:
     """What the zero-initialized adapters leave alone; and the states of the base's quantizers."""
     x = draw("x", (2, S, H))
     with autocast(recipe_from_name("current")):
-        block = TransformerLayer(H, F, 4, rngs=nnx.Rngs(0))
+        block = TransformerLayer(H, F, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))
         before = quick_jit(lambda layer, x: layer(x))(block, x)
         for part, name in ((block.self_attention, "qkv"), (block.self_attention, "proj"), (block, "layernorm_mlp")):
             setattr(part, name, LoRA(getattr(part, name), R, rngs=nnx.Rngs(1)))
@@ -268,7 +269,7 @@ def test_reaches_every_gemm_of_a_transformer_layer_under_fp8() -> None:
 
 
 def test_errors() -> None:
-    block = TransformerLayer(H, F, 4, rngs=nnx.Rngs(0))
+    block = TransformerLayer(H, F, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))
     with (
         without_type_checker(),
         pytest.raises(

@@ -18,7 +18,7 @@ from jax_te.recipe import autocast, recipe_from_name
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import shard
-from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit, value_and_vjp
+from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_bitwise, assert_close, draw, quick_jit, value_and_vjp
 from tests.support.reference import Form, parameters, randomize
 
 B, S, H, F = 4, 8, 32, 64
@@ -55,7 +55,10 @@ def test_on_every_mesh(mesh_mode: str) -> None:
 
 
 def test_a_layer_with_a_function_follows_the_formula() -> None:
-    layer, x = randomize(TransformerLayer(H, F, 4, activation=jnp.tanh, rngs=nnx.Rngs(0))), draw("x", (B, S, H))
+    layer, x = (
+        randomize(TransformerLayer(H, F, 4, **NO_DROPOUT, activation=jnp.tanh, rngs=nnx.Rngs(0))),
+        draw("x", (B, S, H)),
+    )
     p = jax.tree.map(np.float64, parameters(layer))
     expected = reference.layer(np, p, np.float64(x), Form(activation="tanh"))  # type: ignore[arg-type]
     assert_close(quick_jit(lambda layer, x: layer(x))(layer, x), expected, 4 * TOLERANCE["float32"])

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_te.config.checks import log_once
 from jax_te.layers import TransformerLayer
-from tests.support.numerics import assert_bitwise, draw
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw
 
 B, S, H = 2, 8, 16
 LEFT = jnp.arange(S)[None, None, None] < jnp.array([3, 0])[:, None, None, None]  # [b, 1, 1, s]; left, and none
@@ -21,7 +21,7 @@ Q, K = jnp.arange(S)[None, None, :, None], jnp.arange(S)[None, None, None]  # qu
 
 
 def layer(mask_type: str, **options: Any) -> TransformerLayer:
-    return TransformerLayer(H, 32, 2, self_attn_mask_type=mask_type, rngs=nnx.Rngs(0), **options)
+    return TransformerLayer(H, 32, 2, self_attn_mask_type=mask_type, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jax_te.layers import (
 )
 from jax_te.models import Execution, GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast
-from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, without_type_checker
+from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_bitwise, assert_close, draw, without_type_checker
 from tests.support.reference import randomize
 
 H, N, G, D = 32, 4, 2, 8
@@ -36,7 +36,11 @@ def stored_quantized(layer):
 
 
 def build(**options):
-    return randomize(MultiheadAttention(H, N, num_gqa_groups=G, return_max_logit=True, rngs=nnx.Rngs(0), **options))
+    return randomize(
+        MultiheadAttention(
+            H, N, attention_dropout=0.0, num_gqa_groups=G, return_max_logit=True, rngs=nnx.Rngs(0), **options
+        )
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,7 +80,7 @@ def test_small_and_missing_logits_change_nothing():
         (build, {"threshold": 0.0}, "threshold must be > 0 and alpha in"),
         (build, {"alpha": 1.5}, "threshold must be > 0 and alpha in"),
         (build, {"max_logit": None}, "return_max_logit=True"),
-        (lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0)), {}, "return_max_logit=True"),
+        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0)), {}, "return_max_logit=True"),
         (lambda: with_adapter(build()), {}, "takes self-attention with one fused"),
         (lambda: stored_quantized(build()), {}, "stored quantized; clip before quantize_parameters"),
         (build, {"max_logit": jnp.ones(3)}, r"max_logit must be \[n\] = \(4,\), got \(3,\)"),
@@ -98,7 +102,7 @@ def test_kernels_that_were_cached_are_dropped():
 def test_through_a_transformer_layer():
     """Its self-attention returns them; a cache comes behind, and the norm's output stays inside."""
     options = {"return_max_logit": True, "apply_residual_connection_post_layernorm": True, "layer_type": "decoder"}
-    layer = randomize(TransformerLayer(H, 2 * H, N, rngs=nnx.Rngs(0), **options))
+    layer = randomize(TransformerLayer(H, 2 * H, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
     x = draw("x", (1, 8, H))
     y, logits = layer(x, None, x)
     assert logits.shape == (N,)

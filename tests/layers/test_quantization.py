@@ -17,7 +17,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import shard
-from tests.support.numerics import assert_bitwise, assert_close, draw, relative_l2
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, relative_l2
 from tests.support.reference import Form, parameters, randomize
 
 B, S, H, F, N = 4, 8, 32, 64, 4
@@ -33,7 +33,7 @@ LAYERS = {
 
 def build(recipe: Recipe | None = None) -> TransformerLayer:
     with autocast(recipe):
-        return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0)))
+        return randomize(TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0)))
 
 
 def states(model: Any) -> dict[Any, Any]:
@@ -133,7 +133,7 @@ def test_recomputation_leaves_the_next_states_alone() -> None:
         LayerNormLinear(H, 16, return_layernorm_output=True, rngs=nnx.Rngs(0)),
         LayerNormMLP(H, 16, rngs=nnx.Rngs(0)),
         LayerNormMLP(H, 16, return_layernorm_output=True, rngs=nnx.Rngs(0)),
-        TransformerLayer(H, 64, 4, rngs=nnx.Rngs(0)),
+        TransformerLayer(H, 64, 4, **NO_DROPOUT, rngs=nnx.Rngs(0)),
     ],
     ids=lambda layer: type(layer).__name__,
 )

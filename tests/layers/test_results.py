@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_te.layers import DotProductAttention, MultiheadAttention, TransformerLayer, init_kv_cache
 from jax_te.layers.results import layer_output
+from tests.support.numerics import NO_DROPOUT
 
 H, N, D = 32, 4, 8
 X = jnp.ones((2, 8, H))
@@ -18,7 +19,7 @@ X = jnp.ones((2, 8, H))
 
 def test_without_extra_results_the_array_itself() -> None:
     assert layer_output(X) is X
-    assert isinstance(MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X), jax.Array)
+    assert isinstance(MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0))(X), jax.Array)
 
 
 @pytest.mark.parametrize(
@@ -36,20 +37,20 @@ def test_without_extra_results_the_array_itself() -> None:
 )
 def test_exactly_those_asked_for_in_order(options: dict[str, Any], cached: bool, names: tuple[str, ...]) -> None:
     cache = init_kv_cache(2, 8, N, D) if cached else None
-    result = MultiheadAttention(H, N, rngs=nnx.Rngs(0), **options)(X, cache=cache)
+    result = MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0), **options)(X, cache=cache)
     assert result._fields == names
 
 
 def test_core_and_layer() -> None:
     q = jnp.ones((2, 8, N, D))
     assert DotProductAttention(N, D, return_max_logit=True)(q, q, q).max_logit.shape == (N,)
-    layer = TransformerLayer(H, 64, N, rngs=nnx.Rngs(0))
+    layer = TransformerLayer(H, 64, N, **NO_DROPOUT, rngs=nnx.Rngs(0))
     assert int(layer(X, cache=init_kv_cache(2, 8, N, D)).cache.length) == 8
 
 
 def test_results_of_one_kind_have_one_type() -> None:
     """As carries of a scan must."""
-    layer = TransformerLayer(H, 64, N, rngs=nnx.Rngs(0))
+    layer = TransformerLayer(H, 64, N, **NO_DROPOUT, rngs=nnx.Rngs(0))
     start = layer_output(X[:, :1], cache=init_kv_cache(2, 8, N, D))
     last, _ = jax.lax.scan(lambda carry, _: (layer(carry.y, cache=carry.cache), None), start, length=3)
     assert int(last.cache.length) == 3

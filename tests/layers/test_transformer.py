@@ -15,7 +15,7 @@ from jax_te.layers import TransformerLayer, rotary_embedding
 from jax_te.sharding import constrain
 from tests.support import reference
 from tests.support.meshes import MODES, shard, use_mesh
-from tests.support.numerics import assert_close, draw, equations, relative_l2
+from tests.support.numerics import NO_DROPOUT, assert_close, draw, equations, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, H, F, N, D = 4, 8, 32, 64, 4, 8
@@ -42,7 +42,7 @@ def build(form: Form, **options: Any) -> TransformerLayer:
         apply_residual_connection_post_layernorm=form.residual_post_norm,
         output_layernorm=form.output_norm,
         rngs=nnx.Rngs(0),
-        **options,
+        **(NO_DROPOUT | options),
     )
 
 
@@ -145,14 +145,15 @@ def test_recomputing_core_attention_changes_nothing() -> None:
         assert_close(a, e, TOLERANCE)
 
 
-def test_dropout_needs_a_key_and_is_the_same_on_every_mesh() -> None:
+def test_dropout_follows_its_key_and_is_the_same_on_every_mesh() -> None:
     layer = randomize(build(GPT2, hidden_dropout=0.5, attention_dropout=0.5))
     x = draw("x", (B, S, H))
     call = jax.jit(lambda layer, x, key: layer(x, dropout_key=key))
     dropped = call(layer, x, jax.random.key(3))
-    assert_close(call(layer, x, None), call(randomize(build(GPT2, hidden_dropout=0.0)), x, None), TOLERANCE)
-    assert relative_l2(dropped, call(layer, x, None)) > 0.1
     assert relative_l2(dropped, call(layer, x, jax.random.key(4))) > 0.1
+    layer.eval()
+    assert_close(call(layer, x, None), call(randomize(build(GPT2, **NO_DROPOUT)), x, None), TOLERANCE)
+    assert relative_l2(dropped, call(layer, x, None)) > 0.1
     for mode in MODES[1:]:
         with use_mesh(mode):
             layer = shard(randomize(build(GPT2, hidden_dropout=0.5, attention_dropout=0.5)))
@@ -185,14 +186,14 @@ def test_the_two_blocks_drop_independently() -> None:
 )
 def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options)
+        TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 def test_bad_sizes_say_what_is_allowed() -> None:
     with pytest.raises(ValueError, match="hidden_size 30 is not divisible by num_attention_heads 4"):
-        TransformerLayer(30, F, N, rngs=nnx.Rngs(0))
+        TransformerLayer(30, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"takes \[b, s, 32\], got shape \(8, 32\)"):
         build(GPT2)(draw("x", (S, H)))
-    layer = TransformerLayer(H, F, N, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
+    layer = TransformerLayer(H, F, N, **NO_DROPOUT, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"a padding mask must be bool \[b, 1, 1, s\]"):
         layer(draw("x", (2, S, H)), attention_mask=jnp.zeros((1, 1, S, S), bool))

@@ -17,7 +17,7 @@ from jax_te import layers
 from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, autocast
-from tests.support.numerics import assert_bitwise, draw, without_type_checker
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
 
 RECIPE = DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"
@@ -34,10 +34,10 @@ CASES = {
     "LayerNormMLP": ((32, 64), {"activation": "swiglu", "bias": False}, (X,)),
     "Linear": ((32, 64, False), {"parallel_mode": "row"}, (X,)),
     "LoRA": ((te.Linear(32, 64), 4), {"alpha": 2.0}, (X,)),
-    "MultiheadAttention": ((32, 4), {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm"}, (X,)),
+    "MultiheadAttention": ((32, 4), {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm", "attention_dropout": 0.0}, (X,)),
     "RMSNorm": ((32, 1e-3), {}, (X,)),
     "RelativePositionBias": ((4,), {"bidirectional": False}, (4, 8)),
-    "TransformerLayer": ((32, 64, 4), {"normalization": "RMSNorm"}, (X,)),
+    "TransformerLayer": ((32, 64, 4), {"normalization": "RMSNorm", **NO_DROPOUT}, (X,)),
 }
 
 
@@ -83,7 +83,8 @@ def test_every_layer_has_a_linen_form_with_the_same_arguments():
             (p.name, p.kind, p.default) for p in theirs.values()
         ]
         call = inspect.signature(getattr(te, name).__call__)
-        assert list(call.parameters) == list(inspect.signature(getattr(layers, name).__call__).parameters)
+        theirs = inspect.signature(getattr(layers, name).__call__)
+        assert list(call.parameters) == [*theirs.parameters, "deterministic"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -124,13 +124,17 @@ def test_dropout_takes_the_stream_of_that_name():
     variables = jax.jit(layer.init)(jax.random.key(0), X)
     run = jax.jit(lambda variables, key, rngs: layer.apply(variables, X, dropout_key=key, rngs=rngs))
     run_nnx = jax.jit(lambda module, key: module(X, dropout_key=key))
+    evaluate = jax.jit(lambda variables, rngs: layer.apply(variables, X, deterministic=True, rngs=rngs))
 
     def apply(key, **rngs):
         return run(variables, key, rngs)
 
-    off = apply(None)
-    assert_bitwise(off, run_nnx(te.to_nnx(layer, variables), None))
-    key = jax.random.key(3)
+    with pytest.raises(ValueError, match=r'no key.*in Linen rngs=\{"dropout": key\}.*in Linen deterministic=True'):
+        apply(None)
+    off, module, key = evaluate(variables, {}), te.to_nnx(layer, variables), jax.random.key(3)
+    assert_bitwise(evaluate(variables, {"dropout": key}), off)
+    module.eval()
+    assert_bitwise(off, run_nnx(module, None))
     on = apply(None, dropout=key)
     assert (on != off).any()
     assert_bitwise(apply(None, dropout=key), on)

@@ -25,7 +25,7 @@ from jax_te.megatron import (
 )
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from tests.support.numerics import assert_bitwise, without_type_checker
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, without_type_checker
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def test_unknown_all_reduce():
 def test_modules_tell_whether_they_train():
     """`eval` reaches every module, in the model and of the package."""
     model = Model()
-    layer = model.layers.append(TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0))) or model.layers[-1]
+    layer = model.layers.append(TransformerLayer(32, 64, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))) or model.layers[-1]
     modules = (model, layer, layer.self_attention.core_attention, layer.self_attention.qkv, layer.layernorm_mlp)
     modules += (LayerNorm(8, rngs=nnx.Rngs(0)),)
     assert [module.training for module in modules] == [True] * 6
@@ -250,5 +250,5 @@ def test_param_is_not_shared():
 
 
 def test_any_module_has_a_state_dict():
-    layer = TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0))
+    layer = TransformerLayer(32, 64, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))
     assert "self_attention.qkv.ln_bias" in state_dict(layer)

@@ -33,7 +33,7 @@ from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, ModuleRecipe, autocast
 from tests.megatron.test_float16 import BF16
 from tests.megatron.test_quant_config import EXAMPLE
-from tests.support.numerics import assert_bitwise, assert_close, draw, quick_jit, relative_l2
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, quick_jit, relative_l2
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
 PATHS = [
@@ -102,7 +102,7 @@ def test_megatrons_names_and_the_packages_mean_the_same():
     assert reached(model, "decoder.layers.1.mlp.linear_fc2") == ["layers.1.layernorm_mlp.wo_kernel"]
     # One layer, not two kernels, where the same rule reaches both.
     assert reached(model, "*.mlp.linear_fc?") == ["layers.0.layernorm_mlp", "layers.1.layernorm_mlp"]
-    layer = TransformerLayer(32, 64, 2, layer_type="decoder", rngs=nnx.Rngs(0))
+    layer = TransformerLayer(32, 64, 2, **NO_DROPOUT, layer_type="decoder", rngs=nnx.Rngs(0))
     assert reached(layer, "cross_attention.linear_q", "mlp.linear_fc2") == [
         "inter_attention.query",
         "layernorm_mlp.wo_kernel",

@@ -30,7 +30,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, autocast
 from jax_te.sharding import make_mesh
 from tests.support.meshes import shard
-from tests.support.numerics import assert_bitwise
+from tests.support.numerics import NO_DROPOUT, assert_bitwise
 from tests.support.reference import randomize
 
 H, F = 32, 64
@@ -163,7 +163,7 @@ class Own(nnx.Module):
 class Outer(MegatronModule):
     def __init__(self) -> None:
         super().__init__(None)
-        self.parts = nnx.List([Own(), TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0))])
+        self.parts = nnx.List([Own(), TransformerLayer(32, 64, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))])
         self.part = nnx.Param(jnp.zeros(3))
 
 

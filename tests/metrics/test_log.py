@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from jax_te.cli.main import explain
 from jax_te.config.internal import require_extra
 from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics
 
@@ -94,3 +95,29 @@ def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(ModuleNotFoundError, match=r'tensorboardX.*pip install "jax-te\[train\]"'):
         require_extra("tensorboardX")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import portpicker_that_is_missing.ports",
+            r"^the package grainy of the extra 'train' needs the module portpicker_that_is_missing, which is missing; "
+            r'install it with: pip install "jax-te\[train\]"; or.*pip install portpicker_that_is_missing$',
+        ),
+        ("import grainy.gone", r"grainy of the extra 'train' cannot be imported \(No module named 'grainy.gone'\)"),
+        (
+            "from json import gone",
+            "cannot be imported .*cannot import name 'gone'.*pip install --force-reinstall grainy$",
+        ),
+    ],
+    ids=["another module", "a part of itself", "a name"],
+)
+def test_what_a_package_of_an_extra_lacks_is_named(code, message, tmp_path, monkeypatch):
+    """As where grain is installed, and portpicker, which it imports, is not."""
+    (tmp_path / "grainy").mkdir()
+    (tmp_path / "grainy" / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=message) as caught:
+        require_extra("grainy")
+    assert explain(caught.value) == str(caught.value)  # one line on the command line

@@ -15,14 +15,14 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import Llama3Scaling, rotary_embedding
-from jax_te.models import Execution, GPTModel, Multipliers, RotaryPositions
+from jax_te.models import Execution, GPTModel, Multipliers, RotaryPositions, generate
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
 from tests.support import reference
 from tests.support.meshes import shard, use_mesh
-from tests.support.numerics import assert_close, relative_l2
+from tests.support.numerics import assert_bitwise, assert_close, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, V, H, F, N = 4, 8, 32, 32, 64, 4
@@ -325,7 +325,20 @@ def test_dropout_reaches_the_embedding() -> None:
     model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))
     nnx.update(model.layers, jax.tree.map(jnp.zeros_like, nnx.state(model.layers)))  # the layers add nothing
     dropped = jax.jit(lambda model, tokens: model(tokens, dropout_key=jax.random.key(0)))(model, batch()[0])
+    model.eval()
     assert relative_l2(dropped, call(model, batch()[0])) > 0.1
+
+
+def test_generation_and_measurements_drop_nothing_in_training_either() -> None:
+    config = dataclasses.replace(GPT2, num_layers=1, hidden_dropout=0.5, attention_dropout=0.5)
+    model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))
+    tokens, key = batch()[0], jax.random.key(0)
+    logits = model.max_logits(tokens)
+    generated = generate(model, tokens[:, :2], steps=2, key=key, temperature=0.0)
+    assert model.training
+    model.eval()
+    assert_bitwise(model.max_logits(tokens), logits)
+    assert_bitwise(generate(model, tokens[:, :2], steps=2, key=key, temperature=0.0), generated)
 
 
 def test_a_mask_of_zeros_gives_zero_and_no_mask_the_mean() -> None:

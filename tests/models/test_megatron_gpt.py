@@ -400,6 +400,8 @@ def test_names_of_stages_are_those_of_the_whole_model():
 
 def test_what_stages_refuse():
     _, (first, middle, last) = stages("llama")
+    for part in (first, middle, last):
+        part.eval()  # they have dropout
     x = jnp.ones((B, S, LLAMA.hidden_size))
     for call, message in (
         (lambda: middle(TOKENS), "needs its input: call set_input_tensor before each call"),
@@ -489,6 +491,7 @@ def test_arguments_of_a_call():
         assert whole.sharding.spec == P()
         assert re.search("tensor", str(split.sharding.spec))
         last, x = shard(stages("llama")[1][2]), jnp.ones((B, S, LLAMA.hidden_size))
+        last.eval()
         whole, split = (
             jax.jit(lambda stage, gather=gather: stage(decoder_input=x, runtime_gather_output=gather))(last)
             for gather in (True, None)

@@ -43,7 +43,9 @@ def batch() -> tuple[jax.Array, jax.Array, jax.Array]:
 def loss_and_gradients(fields: dict[str, Any], dropped: bool, options: dict[str, Any]) -> Any:
     key = jax.random.key(2) if dropped else None
     run = quick_jit(jax.value_and_grad(lambda model: model.loss(*batch(), dropout_key=key)))
-    return jax.device_get(run(build(fields, **options)))
+    model = build(fields, **options)
+    model.set_attributes(without_dropout=not dropped)
+    return jax.device_get(run(model))
 
 
 @functools.cache

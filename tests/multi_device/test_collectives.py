@@ -25,7 +25,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import split_model
 from tests.support.meshes import shardings
-from tests.support.numerics import _quick_options, draw, quick_jit
+from tests.support.numerics import NO_DROPOUT, _quick_options, draw, quick_jit
 
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
@@ -152,7 +152,7 @@ def test_memory_of_a_scanned_stack_under_fsdp_is_that_of_one_layers_kernels(reci
 
     mesh = make_mesh(ParallelConfig(fsdp=ranks), axis_type=mode)
     with autocast(RECIPES[recipe]):
-        layer = nnx.eval_shape(lambda: TransformerLayer(hidden, ffn, 4, **options, rngs=nnx.Rngs(0)))
+        layer = nnx.eval_shape(lambda: TransformerLayer(hidden, ffn, 4, **(NO_DROPOUT | options), rngs=nnx.Rngs(0)))
     with autocast(RECIPES[recipe]), jax.set_mesh(mesh):
         few, many = memory(2), memory(6)
     assert (many - few) / 4 < 4 / ranks * layer_bytes

@@ -13,7 +13,7 @@ from flax import nnx
 from jax_te.layers import LayerNormLinear, TransformerLayer
 from jax_te.remat import selective_recompute
 from jax_te.remat.internal import recomputed, run_recomputed
-from tests.support.numerics import compiled_text, draw, without_type_checker
+from tests.support.numerics import NO_DROPOUT, compiled_text, draw, without_type_checker
 
 B, S, H, F, N = 2, 8, 16, 32, 4
 
@@ -32,7 +32,7 @@ def kept(layer: Any, *modules: str) -> dict[tuple[int, ...], int]:
 
 def build(**options: Any) -> TransformerLayer:
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **options}
-    return TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **options)
+    return TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 def less(module: str) -> dict[tuple[int, ...], int]:

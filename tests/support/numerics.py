@@ -14,6 +14,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import config as jaxtyping_config
 
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+"""For a `TransformerLayer`, whose calls in training need a key otherwise."""
+
 TOLERANCE = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """For `assert_close` of one GEMM or row reduction in a dtype: fp32 sums of some tens of terms err by a few units of
 2^-24; bf16 and fp16 results are such sums rounded once or twice, each time by at most 2^-9 or 2^-12."""

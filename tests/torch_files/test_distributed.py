@@ -29,6 +29,17 @@ def test_chunks_are_merged(tmp_path):
     np.testing.assert_array_equal(np.asarray(found.tensors["a"]), ARRAYS["a"])
 
 
+def test_a_chunk_with_another_checksum_is_refused_when_it_is_read(tmp_path):
+    write_distributed(tmp_path, ARRAYS)
+    last = ARRAYS["a"][-1, -2:].tobytes()  # in one of its chunks
+    for path in tmp_path.glob("*.distcp"):
+        path.write_bytes(path.read_bytes().replace(last, bytes(len(last))))
+    found = read_torch_distributed(tmp_path)
+    np.testing.assert_array_equal(np.asarray(found.tensors["b.c"]), ARRAYS["b.c"])
+    with pytest.raises(ValueError, match=r": a, entry .*, is damaged: its bytes have another checksum"):
+        np.asarray(found.tensors["a"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_te.torch_files import read_torch_file, write_torch_file
+from jax_te.torch_files.internal import open_torch_file
 from jax_te.torch_files.pickles import Record, read_pickle
 
 DTYPES = ["float32", "float16", "bfloat16", "int64", "uint8", "bool", "uint16", "float8_e4m3fn", "float8_e5m2"]
@@ -78,6 +80,41 @@ def test_what_is_written_is_read(tmp_path):
         start = info.header_offset
         assert not (start + 30 + sum(struct.unpack("<HH", data[start + 26 : start + 30]))) % 64
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def flipped(path, needle):
+    """Flip a bit of the bytes that are stored in a file."""
+    data = bytearray(path.read_bytes())
+    at = data.index(needle)
+    data[at + 3] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_tensor_with_another_checksum_is_refused(tmp_path):
+    path = archive(tmp_path / "a.pt", tensor(), [FOUR])
+    assert read_torch_file(path).tolist() == [0, 1, 2, 3]
+    flipped(path, FOUR)
+    with pytest.raises(ValueError, match=r"a\.pt, entry 'archive/data/0', is damaged: its bytes have another checksum"):
+        read_torch_file(path)
+    lazy = open_torch_file(path)  # which reads nothing of it, and so finds nothing
+    assert lazy.shape == (4,)
+    with pytest.raises(ValueError, match="another checksum"):
+        np.asarray(lazy)
+
+
+def test_a_file_without_checksums_is_read(tmp_path):
+    """torch.utils.serialization.config.save.compute_crc32 = False writes zeros."""
+    path = archive(tmp_path / "a.pt", tensor(), [FOUR])
+    data = bytearray(path.read_bytes())
+    crc = struct.pack("<I", zlib.crc32(FOUR))
+    path.write_bytes(data.replace(crc, bytes(4)))
+    assert read_torch_file(path).tolist() == [0, 1, 2, 3]
+
+
+def test_an_array_that_is_copied_can_be_written_to(tmp_path):
+    lazy = open_torch_file(archive(tmp_path / "a.pt", tensor(), [FOUR]))
+    assert np.array(lazy).flags.writeable
+    assert not np.asarray(lazy).flags.writeable
 
 
 def test_strided_and_shared_storages_are_read(tmp_path):

@@ -10,6 +10,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear, RMSNorm, TransformerLayer
 from jax_te.megatron import MLP as MegatronMLP
 from jax_te.torch_files import load_te_state_dict
+from tests.support.numerics import NO_DROPOUT
 
 H, F, N, G, D = 32, 48, 4, 2, 8
 
@@ -19,7 +20,7 @@ def random(*shape):
 
 
 def layer(**more):
-    return TransformerLayer(H, F, N, num_gqa_groups=G, activation="swiglu", rngs=nnx.Rngs(0), **more)
+    return TransformerLayer(H, F, N, num_gqa_groups=G, activation="swiglu", rngs=nnx.Rngs(0), **(NO_DROPOUT | more))
 
 
 def te_arrays(fused, where="self_attention", name="qkv"):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_te.layers import LayerNormMLP, LoRA, TransformerLayer
 from jax_te.training import adamw_with_schedule, learning_rate_schedule, muon_dimension_numbers, weight_decay_mask
+from tests.support.numerics import NO_DROPOUT
 
 
 def test_schedule_warms_up_and_decays_to_a_fraction():
@@ -116,7 +117,7 @@ def test_muon_on_the_variables_of_layers():
     def stacked(key):
         return LayerNormMLP(8, 16, rngs=nnx.Rngs(key))
 
-    layer = nnx.eval_shape(lambda: TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0)))
+    layer = nnx.eval_shape(lambda: TransformerLayer(8, 16, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)))
     model = nnx.Dict(
         layer=layer,
         stack=nnx.eval_shape(lambda: stacked(jax.random.split(jax.random.key(0), 3))),

@@ -24,12 +24,16 @@ from jax_te.training import FirstHalf, deferred_vjp, split_model
 from jax_te.training.gradients import vjp_of_model
 from jax_te.training.kernel_gradients import KernelGradients
 from tests.support.meshes import MODES, shard, use_mesh
-from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
+from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
 
 LAYERS: dict[str, tuple[Callable[[], nnx.Module], int, int]] = {
     "Linear": (lambda: Linear(32, 64, rngs=nnx.Rngs(0)), 1, 1),
     "LayerNormMLP": (lambda: LayerNormMLP(32, 64, rngs=nnx.Rngs(0)), 2, 2),
-    "TransformerLayer": (lambda: TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0)), 4 + 4, 4),  # 4 of the attention core
+    "TransformerLayer": (
+        lambda: TransformerLayer(32, 64, 4, **NO_DROPOUT, rngs=nnx.Rngs(0)),
+        4 + 4,
+        4,
+    ),  # 4 of the attention core
 }
 RECIPES = [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=3)]
 RECIPE_NAMES = ["no recipe", "current", "delayed"]

@@ -190,7 +190,10 @@ def start_ranks(tensor: int, stages: int) -> tuple[bool, bool]:
 
 
 def time_steps(step: Callable[[], None], count: int) -> dict[str, float]:
-    """Return the mean seconds of a step over this many, and the peak of torch's memory so far in bytes."""
+    """Return the mean seconds of a step over this many, the peak of torch's memory so far, and what the GPU has free.
+
+    Memory is in bytes. Free is what no process has taken, torch's own cache counted as taken.
+    """
     import torch
 
     torch.cuda.synchronize()
@@ -199,7 +202,8 @@ def time_steps(step: Callable[[], None], count: int) -> dict[str, float]:
         step()
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / count
-    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
+    free, _ = torch.cuda.mem_get_info()
+    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated(), "free_bytes": free}
 
 
 def main() -> int:

@@ -78,7 +78,7 @@ def dot_product_attention(
         softmax_offset: ``[n]``.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
-        dropout_rate: of the probabilities; needs ``dropout_key``. Without a key there is no dropout.
+        dropout_rate: probability with which a probability is dropped; needs ``dropout_key`` unless it is 0.
         return_max_logit: also return the max logit of each head, after scale, softcap and bias.
         context_parallel: how devices exchange keys and values if the mesh in use shards the sequence. None:
             `ContextParallel`'s defaults.
@@ -109,6 +109,10 @@ def dot_product_attention(
     # Asked here, so that the usual call, without dropout and softcap, makes no call of its own.
     if type(dropout_rate) is not float or dropout_rate != 0.0:
         check_rate(dropout_rate=dropout_rate)
+        if dropout_rate and dropout_key is None:
+            raise ValueError(f"dropout_rate={dropout_rate} needs dropout_key; give a key, or the rate 0")
+    if dropout_rate == 0.0:
+        dropout_key = None  # it would be one more input of every kernel and shard_map
     if not (scale is None or (type(scale) is float and isfinite(scale))):
         check_number(scale=scale)
     if logit_softcap is not None:
@@ -116,12 +120,11 @@ def dot_product_attention(
         logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
     if return_max_logit is not False:
         check_bool(return_max_logit=return_max_logit)
-    # Without a key nothing is dropped, and backends that have no dropout can run the call.
     spec = attention_spec(
         qkv,
         mask_type,
         scale,
-        dropout_rate if dropout_key is not None else 0.0,
+        dropout_rate,
         window=window,
         bias_type=bias_type,
         bias_shape=None if bias is None else bias.shape,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jax_te.config.internal import brief
 from jax_te.typing import Array
@@ -63,6 +66,9 @@ def segments_from_cu_seqlens(
     >>> segments_from_cu_seqlens(jnp.array([0, 3, 5])).q_lengths.tolist()
     [[3, 2]]
     """
+    check_boundaries("q", cu_seqlens_q, cu_seqlens_q_padded)
+    if cu_seqlens_kv is not None:
+        check_boundaries("kv", cu_seqlens_kv, cu_seqlens_kv_padded)
     q_offsets, q_lengths = _offsets_and_lengths("q", cu_seqlens_q, cu_seqlens_q_padded)
     if cu_seqlens_kv is None:
         if cu_seqlens_kv_padded is None:
@@ -117,3 +123,38 @@ def segment_positions_at(offsets: Array, lengths: Array, positions: Array) -> Se
 
     number = jnp.arange(1, offsets.shape[-1] + 1, dtype=jnp.int32)[None, None, :]
     return SegmentPositions(pick(number), pick(index - offsets[:, None, :]), pick(lengths[:, None, :]))
+
+
+def check_boundaries(which: str, lengths: Array, padded: Array | None, size: int | None = None) -> None:
+    """Raise ValueError for cumulative lengths and offsets that have values and cannot be those of rows.
+
+    Args:
+        which: ``"q"`` or ``"kv"``, for messages.
+        lengths: the argument ``cu_seqlens``.
+        padded: the argument ``cu_seqlens_padded``.
+        size: tokens of a row. None: it is not known.
+    """
+    found = {f"cu_seqlens_{which}": _values(lengths), f"cu_seqlens_{which}_padded": _values(padded)}
+    known = {name: rows for name, rows in found.items() if rows is not None}
+    for name, rows in known.items():
+        for row in rows:
+            if row[0] != 0 or (np.diff(row) < 0).any():
+                raise ValueError(f"{name} must begin with 0 and never decrease, got {row.tolist()}")
+            if size is not None and row[-1] > size:
+                raise ValueError(f"{name} ends at {row[-1]}, beyond a row of {size} tokens: {row.tolist()}")
+    if len(known) < 2:
+        return
+    (name, own), (other, offsets) = known.items()
+    if own.shape == offsets.shape and (np.diff(own) > np.diff(offsets)).any():
+        raise ValueError(f"sequences of {name} {own.tolist()} are longer than what {other} has: {offsets.tolist()}")
+
+
+def _values(boundaries: Any) -> np.ndarray | None:
+    """Return boundaries as rows; None if they have no values here: in ``jit``, or on other processes' devices."""
+    if not isinstance(boundaries, jax.Array | np.ndarray) or isinstance(boundaries, Tracer):
+        return None
+    if isinstance(boundaries, jax.Array) and not boundaries.is_fully_addressable:
+        return None
+    if not np.issubdtype(boundaries.dtype, np.integer) or boundaries.ndim not in (1, 2) or not boundaries.size:
+        return None
+    return np.atleast_2d(np.asarray(boundaries))

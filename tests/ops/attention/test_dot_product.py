@@ -170,7 +170,7 @@ def _dropped(rate, seed, shape=(2, 32, 4, 32)):
 
 def test_dropout_statistics():
     rate = 0.3
-    plain, dropped = np.asarray(_dropped(rate, None)), np.asarray(_dropped(rate, 0))
+    plain, dropped = np.asarray(_dropped(0.0, None)), np.asarray(_dropped(rate, 0))
     kept = dropped != 0.0
     count = kept.size
     assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / count), (
@@ -188,6 +188,8 @@ def test_dropout_key():
     assert_bitwise(one, two)
     assert 0.4 < ((one != 0) == (other != 0)).mean() < 0.6
     assert_bitwise(_dropped(0.0, 0), _dropped(0.0, None))
+    with pytest.raises(ValueError, match=r"dropout_rate=0.5 needs dropout_key; give a key, or the rate 0"):
+        _dropped(0.5, None)
 
 
 def test_dropout_gradient_uses_the_mask_of_the_forward_pass():
