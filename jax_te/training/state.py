@@ -117,6 +117,7 @@ def create_train_state(
             configuration, without a recipe that quantizes a kernel; for ``optax.lookahead``, which takes pairs of
             parameters.
 
+    >>> import optax
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
     >>> state.params["kernel"].shape, int(state.step)
     ((2, 3), 0)
@@ -174,6 +175,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     Raises:
         ValueError: if nothing in the model can be quantized, or for kernels stored quantized and no recipe.
 
+    >>> import optax
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import DelayedScaling
     >>> state = create_train_state(lambda rngs: Linear(16, 16, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
@@ -219,6 +221,7 @@ def abstract_train_state(
         key: only its kind matters. None: the default kind.
         model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: as for `create_train_state`.
 
+    >>> import optax
     >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))
     >>> state.params["kernel"].shape
     (2, 3)
