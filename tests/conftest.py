@@ -33,10 +33,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `pytest.mark.wide` leaves out of the default run."""
+    """Mark the cases that `pytest.mark.wide` and `pytest.mark.costly` leave out of the default run."""
+    from tests.support.costly import mark_costly
     from tests.support.wide import mark_wide
 
     mark_wide(items)
+    mark_costly(items)
 
 
 @pytest.fixture(params=["no mesh", "auto", "explicit"])

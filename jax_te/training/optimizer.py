@@ -51,6 +51,7 @@ class Optimizer(nnx.Optimizer):
 
     Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 
+    >>> import optax
     >>> from jax_te.layers import Linear
     >>> from jax_te.training import value_and_grad
     >>> import optax

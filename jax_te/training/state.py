@@ -175,6 +175,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     Raises:
         ValueError: if nothing in the model can be quantized, or for kernels stored quantized and no recipe.
 
+    >>> import optax
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import DelayedScaling
     >>> import optax

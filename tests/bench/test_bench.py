@@ -120,6 +120,7 @@ def test_train_steps_on_a_mesh(capsys, states):
     assert len(states[0].step.sharding.device_set) == 4
 
 
+@pytest.mark.costly
 def test_forms_of_a_train_step_on_replicas(capsys, states):
     ways = ["--batch-parts", "2", "--wgrad-dtype", "float32", "bfloat16", "--distributed-optimizer"]
     status, found, _ = model_rows(

@@ -318,6 +318,8 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
 
 
+@pytest.mark.costly
+@pytest.mark.costly
 def test_stages_of_a_pipeline(capsys, stand_in, processes):
     options = ["--model", "two-layers", "--mesh", "pipeline=2,data=2,tensor=2", "--microbatches", "4", "--batch", "16"]
     status, rows, _ = bench(capsys, "--recipes", "none", *options)
@@ -345,6 +347,7 @@ def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
     assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, split):
     options = ["--distributed-optimizer", "--wgrad-dtype", "bfloat16"] if split else []

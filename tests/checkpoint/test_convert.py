@@ -188,6 +188,7 @@ def test_parameters_quantized_or_not(tmp_path, caplog):
         move(tmp_path / "other", exact, target, MXFP8BlockScaling(), allow={"requantize"})
 
 
+@pytest.mark.costly("explicit-block")
 @pytest.mark.wide("explicit-block")
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED, Float8BlockScaling()], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

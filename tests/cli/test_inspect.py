@@ -57,6 +57,7 @@ def test_a_table_of_every_quantized_tensor(quantized, capsys):
     assert shown.err == f"{quantized}, step 4, recipe current\n"
 
 
+@pytest.mark.costly("nvfp4--25--10-0.5")
 @pytest.mark.parametrize(
     ("recipe", "low", "high", "lost"),
     [pytest.param("delayed", -36, -20, 0.3, marks=pytest.mark.slow), ("nvfp4", -25, -10, 0.5)],

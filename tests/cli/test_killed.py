@@ -90,6 +90,7 @@ def resume(output):
     return finished.stdout
 
 
+@pytest.mark.costly
 def test_killed_in_the_middle(tmp_path, unbroken):
     status, _, _ = signal_when(recorded(13), signal.SIGKILL, tmp_path, *LONG)
     assert status == -signal.SIGKILL

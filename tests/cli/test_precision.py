@@ -37,6 +37,7 @@ def write_rules(folder, text=RULES):
     return str(folder / "rules.yaml")
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,6 +102,7 @@ def test_inspection_leaves_the_run_as_it_is(tmp_path, capsys):
     assert not (tmp_path / "plain" / PRECISION_FILE).exists()
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_inspection_may_begin_with_a_resume(tmp_path):
     run = tmp_path / "run"

@@ -69,6 +69,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(run, words, tmp_path, capsys
     assert (output / "tokenizer.json").exists()
 
 
+@pytest.mark.costly
 def test_a_run_over_bytes_takes_no_tokenizer_later(trained, words, capsys):
     status = main(["train", "--output", str(trained), "--tokenizer", str(words)])
     assert_refused(status, capsys.readouterr().err, "tokenizer_sha256 is None there")

@@ -122,6 +122,7 @@ def test_every_recipe_trains_and_resumes(tmp_path, recipe):
     assert whole == parts
 
 
+@pytest.mark.costly("explicit")
 @pytest.mark.parametrize("axes", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
     output = tmp_path / "run"

@@ -49,6 +49,7 @@ def assert_close(one, other):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * max(np.abs(left).max(), 1e-3))
 
 
+@pytest.mark.costly("delayed-auto", "none-explicit")
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
@@ -60,6 +61,7 @@ def test_a_step_is_that_of_the_whole_batch(mode, recipe):
     assert_close(whole, parts)
 
 
+@pytest.mark.costly("scanned")
 @pytest.mark.wide("scanned")
 @pytest.mark.parametrize(
     ("execution", "fields"),
@@ -110,6 +112,7 @@ def masked(model):
     return model.encode(TOKENS[:, :-1], lengths=jnp.arange(1, B + 1))
 
 
+@pytest.mark.costly("bert")
 @pytest.mark.parametrize(
     ("build", "call"),
     [

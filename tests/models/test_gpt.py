@@ -194,6 +194,7 @@ def test_a_mesh_of_another_tensor_size_than_the_configs_is_refused() -> None:
         jax.eval_shape(lambda model: model(batch()[0]), model)
 
 
+@pytest.mark.costly("explicit-options2-llama")
 @pytest.mark.wide("explicit-options2-llama")
 @pytest.mark.parametrize(
     ("mode", "options", "form"),
@@ -233,6 +234,7 @@ def test_rotary_options_reach_the_layers() -> None:
     assert relative_l2(logits, call(randomize(build(position_embedding_type="rope")), batch()[0])) > 1e-4
 
 
+@pytest.mark.costly("full")
 @pytest.mark.parametrize(
     ("recompute", "mode"),
     [

@@ -156,6 +156,7 @@ def test_options_of_gemma_and_qwen_are_followed_as_in_gpt():
     assert "decoder.layers.0.self_attention_norm.weight" in models[0].state_dict()
 
 
+@pytest.mark.costly("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     gpt, model = plain(form), build(form)
@@ -174,6 +175,7 @@ def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     assert_close(one.mean(), expected, 8 * EPS)
 
 
+@pytest.mark.costly("current")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
     """The same bits reach every GEMM, so that nothing has to be tolerated beyond the order of fp32 sums."""
@@ -197,6 +199,7 @@ def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
         assert_close(state, same, 64 * EPS, what=str(path))
 
 
+@pytest.mark.costly("llama-delayed-auto", "gpt2-none-auto", "gpt2-none-explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize(("form", "recipe"), [("llama", "delayed"), ("gpt2", "none")])
 def test_on_a_mesh_of_tensor_and_sequence_parallelism(form: str, recipe: str, mode: Any):
@@ -336,6 +339,7 @@ def stages(form: str, **fields: Any) -> tuple[Any, list[Any]]:
     return build(form, **options), [build(form, **options, **stage) for stage in STAGES]
 
 
+@pytest.mark.costly("gpt2-delayed")
 @pytest.mark.wide("gpt2-delayed", "llama-none")
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("form", FORMS)

@@ -143,6 +143,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         assert float(history[0]) == float(amax)
 
 
+@pytest.mark.costly("auto-gpt, tied")
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt"])
 def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
     with autocast(DELAYED):
@@ -163,6 +164,7 @@ def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
         assert float(states["output_layer", "quantizers", role, "amax_history"].get_value()[0]) == float(amax)
 
 
+@pytest.mark.costly("gpt, tied")
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_without_the_option_or_a_recipe_nothing_changes(kind: str) -> None:
     on, off = build(kind), build(kind, OFF)
@@ -196,6 +198,7 @@ def test_a_tied_tables_gradient_is_the_sum_of_the_embeddings_and_the_heads() -> 
     assert_close(one["embedding"]["embedding"][...], expected, 2 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly("gpt, tied")
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_microbatches_read_a_kernel_that_is_quantized_once(kind: str) -> None:
     seen = []
@@ -227,6 +230,7 @@ def merged(model: Any, params: Any) -> Any:
     return copy
 
 
+@pytest.mark.costly("recipe0")
 @pytest.mark.parametrize("recipe", [CURRENT, pytest.param(DELAYED, marks=pytest.mark.slow)])
 def test_a_run_learns_as_with_a_head_in_high_precision(recipe: Any) -> None:
     """E4M3 rounds an operand by 2^-4 of itself at most, with either sign, so a token's loss is off by a few percent of
@@ -332,6 +336,7 @@ def test_what_is_refused_says_what_to_change() -> None:
             build(kind, execution=Execution(loss_chunks=2))
 
 
+@pytest.mark.costly("gpt, tied", "gpt")
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt", "megatron"])
 def test_adapters_on_the_head_train(kind: str) -> None:
     def adapted(rngs: nnx.Rngs) -> Any:

@@ -118,6 +118,8 @@ CASES = [
 ]
 
 
+@pytest.mark.costly
+@pytest.mark.costly("delayed-uniform 2", "delayed-save_quantized")
 @pytest.mark.wide("delayed-uniform 2", "delayed-all modules", "delayed-save_quantized")
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:
@@ -138,6 +140,7 @@ def test_the_dropout_of_the_comparison_is_there() -> None:
         assert history[1] == 0.0
 
 
+@pytest.mark.costly("uniform 2")
 @pytest.mark.wide("uniform 2")
 @pytest.mark.parametrize("way", ["uniform 2", "block"])
 def test_a_scanned_stack_recomputes_too(way: str) -> None:
@@ -174,6 +177,7 @@ def test_on_a_mesh(mode: str) -> None:
         assert_close(a, e, 2.0**-18)
 
 
+@pytest.mark.costly("explicit-mlp")
 @pytest.mark.wide("explicit-mlp")
 @pytest.mark.parametrize("way", ["save_gemms", "save_quantized", "mlp"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

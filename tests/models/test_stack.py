@@ -67,6 +67,7 @@ class Block(nnx.Module):
         return x + y
 
 
+@pytest.mark.costly("recipe1")
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
 def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
     """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""

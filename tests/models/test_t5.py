@@ -116,6 +116,7 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     assert_close(logits[:1], alone, TOLERANCE)
 
 
+@pytest.mark.costly("full")
 @pytest.mark.wide("full", "scanned")
 @pytest.mark.parametrize(
     ("fields", "options"),
@@ -145,6 +146,7 @@ def without_either() -> Any:
     return with_dropout(DROPOUT)
 
 
+@pytest.mark.costly
 @pytest.mark.slow  # tests/layers/test_decoder.py and tests/models/test_gpt.py have its parts
 def test_sequence_parallelism_changes_no_number() -> None:
     split = dataclasses.replace(CONFIG, tensor_model_parallel_size=2, sequence_parallel=True)

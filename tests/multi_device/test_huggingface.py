@@ -44,6 +44,7 @@ def fail_at_the_fifth(folder, plan, tensors, limit):
     raise OSError(28, "no space left on device")
 
 
+@pytest.mark.costly
 def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
     folder, copy, unwritable = (tmp_path / name for name in ("folder", "copy", "file"))
     save_huggingface(llama(), folder, max_shard_size=20_000)

@@ -113,6 +113,7 @@ def assert_same(found: tuple[np.ndarray, Any], expected: tuple[np.ndarray, Any],
     np.testing.assert_allclose(found[0][:, 1], expected[0][:, 1], rtol=100 * tolerance)
 
 
+@pytest.mark.costly("pipeline=2,fsdp=2,tensor=2-1f1b-delayed")
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "recipe"),
     [

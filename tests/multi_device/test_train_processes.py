@@ -125,6 +125,7 @@ def alone(tmp_path_factory):
 LONG = ("--steps", "3000", "--decay-steps", "12", "--save-every", "1000", "--eval-every", "6", "--mesh", "data=2")
 
 
+@pytest.mark.costly
 def test_two_processes_stop_together_and_train_to_the_losses_of_one(tmp_path, alone):
     """SIGTERM to the one that does not write: both save the same step, and the run goes on from it."""
     with started(2, tmp_path, *LONG) as running:

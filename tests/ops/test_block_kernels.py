@@ -153,6 +153,7 @@ def test_powers_of_two_are_the_exact_quotients_with_the_mantissa_cleared(dtype):
     assert_bitwise(_power_of_two(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
 
 
+@pytest.mark.costly("(208, 272, 400)-square-square", "(208, 272, 400)-row-row")
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_gemm(shape, forms):
     assert_close(out, expected_product(*operands), 2.0**-20)
 
 
+@pytest.mark.costly("E4M3 E5M2-float32")
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])

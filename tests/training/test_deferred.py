@@ -210,6 +210,7 @@ def model_cases() -> list[Any]:
     ]
 
 
+@pytest.mark.costly("full-scanned-delayed")
 @pytest.mark.parametrize(("granularity", "scan", "recipe"), model_cases())
 def test_models(granularity: Any, scan: bool, recipe: Any) -> None:
     """A stack of layers, in a loop or not, recomputed or not; embeddings and head do not wait."""

@@ -130,6 +130,7 @@ def test_a_scale_from_smaller_amaxes_saturates():
         assert_statistics(tensor, in_numpy(array, name))  # as if scaled by itself: that is what calibration is for
 
 
+@pytest.mark.costly
 @pytest.mark.wide("mxfp8")  # the other is in tests/cli/test_inspect.py, too
 @pytest.mark.parametrize(
     ("recipe", "name"), [(MXFP8BlockScaling(), "e4m3"), (NVFP4BlockScaling(), "e2m1")], ids=["mxfp8", "nvfp4"]
@@ -236,6 +237,7 @@ def test_loss_scale_and_quantized_parameters():
     assert exact_model(state).layers[0].kernel[...].dtype == jnp.float32
 
 
+@pytest.mark.costly
 def test_recompute_changes_nothing():
     with autocast(Float8CurrentScaling()):
         plain = inspect_precision(gpt(nnx.Rngs(0)), gpt_loss, gpt_batch())
@@ -246,6 +248,7 @@ def test_recompute_changes_nothing():
         assert other.relative_mse == pytest.approx(one.relative_mse, rel=0.05)
 
 
+@pytest.mark.costly("explicit")
 @pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_on_meshes(mode):
     look, found = make_inspection(gpt_loss), []

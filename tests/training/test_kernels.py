@@ -266,6 +266,7 @@ def flat(state):
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
+@pytest.mark.costly("fp32-delayed")
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["none", "delayed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_of_kernels_in_bf16(recipe, dtype):

@@ -45,6 +45,7 @@ def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
     return loss
 
 
+@pytest.mark.costly("explicit mesh")
 @pytest.mark.wide("parameters in FP8", "explicit mesh")
 @pytest.mark.parametrize(
     ("dtype", "recipe", "fp8_param", "mesh"),
@@ -87,6 +88,7 @@ def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
             np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=bound, atol=1e-5)
 
 
+@pytest.mark.costly("muon")
 @pytest.mark.parametrize(
     "tx",
     [

@@ -56,6 +56,7 @@ def value_and_gradients(model: nnx.Module, x: Any, g: Any, positions: Any, key: 
     return quick_jit(lambda *args: with_vjp(run, args[:2], args[2]))(state, x, g)
 
 
+@pytest.mark.costly("p2p-auto")
 @pytest.mark.wide("p2p-auto", "a2a+p2p-explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", WAYS)
@@ -103,6 +104,7 @@ def test_packed_sequences_in_zigzag_order() -> None:
     assert_close(undo_zigzag(host(y), 2), expected, 4 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly("kinds1")
 @pytest.mark.parametrize("kinds", [pytest.param(None, marks=pytest.mark.slow), ("a2a", "all_gather")])
 def test_a_model_is_one_devices(kinds: Any) -> None:
     """Its default, and a way of its own for each layer; dropout on."""
