@@ -54,7 +54,6 @@ class Optimizer(nnx.Optimizer):
     >>> import optax
     >>> from jax_te.layers import Linear
     >>> from jax_te.training import value_and_grad
-    >>> import optax
     >>> model = Linear(16, 16, params_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     >>> optimizer = Optimizer(model, optax.adam(1e-3))
     >>> @nnx.jit

@@ -178,7 +178,6 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     >>> import optax
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import DelayedScaling
-    >>> import optax
     >>> state = create_train_state(lambda rngs: Linear(16, 16, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
     >>> len(jax.tree.leaves(change_recipe(state, DelayedScaling()).quantizers))
     6
