@@ -19,8 +19,7 @@ def clip_qk(
     With ``eta = min(threshold / max_logit, 1)`` over the heads of a group, the group's query kernels are multiplied by
     ``eta**alpha`` and its key kernel by ``eta**(1 - alpha)``, biases likewise, so that the same inputs give logits up
     to the threshold. Value projections do not change. Call the function on the model after the optimizer's update; it
-    may run under jit. Masters and quantized kernels that are stored elsewhere must be recomputed from the new kernels
-    (`jax_te.training.create_train_state`).
+    may run under jit. The fp32 masters of `jax_te.training` follow at the next update.
 
     Args:
         attention: self-attention with ``return_max_logit``; changed in place.

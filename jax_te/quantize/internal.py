@@ -9,7 +9,7 @@ from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, check_
 from jax_te.quantize.quantizer import Quantization, quantize_operand
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
 from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen, with_max_gradients_inside
-from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix
+from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix, same_values
 
 __all__ = [
     "BLOCK",
@@ -36,6 +36,7 @@ __all__ = [
     "quantize_operand",
     "quantizer_variables",
     "rounding_key",
+    "same_values",
     "scale_in_use",
     "scales_are_frozen",
     "unpad_rows",

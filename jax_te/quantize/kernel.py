@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
@@ -85,3 +86,17 @@ class QuantizedKernel:
             return jax.vmap(of_layers)(tensor) if stacked else tensor.dequantize()
 
         return of_layers(self.form.rowwise)
+
+    def taken_over(self, exact: Array) -> Array:
+        """Return the exact values, with the kernel's own in the place of those that do not round to it.
+
+        Args:
+            exact: fp32, in the shape of the kernel, which is one in plain arrays.
+        """
+
+        def of_layers(tensor: QuantizedTensor, exact: Array) -> Array:
+            if tensor.scale_inv.ndim > (0 if tensor.block is None else 2):
+                return jax.vmap(of_layers)(tensor, exact)
+            return jnp.where(tensor.holds(exact), exact, tensor.values())
+
+        return of_layers(self.form.rowwise, exact)

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
+_NEAR = 2.0**-20
+"""Relative distance in fp32 by which a value may miss the boundary between two quantized ones, see ``holds``."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,29 @@ class QuantizedTensor:
             values = hadamard_rows(as_matrix(values, self.axis), inverse=True).reshape(self.shape)
         return values.astype(self.dtype)
 
+    def holds(self, x: Array) -> Array:
+        """Return where ``x``, fp32 in the shape of the data, rounds to these values under these scales: bool.
+
+        One that lies between two values within fp32's rounding of a scale counts as rounding to either, since the
+        reciprocal of a stored scale need not be the scale that the values were made with.
+        """
+        inverse = self.scale_inv.astype(jnp.float32)
+        if self.tensor_scale_inv is not None:
+            inverse = inverse * self.tensor_scale_inv
+        scale = jnp.minimum(1.0 / inverse, jnp.finfo(jnp.float32).max)
+        if self.block is not None:
+            matrix_shape = as_matrix(self.data, self.axis).shape
+            scale = expand_blocks(scale, self.block, matrix_shape).reshape(self.shape)
+        largest = float(jnp.finfo(self.data.dtype).max)
+        return functools.reduce(
+            operator.or_,
+            # A cast to FP8 does not saturate.
+            (
+                same_values(self.data, jnp.clip(x * scale * (1.0 + near), -largest, largest).astype(self.data.dtype))
+                for near in (-_NEAR, _NEAR)
+            ),
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +167,20 @@ class OpaqueTree:
 
 Operand = Any
 """A GEMM's operand: an array, a `QuantizedOperand`, or a backend's own form of it."""
+
+
+def same_values(x: Array, y: Array) -> Array:
+    """Return where two arrays of one float dtype are equal, nan to nan and 0 to -0: bool.
+
+    >>> same_values(jnp.array([jnp.nan, 0.0, 1.0]), jnp.array([jnp.nan, -0.0, 2.0])).tolist()
+    [True, True, False]
+    """
+    # Of bit patterns: XLA may compare 16 or fewer bits as fp32, and drop a cast to them in front of that, so that what
+    # is compared was never rounded.
+    word = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    ours, theirs = (jax.lax.bitcast_convert_type(each, word) for each in (x, y))
+    magnitudes = (ours | theirs) & (jnp.iinfo(word).max >> 1)
+    return (ours == theirs) | (magnitudes == 0) | (jnp.isnan(x) & jnp.isnan(y))
 
 
 def as_matrix(x: Array, axis: int) -> Array:

@@ -115,8 +115,8 @@ def value_and_grad(
         argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
             in place of all of its parameters.
         has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
-        scaler: multiplies the loss while it is differentiated; the gradients are unscaled again. For fp16 take
-            `Optimizer.scaler`.
+        scaler: multiplies the loss while it is differentiated; the gradients are unscaled again. An `Optimizer` that
+            was given one takes gradients under its `Optimizer.scaler` alone, which their metadata say.
 
     Returns:
         A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
@@ -139,7 +139,7 @@ def value_and_grad(
     position, wrt = (argnums.argnum, argnums.filter) if isinstance(argnums, nnx.DiffState) else (argnums, nnx.Param)
     if isinstance(position, bool) or not isinstance(position, int) or position < 0:
         raise TypeError(f"argnums must be the position of one model, an int >= 0 or an nnx.DiffState, got {argnums!r}")
-    scaler = ConstantLossScale() if scaler is None else scaler
+    factor = ConstantLossScale() if scaler is None else scaler
 
     @functools.wraps(loss_fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -161,17 +161,33 @@ def value_and_grad(
 
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
-            found = differentiate(run, (graphdef, params, old, rest), split, scaler)
-            grads = scaler.unscale(found.grads)
+            found = differentiate(run, (graphdef, params, old, rest), split, factor)
+            grads = factor.unscale(found.grads)
             quantizers = write_back(old, found.quantizers, keep_old=~all_finite((found.loss, grads)))
             return found._replace(grads=grads, quantizers=quantizers)
 
         graphdef, *states = split(objects)
         found = compiled(*states)
         nnx.update(objects, found.quantizers, found.rest)
-        return ((found.loss, found.aux) if has_aux else found.loss), found.grads.get("model", nnx.State({}))
+        grads = found.grads.get("model", nnx.State({}))
+        grads = grads if scaler is None else marked_as_scaled(grads)
+        return ((found.loss, found.aux) if has_aux else found.loss), grads
 
     return differentiated
+
+
+def marked_as_scaled(grads: nnx.State) -> nnx.State:
+    """Return gradients whose Variables say that a loss scale was used; `was_scaled` reads it."""
+    # In metadata, which outlive jit and jax.tree.map, as an attribute of the State would not.
+    return nnx.from_flat_state(
+        [(path, grad.replace(grad.get_value(), loss_scaled=True)) for path, grad in nnx.to_flat_state(grads)]
+    )
+
+
+def was_scaled(grads: PyTree) -> bool:
+    """Return False for gradients in Variables that say of no loss scale; of bare arrays nothing is known."""
+    found = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return all(grad.get_metadata().get("loss_scaled", False) for grad in found if isinstance(grad, nnx.Variable))
 
 
 class _Objects(nnx.Module):

@@ -12,14 +12,54 @@ from jax.core import Tracer
 from jax_te.layers import quantizable_modules, quantize_parameters
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding import current_mesh, logical_to_spec
-from jax_te.sharding.internal import axis_ranks, replica_axes
+from jax_te.quantize.internal import same_values
+from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
+from jax_te.sharding.internal import axis_ranks, replica_axes, variable_axes
 from jax_te.typing import PyTree
 
 
 def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
     """Return the parameters that the optimizer updates: the masters, and the parameters that have none."""
     return nnx.merge_state(params, masters)
+
+
+def taken_over(params: nnx.State, masters: nnx.State) -> nnx.State:
+    """Return the masters, with the parameters' values in the place of those that do not round to them.
+
+    Parameters that were changed outside of the update, such as loaded or pruned ones, count; elements that were not
+    changed keep their masters' bits.
+
+    Args:
+        params: as the model stores them.
+        masters: of some of them, as after the last update.
+    """
+    stored = dict(nnx.to_flat_state(params))
+    return nnx.from_flat_state(
+        [(path, master.replace(_taken_over(stored[path], master))) for path, master in nnx.to_flat_state(masters)]
+    )
+
+
+def _taken_over(variable: nnx.Variable, master: nnx.Variable) -> jax.Array:
+    value, exact = variable.get_value(), master.get_value()
+    if isinstance(value, QuantizedKernel):
+        # Blocks are reshaped, for which an Explicit mesh would ask where each array lies.
+        return auto_region(QuantizedKernel.taken_over, variable_axes(master, exact))(value, exact)
+    value = _as_split(value, master)
+    wide = value.astype(exact.dtype)
+    if value.dtype == jnp.bfloat16:
+        # In fp32, which XLA fuses with the update; a cast to bf16 would be a pass over the masters of its own on a CPU,
+        # and be dropped if it is cast back. Not for fp16, whose subnormal numbers this rounds to 0.
+        rounding = jax.lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
+        same = (rounding == wide) | (jnp.isnan(rounding) & jnp.isnan(wide))
+    else:
+        same = same_values(exact.astype(value.dtype), value)
+    return jnp.where(same, exact, wide)
+
+
+def _as_split(value: jax.Array, master: nnx.Variable) -> jax.Array:
+    """Return a device's part of a parameter that its master, which replicas split, has values for."""
+    axes = _axes(master)
+    return value if axes is None else constrain(value, variable_axes(master, master.get_value()))
 
 
 def rounded(params: nnx.State) -> nnx.State:
@@ -85,39 +125,40 @@ def _is_split(variable: nnx.Variable) -> bool:
 
 
 def updated(
-    finite: jax.Array, new: nnx.State, full: nnx.State, params: nnx.State, model: nnx.Module
+    finite: jax.Array, new: nnx.State, params: nnx.State, masters: nnx.State, model: nnx.Module
 ) -> tuple[nnx.State, nnx.State]:
-    """Return full-precision values after an update, and as parameters: rounded, or quantized by the ambient recipe.
+    """Return parameters, rounded or quantized by the ambient recipe, and masters after an update.
 
     Args:
-        finite: bool ``[]``; where it is false, nothing changes.
+        finite: bool ``[]``; where it is false, nothing changes: neither masters, nor parameters that differ from them.
         new: the values after the update, in Variables or not.
-        full: those before it.
         params: the parameters before it, which determine forms and dtypes.
+        masters: those before it.
         model: with the quantizer states to quantize with.
 
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.
     """
-    # The parameters are those of the selected values, so that no kernel reads the rounded ones from before.
-    full = select(finite, new, full)
-    values = dict(nnx.to_flat_state(nnx.as_pure(full)))
-    old = dict(nnx.to_flat_state(params))
-    for path, module, kernel in quantizable_kernels(model):
-        if path in old and isinstance(before := old[path].get_value(), QuantizedKernel):
-            # Selected by itself: it may have been quantized with the scale of another state.
-            values[path] = select(finite, module.requantized(kernel, values[path], before), before)
-    stored = [(path, variable.replace(_as_stored(variable, values[path]))) for path, variable in old.items()]
-    return full, nnx.from_flat_state(stored)
+    values, split = dict(nnx.to_flat_state(nnx.as_pure(new))), dict(nnx.to_flat_state(masters))
+    layers = {path: (module, kernel) for path, module, kernel in quantizable_kernels(model)}
+    stored = []
+    for path, variable in nnx.to_flat_state(params):
+        before, after = variable.get_value(), values[path]
+        if isinstance(before, QuantizedKernel):
+            module, kernel = layers[path]
+            after = module.requantized(kernel, after, before)
+        else:
+            after = after.astype(before.dtype)
+            # Replicas select what they have of it, and all-gather the result.
+            before = _as_split(before, split[path]) if path in split else before
+        stored.append((path, variable.replace(select(finite, after, before))))
+    kept = [(path, master.replace(select(finite, values[path], master.get_value()))) for path, master in split.items()]
+    return nnx.from_flat_state(stored), nnx.from_flat_state(kept)
 
 
 def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Return ``new`` where ``finite``, bool ``[]``, is true, else ``old``."""
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
-
-
-def _as_stored(old: Any, new: Any) -> Any:
-    return new if isinstance(new, QuantizedKernel) else new.astype(old.dtype)
 
 
 def store_quantized(model: nnx.Module, fp8_param: bool) -> None:

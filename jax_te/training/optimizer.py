@@ -12,9 +12,9 @@ from jax_te.config.internal import checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import log_whole_parameters
-from jax_te.training.gradients import all_finite, as_created
+from jax_te.training.gradients import all_finite, as_created, was_scaled
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, rounded, select, store_quantized, updated
+from jax_te.training.masters import full_precision, masters_of, rounded, select, store_quantized, taken_over, updated
 from jax_te.training.transformation import Transformation, as_transformation, initial, promotion, transformed
 from jax_te.typing import PyTree
 
@@ -25,6 +25,8 @@ class Optimizer(nnx.Optimizer):
 
     - ``tx`` updates fp32 masters, of which half-precision and quantized parameters are the rounded copies, and the
       other parameters directly.
+    - A parameter that was changed beside the updates (loaded, pruned, merged) is taken over, element by element:
+      where it is not its master's rounding, the update begins at the parameter. Elsewhere masters keep their bits.
     - If a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
     Its gradients are those of `value_and_grad`, which gives the model its next quantizer state. `make_train_step` does
@@ -35,7 +37,8 @@ class Optimizer(nnx.Optimizer):
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters.
         wrt: filter of the Variables to update.
-        scaler: of the loss; None for `ConstantLossScale` of 1.
+        scaler: loss scale, which `value_and_grad` must be given, too, ``scaler=optimizer.scaler``; None for
+            `ConstantLossScale` of 1.
         fp8_param: store all kernels of the model quantized, see `create_train_state`. Create the optimizer, and update,
             under the recipe.
 
@@ -109,7 +112,8 @@ class Optimizer(nnx.Optimizer):
         """Update the model's parameters, the masters, the optimizer state and the scaler.
 
         Args:
-            model: as given at creation, with the values of now.
+            model: as given at creation, with the values of now; changed ones are taken over. A skipped update leaves
+                them, and their masters, as they are.
             grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled. Those of quantizer
                 states, which `nnx.value_and_grad` gives beside the others if it is asked for, are their next values.
             kwargs: what ``tx`` asks for besides, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
@@ -119,27 +123,33 @@ class Optimizer(nnx.Optimizer):
             The updates of the parameters, fp32; zeros for a skipped step.
 
         Raises:
-            ValueError: if ``tx`` gives updates or a state of other shapes than it was given.
+            ValueError: if ``tx`` gives updates or a state of other shapes than it was given; if the optimizer has a
+                scaler, and the gradients are Variables that were computed without one.
         """
+        variables = any(map(_is_variable, jax.tree.leaves(grads, is_leaf=_is_variable)))
+        given = nnx.state(grads, self.wrt) if variables else grads  # a filter finds no bare arrays
+        if self.scaler != ConstantLossScale() and not was_scaled(given):
+            raise ValueError(
+                f"the optimizer has a loss scale, {type(self.scaler).__name__}, and these gradients were computed "
+                "without: value_and_grad(loss_fn, scaler=optimizer.scaler)(model). Gradients that were scaled by "
+                "hand are given as bare arrays, nnx.as_pure(optimizer.scaler.unscale(grads))"
+            )
         params = nnx.state(model, self.wrt)
-        full = full_precision(params, self.masters)
+        full = full_precision(params, taken_over(params, self.masters))
         # Variables, as at creation: functions that choose parameters read their names and axes there and here alike.
-        wanted = jax.tree.map(
-            lambda grad, value: grad.astype(value.dtype), _like(full, nnx.state(grads, self.wrt)), full
-        )
+        wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), _like(full, given), full)
         finite, tx = all_finite(wanted), as_transformation(self.tx)
         structure = jax.tree.structure(jax.eval_shape(lambda full: initial(tx, full), full))
         opt_state = jax.tree.unflatten(structure, jax.tree.leaves(self.opt_state))
         kwargs = {name: _like(full, value) for name, value in kwargs.items()}
         new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **kwargs)
-        new, stored = updated(finite, new, full, params, model)
+        stored, masters = updated(finite, new, params, self.masters, model)
         nnx.update(model, as_created(stored))
-        states = nnx.state(grads, QuantizerState)
+        states = nnx.state(grads, QuantizerState) if variables else {}
         if jax.tree.leaves(states):
             before = nnx.state(model, QuantizerState)
             nnx.update(model, select(finite, write_back(before, states), before))
-        values = dict(nnx.to_flat_state(new))
-        _write(self.masters, [values[path].get_value() for path, _ in nnx.to_flat_state(self.masters)])
+        _write(self.masters, masters)
         _write(self.opt_state, select(finite, new_opt_state, opt_state))
         _write(self._scaler, self.scaler.update(finite))
         _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))

@@ -30,7 +30,7 @@ from jax_te.training.gradients import (
     mean_loss,
 )
 from jax_te.training.kernel_gradients import KernelGradients
-from jax_te.training.masters import full_precision, select, updated
+from jax_te.training.masters import full_precision, select, taken_over, updated
 from jax_te.training.pipelined import pipelined_gradients
 from jax_te.training.state import TrainState
 from jax_te.training.transformation import Transformation, as_transformation, transformed
@@ -195,16 +195,11 @@ def _apply(
     asked_for: dict[str, Any],
 ) -> dict[str, Any]:
     """Parameters, masters and optimizer state after an update; those before where gradients are not finite."""
-    full = full_precision(state.params, state.masters)
+    full = full_precision(state.params, taken_over(state.params, state.masters))
     new, opt_state, _ = transformed(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
-    full, params = updated(finite, new, full, state.params, model)
-    flat = dict(nnx.to_flat_state(full))
-    return {
-        "params": params,
-        "masters": nnx.from_flat_state([(path, flat[path]) for path, _ in nnx.to_flat_state(state.masters)]),
-        "opt_state": select(finite, opt_state, state.opt_state),
-    }
+    params, masters = updated(finite, new, state.params, state.masters, model)
+    return {"params": params, "masters": masters, "opt_state": select(finite, opt_state, state.opt_state)}
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ from jax_te import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.layers import LayerNormMLP, Linear, LoRA, quantize_parameters
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.training import (
+    ConstantLossScale,
     DynamicLossScale,
     Optimizer,
     WeightedMean,
@@ -258,3 +259,23 @@ def test_next_quantizer_states_among_the_gradients_are_written_back():
             states.append(nnx.to_pure_dict(nnx.state(model)))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, *states))
     assert max(float(leaf.max()) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, QuantizerState)))) > 1
+
+
+@pytest.mark.parametrize("scaler", [DynamicLossScale(), ConstantLossScale(scale=8.0)], ids=["dynamic", "constant"])
+def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
+    """Also behind a jit and a tree.map; a refused update changes nothing."""
+    model = build(jnp.float16)
+    optimizer = Optimizer(model, optax.sgd(1.0), scaler=scaler)
+    x = X.astype(jnp.float16)
+    before = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(optimizer)))
+    for unscaled in (value_and_grad(loss_fn), nnx.jit(value_and_grad(loss_fn)), nnx.value_and_grad(loss_fn)):
+        grads = jax.tree.map(lambda leaf: 0.5 * leaf, unscaled(model, x)[1])
+        with pytest.raises(ValueError, match=r"value_and_grad\(loss_fn, scaler=optimizer\.scaler\)"):
+            optimizer.update(model, grads)
+    assert_same((nnx.state(model), nnx.state(optimizer)), before)
+    scaled = nnx.jit(lambda model, x, scaler: value_and_grad(loss_fn, scaler=scaler)(model, x))
+    grads = jax.tree.map(lambda leaf: 0.5 * leaf, scaled(model, x, ConstantLossScale(scale=8.0))[1])
+    optimizer.update(model, grads)
+    optimizer.update(model, nnx.as_pure(grads))
+    assert int(optimizer.step[...]) == 2
+    assert int(optimizer.skipped_steps[...]) == 0

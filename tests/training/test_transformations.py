@@ -23,6 +23,7 @@ from jax_te.training import (
     muon_dimension_numbers,
     value_and_grad,
 )
+from tests.support.meshes import use_mesh
 from tests.support.toy import assert_same
 
 X = jnp.linspace(-1.0, 1.0, 4 * 3).reshape(4, 3)
@@ -239,3 +240,38 @@ def test_gradients_of_single_examples():
     Optimizer(models[1], SGD).update(models[1], jax.tree.map(lambda leaf: jnp.mean(leaf, 0), grads))
     for one, other in zip(*[jax.tree.leaves(nnx.state(model)) for model in models], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_evaluation_parameters_of_schedule_free_are_of_the_masters():
+    """Its formula, on the fp32 masters of bf16 parameters, which optax's own function takes from both loops."""
+    tx = contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.75)
+    x = X.astype(jnp.bfloat16)
+    state, model = create_train_state(build(jnp.bfloat16), tx, key=jax.random.key(0)), build(jnp.bfloat16)
+    step, optimizer = make_train_step(loss_fn, tx), Optimizer(model, tx)
+    for _ in range(3):
+        state, _ = step(state, x)
+        optimizer.update(model, value_and_grad(loss_fn)(model, x)[1])
+    for opt_state, masters in ((state.opt_state, state.masters), (optimizer.opt_state, optimizer.masters)):
+        found = contrib.schedule_free_eval_params(opt_state, masters)
+        for x_, y, z in zip(*map(jax.tree.leaves, (found, masters, opt_state.z)), strict=True):
+            assert x_.dtype == jnp.float32
+            assert (x_ != y).any()
+            # Four roundings of fp32 of terms below 1.
+            np.testing.assert_allclose(x_, y / 0.75 - z / 3.0, atol=4 * 2.0**-23)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_frozen_half_precision_parameters_and_their_masters_keep_their_bits(distributed):
+    """Masks that a distributed optimizer's split masters and optimizer state follow, too."""
+    frozen = optax.partition({"kernel": optax.adam(0.1), "rest": optax.set_to_zero()}, labels)
+    tx = optax.chain(optax.masked(optax.clip(0.1), only_kernels), frozen)
+    with use_mesh("auto" if distributed else "no mesh"):
+        model = Linear(8, 8, params_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        state = create_train_state(model, tx, key=jax.random.key(0), distributed_optimizer=distributed)
+        before = jax.tree.map(np.asarray, (state.params["bias"], state.masters["bias"], state.params["kernel"]))
+        step = make_train_step(loss_fn, tx)
+        for _ in range(2):
+            state, _ = step(state, jnp.ones((8, 8), jnp.bfloat16))
+        found = jax.tree.map(np.asarray, (state.params["bias"], state.masters["bias"], state.params["kernel"]))
+    assert_same(found[:2], before[:2])
+    assert (np.asarray(found[2].get_value()) != np.asarray(before[2].get_value())).any()
