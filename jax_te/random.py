@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 
@@ -160,6 +161,35 @@ class RNGStatesTracker:
         # The count advances before the block runs: a nested fork, or an exception in it, must not draw the key again.
         yield _fold_rank(name, jax.random.fold_in(state.key, state.count))
 
+    def copy(self) -> RNGStatesTracker:
+        """Return a tracker with the same streams that belongs to the function that is being traced.
+
+        ``jax.grad`` and ``jax.vmap`` pass a tracker on as it is, where ``jax.jit`` makes one of its own trace: the
+        function that they transform copies its argument and returns the copy.
+
+        Raises:
+            RuntimeError: for a tracker whose streams are constants of the function that is being traced, which has
+                closed over it: all its later calls would draw the same keys.
+
+        >>> def loss(scale, tracker, x):
+        ...     tracker = tracker.copy()
+        ...     with tracker.fork("dropout") as key:
+        ...         return jnp.sum(scale * x * jax.random.bernoulli(key, 0.5, x.shape)), tracker
+        >>> tracker = RNGStatesTracker()
+        >>> tracker.add("dropout", 1234)
+        >>> gradient, tracker = jax.jit(jax.grad(loss, has_aux=True))(2.0, tracker, jnp.ones(8))
+        >>> tracker.get_states()["dropout"].count.item()
+        1
+        """
+        for state in self._states.values():
+            # Under jit an argument is a tracer; a constant becomes one with the first operation.
+            if not isinstance(state.count, Tracer) and isinstance(state.count + jnp.uint32(0), Tracer):
+                raise RuntimeError(
+                    "this tracker was not passed to the jitted function that uses it, all of whose calls would draw "
+                    "the same keys: pass it as an argument, and return it"
+                )
+        return jax.tree.map(lambda leaf: leaf, self)
+
     def belongs_here(self) -> bool:
         """Return whether the streams are those of the function that is being traced, so that `fork` may draw."""
         return self._trace == get_opaque_trace_state()
@@ -168,8 +198,8 @@ class RNGStatesTracker:
         if not self.belongs_here():
             raise RuntimeError(
                 "this tracker was made outside of the transformed function (jit, grad, scan, checkpoint, …) that uses "
-                "it, or left inside of one that has ended: pass it as an argument and return it, or call set_states "
-                "with states that were passed"
+                "it, or left inside of one that has ended: pass it as an argument and return it; a function under "
+                "jax.grad or jax.vmap, too, which begins with tracker = tracker.copy()"
             )
 
     # A trace lives no longer than its function, and cannot be pickled: a copy belongs to the trace it is made in.

@@ -1,6 +1,7 @@
 """The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s own differ.
 
-Its other layers are those of `jax_te.layers`, under the same names, with the same arguments.
+``import jax_te.te_pytorch as te`` takes the place of ``import transformer_engine.pytorch as te``: the other layers are
+those of `jax_te.layers`, under the same names, with the same arguments and ``rngs``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,40 @@ from typing import Any
 
 from jax_te import layers
 from jax_te.config.internal import check_bool, log_hints
-from jax_te.layers import KVCache, WindowKVCache
+from jax_te.layers import (
+    DotProductAttention,
+    Fp8Padding,
+    Fp8Unpadding,
+    KVCache,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    WindowKVCache,
+)
 from jax_te.megatron import te_checkpoint
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
 from jax_te.typing import Array
 
-__all__ = ["TransformerLayer", "autocast", "checkpoint", "fp8_autocast"]
+__all__ = [
+    "DotProductAttention",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerLayer",
+    "autocast",
+    "checkpoint",
+    "fp8_autocast",
+]
 
 
 def autocast(

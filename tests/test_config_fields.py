@@ -213,7 +213,11 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
     [
         ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.pipeline"),
         ({"num_moe_experts": 8, "moe_router_topk": 2}, "num_moe_experts=8 .* no dispatch of tokens"),
-        ({"mtp_num_layers": 1}, "the models do not have this"),
+        ({"mtp_num_layers": 1}, "a loss of your own adds further heads"),
+        ({"hetereogenous_dist_checkpoint": True}, "checkpoints hold each layer's arrays by name"),
+        ({"multi_latent_attention": True}, "jax_te.layers, whose DotProductAttention"),
+        ({"rotary_interleaved": True}, "RotaryPositions"),
+        ({"defer_embedding_wgrad_compute": True}, "deferred_vjp"),
         ({"fp32_residual_connection": True}, "compute_dtype is the dtype of activations"),
         ({"cpu_offloading": True}, "offload_gemms"),
         ({"grad_scale_func": abs}, "make_train_step"),
@@ -231,5 +235,26 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
         for _ in range(2):
             assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_router_topk=4) == config()
     assert [record.args for record in caplog.records] == [("bias_dropout_fusion",)]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'num_layer'"):
-        config(num_layer=2)
+
+
+@pytest.mark.parametrize("kind", [ModelParallelConfig, config])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sequence_paralel", r"no field 'sequence_paralel' \(most alike: sequence_parallel"),
+        ("moe_foo_bar", "no field 'moe_foo_bar'"),
+        ("inference_whatever", "no field 'inference_whatever'"),
+        ("moe_router_topkk", r"most alike: moe_router_topk"),
+        ("q_lora_rank", "q_lora_rank: Megatron-Core's MLATransformerConfig .* no latent attention; leave them out"),
+        ("zzz", "no field 'zzz'. Correct the name, or leave it out"),
+    ],
+)
+def test_fields_that_nobody_has_are_named(kind: Any, name: str, message: str):
+    with pytest.raises(TypeError, match=message):
+        kind(**{name: 3})
+
+
+def test_a_fused_residual_needs_an_rmsnorm():
+    with pytest.raises(ValueError, match="fused_residual_rmsnorm=True is for normalization='RMSNorm', got 'LayerNorm'"):
+        config(fused_residual_rmsnorm=True, normalization="LayerNorm")
+    assert config(fused_residual_rmsnorm=True, normalization="RMSNorm").fused_residual_rmsnorm

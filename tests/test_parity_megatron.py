@@ -125,7 +125,7 @@ def test_offsets_of_linear_layers_are_refused():
     for layer in (TELinear(H, H, **whole, **common), TEColumnParallelLinear(H, H, gather_output=False, **common)):
         with pytest.raises(ValueError, match=r"sharded_offsets.* \(\(0, 1, 2\),\)"):
             layer.sharded_state_dict("", ((0, 1, 2),))
-        assert layer.sharded_state_dict("a.", (), {"any": 1}).keys() == {"a.kernel", "a.bias"}
+        assert layer.sharded_state_dict("a.", (), {"any": 1}).keys() == {"a.weight", "a.bias"}
 
 
 @pytest.mark.parametrize("mode", ["column", "row", "duplicated"])

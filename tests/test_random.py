@@ -207,3 +207,27 @@ def test_megatrons_integers():
     with pytest.raises(ValueError, match=r"a seed must be in \[0, 2\^32\), got -1"):
         model_parallel_seeds(-1)
     assert model_parallel_seeds(0)[DATA_PARALLEL_RNG] == 0  # which Megatron takes, too
+
+
+def test_under_grad_a_copy_of_the_argument_draws_and_is_returned():
+    def loss(x: Any, tracker: Any) -> Any:
+        tracker = tracker.copy()
+        with tracker.fork("a") as key:
+            return x * jax.random.uniform(key), tracker
+
+    grad = jax.grad(loss, has_aux=True)
+    for transform in (grad, quick_jit(grad)):
+        tracker = tracker_of(a=1)
+        for count in range(2):
+            gradient, tracker = transform(1.0, tracker)
+            key = jax.random.wrap_key_data(expected_key("a", 1, count))
+            np.testing.assert_array_equal(gradient, jax.random.uniform(key))
+    drawn, _ = jax.vmap(loss, in_axes=(0, None), out_axes=(0, None))(jnp.ones(2), tracker_of(a=1))
+    assert drawn.shape == (2,)
+
+
+def test_a_copy_of_a_tracker_that_a_jitted_function_closed_over_is_refused():
+    tracker = tracker_of(a=1)
+    with pytest.raises(RuntimeError, match="was not passed to the jitted function"):
+        jax.jit(lambda x: x * next_key(tracker.copy())[0].astype(jnp.float32))(1.0)
+    assert tracker.get_states()["a"].count == 0

@@ -110,3 +110,15 @@ def test_a_layer_is_called_with_transformer_engines_arguments(caplog: pytest.Log
     y, after = layer(x, inference_params=cache)
     assert after.length == 4
     assert_bitwise(y, base(x, cache=cache)[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Linear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "RMSNorm", "DotProductAttention"),
+        *("MultiheadAttention", "Fp8Padding", "Fp8Unpadding"),
+    ],
+)
+def test_the_other_layers_are_those_of_jax_te(name: str):
+    assert getattr(te_pytorch, name) is getattr(layers, name)
+    assert name in te_pytorch.__all__

@@ -59,7 +59,7 @@ def first_model(config: RunConfig) -> GPTModel | Callable[[nnx.Rngs], GPTModel]:
     if config.init_from is None or config.architecture is None:
         return model_builder(config)
     fields = config.library_fields()
-    model = load_pretrained(config.init_from, config.architecture, fields, _execution(config))
+    model = load_pretrained(config.init_from, config.architecture, config.ignore_fields, fields, _execution(config))
     return _finished(config, model, nnx.Rngs(config.seed))
 
 
@@ -87,7 +87,7 @@ def build_model(config: RunConfig, *, execution: Execution | None = None) -> Cal
 
     def build(rngs: nnx.Rngs) -> GPTModel:
         if config.architecture is not None:
-            return build_pretrained(config.architecture, config.library_fields(), execution)
+            return build_pretrained(config.architecture, config.ignore_fields, config.library_fields(), execution)
         return GPTModel(
             config.transformer_config(),
             vocab_size=config.vocab_size,

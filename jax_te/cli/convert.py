@@ -16,8 +16,8 @@ import jax
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
-from jax_te.cli.options import MODULE_NAMES, SIZE
-from jax_te.cli.pretrained import merge_adapters
+from jax_te.cli.options import FIELD_NAMES, MODULE_NAMES, SIZE
+from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.config.internal import FLOAT_DTYPES, read_text
@@ -47,6 +47,8 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=SIZE.parse, metavar="V", help="from Megatron-LM: rows of the vocabulary without padding")
     add("--tensor-parallel", type=SIZE.parse, default=1, metavar="N", help="to Megatron-LM: ranks (default: 1)")
     add("--architecture", choices=tuple(ARCHITECTURES), help="to Hugging Face (default: the first that fits)")
+    fields = {"type": FIELD_NAMES.parse, "metavar": FIELD_NAMES.metavar}
+    add("--ignore-fields", help="fields of FROM's config.json, unknown here, that change no number", **fields)
     modules = {"type": MODULE_NAMES.parse, "metavar": MODULE_NAMES.metavar}
     add("--factory-modules", help="of the factories that the rules of a run may name (default: none)", **modules)
 
@@ -90,6 +92,7 @@ def _check(options: argparse.Namespace, kind: str, megatron: bool) -> None:
         "--megatron-args": options.megatron_args is not None and not foreign,
         "--vocab-size": options.vocab_size is not None and not foreign,
         "--step": options.step is not None and kind not in ("megatron", "jax-te"),
+        "--ignore-fields": options.ignore_fields is not None and kind != "huggingface",
         "--factory-modules": options.factory_modules is not None and kind != "jax-te",
         "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
         "--architecture": options.architecture is not None and megatron,
@@ -102,7 +105,8 @@ def _check(options: argparse.Namespace, kind: str, megatron: bool) -> None:
 
 def _read(options: argparse.Namespace, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
     if kind == "huggingface":
-        return load_huggingface(source, dtype=options.dtype, on_progress=on_progress)
+        ignored = field_names(options.ignore_fields)
+        return load_huggingface(source, dtype=options.dtype, ignore_fields=ignored, on_progress=on_progress)
     if kind == "jax-te":
         if config is None:
             raise ValueError(f"{_run_of(source)} has no {CONFIG_FILE}, which says what the model is")

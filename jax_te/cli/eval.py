@@ -15,6 +15,7 @@ import jax
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.memory import check_memory
+from jax_te.cli.pretrained import field_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer, unit
@@ -52,6 +53,8 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "--tokenizer is for --init-from: a run has the tokenizer that it was trained with; leave it out"
         )
+    if options.ignore_fields is not None:
+        raise ValueError("--ignore-fields is for --init-from: a run keeps those that it began with; leave it out")
     output = Path(options.output)
     config = read_config(output)
     if config is None or not holds_run(output):
@@ -78,7 +81,7 @@ def _of_folder(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--init-from names no run, whose text it could be; give --data")
     tokenizer = Tokenizer(options.tokenizer or options.init_from)
     data = read_tokens(options.data, tokenizer=tokenizer)
-    model = load_huggingface(options.init_from)
+    model = load_huggingface(options.init_from, ignore_fields=field_names(options.ignore_fields))
     if not isinstance(model, GPTModel):
         raise ValueError(f"--init-from {options.init_from} is no decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)

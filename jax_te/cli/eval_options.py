@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_te.cli.options import COUNT, FOLDER, PATH, SIZE, SWITCH, InspectOptions, option, options_of
+from jax_te.cli.options import COUNT, FOLDER, PATH, SIZE, SWITCH, InspectOptions, ModelOptions, option, options_of
 
 _RULES = options_of(InspectOptions)["factory_modules"]
+_IGNORED = options_of(ModelOptions)["ignore_fields"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class EvalOptions:
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
     step: int | None = option(COUNT, "checkpoint of this step", None, shown="the newest")
     init_from: str | None = option(FOLDER, "of Hugging Face, whose model is taken in place of a run's", None)
+    ignore_fields: str | None = option(_IGNORED.kind, _IGNORED.help, None, shown="none")
     tokenizer: str | None = option(PATH, "with --init-from: tokenizer.json, or a folder with it", None, shown="its own")
     data: str | None = option(PATH, "text file or folder", None, shown="the run's held-out text")
     batch_size: int | None = option(SIZE, "examples of a batch", None, shown="a microbatch of the run, or 1")

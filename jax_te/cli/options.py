@@ -172,6 +172,7 @@ FILE, TEXT = (Text(metavar, str) for metavar in ("FILE", "TEXT"))
 # JAX and grain take seeds of 32 bits, and would drop higher ones.
 _MARGIN, _SEED = (Text("N", number(int, 0, below=below)) for below in (MAX_MARGIN + 1, 2**32))
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
+FIELD_NAMES = Text("FIELDS", matching(r"[\w.-]+(,[\w.-]+)*", "names of fields like my_note,other"))
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
@@ -242,6 +243,9 @@ class ModelOptions:
     tie_embeddings: bool = option(FLAG, "the output head shares the embedding")
     dropout: float = option(_RATE, "of attention and hidden", 0.0, library=("attention_dropout", "hidden_dropout"))
     init_from: str | None = option(FOLDER, "of Hugging Face, whose model is fine-tuned", None)
+    ignore_fields: str | None = option(
+        FIELD_NAMES, "fields of --init-from's config.json, unknown here, that change no number", None, shown="none"
+    )
     lora_rank: int | None = option(SIZE, "with --init-from: train adapters of this rank alone", None)
     lora_alpha: float | None = option(POSITIVE, "numerator of the adapters' scale", None, shown="--lora-rank")
 

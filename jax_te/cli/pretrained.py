@@ -17,7 +17,7 @@ from jax_te.huggingface.internal import CONFIG, Architecture, Form, json_file, r
 from jax_te.layers import LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 
-_OWN = ("dropout", "init_from", "lora_rank", "lora_alpha")
+_OWN = ("dropout", "init_from", "ignore_fields", "lora_rank", "lora_alpha")
 FORM = {name: row for name, row in options_of(ModelOptions).items() if name not in _OWN}
 """Options that the folder's configuration decides."""
 
@@ -41,7 +41,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"--init-from {folder} says what the model is; leave {', '.join(wrong)} out")
     text = json.dumps(json_file(folder / CONFIG))
-    form = pretrained_form(text)[1]
+    form = pretrained_form(text, given.get("ignore_fields"))[1]
     config, others = form.config, form.others
     positions = others["position_embedding_type"]
     parts = activation_parts(config.activation)
@@ -69,10 +69,23 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def field_names(ignored: str | None) -> list[str]:
+    """Return the names that a value of ``--ignore-fields`` lists.
+
+    >>> field_names("my_note,other"), field_names(None)
+    (['my_note', 'other'], [])
+    """
+    return ignored.split(",") if ignored else []
+
+
 # A run's configuration asks for it whenever it makes a TransformerConfig.
 @functools.lru_cache(maxsize=4)
-def pretrained_form(architecture: str) -> tuple[Architecture, Form]:
+def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Architecture, Form]:
     """Return what the text of a ``config.json`` says.
+
+    Args:
+        architecture: the text.
+        ignored: fields to ignore, as ``--ignore-fields`` names them.
 
     Raises:
         ValueError: for one that cannot be followed, or of another model than a decoder.
@@ -80,7 +93,7 @@ def pretrained_form(architecture: str) -> tuple[Architecture, Form]:
     values = json.loads(architecture)
     if not isinstance(values, dict):
         raise ValueError(f"--init-from: {CONFIG} is no JSON object")
-    found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS)
+    found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
     if found.model is not GPTModel:
         raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {found.model_type}")
     return found, form
@@ -94,33 +107,37 @@ def check_pretrained(config: Any) -> None:
     """
     if (config.init_from is None) != (config.architecture is None):
         raise ValueError("--init-from and the configuration of its folder are there together, or not at all")
+    if config.ignore_fields is not None and config.init_from is None:
+        raise ValueError("--ignore-fields is for the config.json of --init-from; give that, or leave it out")
     if config.lora_rank is not None and config.init_from is None:
         raise ValueError("--lora-rank adapts weights that are trained already; give --init-from, or leave it out")
     if config.lora_alpha is not None and config.lora_rank is None:
         raise ValueError("--lora-alpha is for adapters; give --lora-rank, or leave it out")
     if config.architecture is not None:
-        longest = pretrained_form(config.architecture)[1].others["max_sequence_length"]
+        longest = pretrained_form(config.architecture, config.ignore_fields)[1].others["max_sequence_length"]
         if config.seq_len > longest:
             raise ValueError(f"--seq-len {config.seq_len} is above the {longest} positions of --init-from's model")
 
 
-def as_run(architecture: str, fields: dict[str, Any]) -> Form:
+def as_run(architecture: str, ignored: str | None, fields: dict[str, Any]) -> Form:
     """Return the form of a pretrained model that runs as a run's options say.
 
     Args:
-        architecture: the text of its ``config.json``.
+        architecture, ignored: see `pretrained_form`.
         fields: of a `TransformerConfig`, from the options.
     """
     changes = {name: value for name, value in fields.items() if name not in _SAID}
-    return pretrained_form(architecture)[1].run_as(changes, fields["params_dtype"])
+    return pretrained_form(architecture, ignored)[1].run_as(changes, fields["params_dtype"])
 
 
-def build_pretrained(architecture: str, fields: dict[str, Any], execution: Execution) -> GPTModel:
+def build_pretrained(architecture: str, ignored: str | None, fields: dict[str, Any], execution: Execution) -> GPTModel:
     """Return the model, with weights that are to be replaced; arguments are those of `as_run`."""
-    return pretrained_form(architecture)[0].build(as_run(architecture, fields), execution)
+    return pretrained_form(architecture, ignored)[0].build(as_run(architecture, ignored, fields), execution)
 
 
-def load_pretrained(folder: str, architecture: str, fields: dict[str, Any], execution: Execution) -> GPTModel:
+def load_pretrained(
+    folder: str, architecture: str, ignored: str | None, fields: dict[str, Any], execution: Execution
+) -> GPTModel:
     """Return the model with the folder's weights; other arguments are those of `as_run`.
 
     Raises:
@@ -130,7 +147,8 @@ def load_pretrained(folder: str, architecture: str, fields: dict[str, Any], exec
     if json_file(Path(folder) / CONFIG) != json.loads(architecture):
         raise ValueError(f"--init-from {folder}: its {CONFIG} is not that of the run; give another --output")
     changes = {name: value for name, value in fields.items() if name not in _SAID}
-    return load_huggingface(folder, dtype=fields["params_dtype"], config=changes, execution=execution)
+    dtype, names = fields["params_dtype"], field_names(ignored)
+    return load_huggingface(folder, dtype=dtype, config=changes, execution=execution, ignore_fields=names)
 
 
 def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs) -> None:

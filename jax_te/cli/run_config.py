@@ -68,7 +68,9 @@ class RunConfig(RunOptions):
     def transformer_config(self) -> TransformerConfig:
         """Return the model's configuration."""
         fields = self.library_fields()
-        return TransformerConfig(**fields) if self.architecture is None else as_run(self.architecture, fields).config
+        if self.architecture is None:
+            return TransformerConfig(**fields)
+        return as_run(self.architecture, self.ignore_fields, fields).config
 
     def library_fields(self) -> dict[str, Any]:
         """Return the fields of a `TransformerConfig` that the options say."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 from typing import Any, TypeVar
 
@@ -33,18 +34,29 @@ mlp_chunks_for_prefill=1 mlp_chunks_for_training=1
 _REFUSED = {
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
     "num_layers_in_last_pipeline_stage=None pipeline_model_parallel_layout=None "
-    "account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False "
-    "defer_embedding_wgrad_compute=False wgrad_deferral_limit=0 "
-    "num_microbatches_with_partial_activation_checkpoints=None": "the mesh axis "
+    "account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False": "the mesh axis "
     "'pipeline' and jax_te.pipeline.PipelineConfig, an argument of make_train_step, split a model into stages",
+    "defer_embedding_wgrad_compute=False wgrad_deferral_limit=0": "jax_te.training.deferred_vjp defers the gradients "
+    "of kernels, not that of the embedding",
+    "num_microbatches_with_partial_activation_checkpoints=None": "recompute_granularity is for all microbatches",
     "num_moe_experts=None overlap_moe_expert_parallel_comm=False overlap_dispatch_backward_with_experts_wgrad=False "
-    "ep_overlap_early_attn_memory_release=False use_grouped_gemm_for_shared_expert=False "
-    "use_grouped_gemm_for_dense_mlp=False": "there is no dispatch of tokens to experts; the layers of an expert are",
-    "mtp_num_layers=None experimental_attention_variant=None is_hybrid_model=False enable_mhc_connections=False "
-    "use_mup=False multi_latent_attention=False attention_output_gate=False head_wise_attn_gate=False "
-    "heterogeneous_block_specs=False hetereogenous_dist_checkpoint=False qk_l2_norm=False no_rope_freq=None "
-    "rotary_base_per_layer=None mrope_section=None use_inference_optimized_layers=False rotary_interleaved=False": ""
-    "the models do not have this; build one from the layers of jax_te.layers, and see rotary_embedding",
+    "ep_overlap_early_attn_memory_release=False use_grouped_gemm_for_shared_expert=False": "there is no dispatch of "
+    "tokens to experts; the layers of an expert are",
+    "use_grouped_gemm_for_dense_mlp=False": "jax_te.layers.LayerNormMLP runs a feed-forward block as one operation",
+    "mtp_num_layers=None": "the models predict the next token alone; a loss of your own adds further heads",
+    "experimental_attention_variant=None multi_latent_attention=False attention_output_gate=False "
+    "head_wise_attn_gate=False qk_l2_norm=False": "the models' attention does not have this; build one from the layers "
+    "of jax_te.layers, whose DotProductAttention takes queries, keys and values",
+    "is_hybrid_model=False enable_mhc_connections=False heterogeneous_block_specs=False": "the models are stacks of "
+    "equal transformer layers; build another stack from the layers of jax_te.layers",
+    "hetereogenous_dist_checkpoint=False": "checkpoints hold each layer's arrays by name, whatever the layers are, and "
+    "need no flag",
+    "use_mup=False": "init_method is a model's initializer, and optax.multi_transform gives groups of parameters "
+    "learning rates of their own",
+    "no_rope_freq=None rotary_base_per_layer=None mrope_section=None rotary_interleaved=False": "a model's "
+    "position_embedding_type=jax_te.models.RotaryPositions(...) is for all its layers; in a model of your own "
+    "jax_te.layers.rotary_embedding has positions, a base and pairs of its own for each layer",
+    "use_inference_optimized_layers=False": "jax_te.models.generate runs the layers of training",
     "gtp_weight_remat_size=1 expert_gtp_weight_remat_size=1 tensor_parallel_num_weight_shards=None "
     "expert_tensor_parallel_num_weight_shards=None": "the mesh axis 'fsdp' shards weights",
     "hybrid_context_parallel=False max_seqlen_per_dp_cp_rank=None": "cp_load_balanced=True balances sequences, and "
@@ -66,23 +78,52 @@ _REFUSED = {
 }
 """Fields that would change numbers or communication -> what JAX has in their place."""
 
-_IDLE = (
-    *(
-        "moe_",
-        "mtp_",
-        "dsa_",
-        "linear_",
-        "experimental_attention_",
-        "mamba_",
-        "gdp_",
-        "mhc_",
-        "mup_",
-        "inference_",
-    ),
-    *("cpu_offloading_", "_cpu_offloading_", "kitchen_", "gtp_", "use_mamba_", "offload_", "min_offloaded_"),
-    *("delay_offload_", "delta_offload_", "activation_offload_", "fine_grained_offloading_"),
+_IDLE = frozenset(
+    """
+mtp_standalone cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
+cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers mtp_loss_scaling_factor
+mtp_use_repeated_layer mtp_detach_heads mtp_hsm mtp_hybrid_override_pattern
+experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+linear_value_head_dim linear_num_key_heads linear_num_value_heads mup_width_mult mup_base_hidden_size
+mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power kitchen_attention_backend
+moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+moe_shared_expert_glu_interleave_size moe_layer_freq moe_ffn_hidden_size moe_router_load_balancing_type
+moe_router_topk moe_enable_routing_replay moe_router_topk_limited_devices moe_router_padding_for_quantization
+moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
+moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_router_force_biased
+moe_grouped_gemm moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias moe_aux_loss_coeff
+moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
+moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs
+moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+moe_pad_experts_for_cuda_graph_inference moe_token_drop_policy moe_layer_recompute moe_permute_fusion
+moe_router_fusion moe_apply_probs_on_input moe_latent_size gtp_remat_opt_in_modules moe_flex_dispatcher_num_sms
+moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+moe_hybridep_num_sms_preprocessing moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype
+moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor inference_cuda_graph_scope mhc_num_residual_streams
+mhc_sinkhorn_iterations mhc_init_gating_factor mhc_recompute_layer_num inference_rng_tracker inference_sampling_seed
+inference_fuse_tp_communication inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
+inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type mamba_state_dim mamba_head_dim
+mamba_num_groups mamba_num_heads gdp_num_householder mamba_training_ssm_states_dtype use_mamba_mem_eff_path
+gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute offload_modules min_offloaded_tensor_size
+delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction moe_paged_stash
+moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
+fine_grained_offloading_max_inflight_offloads
+""".split()  # noqa: SIM905 - a list of a hundred strings is hard to read
 )
-"""Beginnings of fields that say nothing while a field of `_REFUSED` is off, which they would describe."""
+"""Fields that say nothing while a field of `_REFUSED` is off, which they would describe."""
+
+_LATENT = frozenset(
+    """
+q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent
+rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim cache_mla_latents
+mla_down_proj_fusion
+""".split()  # noqa: SIM905 - a list of a hundred strings is hard to read
+)
+"""Fields of Megatron-Core's ``MLATransformerConfig`` alone."""
 
 
 def accepts_megatron_fields(config: T) -> T:
@@ -93,6 +134,7 @@ def accepts_megatron_fields(config: T) -> T:
 
     Raises:
         ValueError: when called, for a field that is refused; the message names what JAX has in its place.
+        TypeError: when called, for a field that neither has; the message names those that are most alike.
 
     >>> from dataclasses import dataclass
     >>> @accepts_megatron_fields
@@ -106,9 +148,14 @@ def accepts_megatron_fields(config: T) -> T:
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **fields: Any) -> None:
+        unknown = []
         for name in [name for name in fields if name not in own]:
             if _is_dropped(name, fields[name]):
                 del fields[name]
+            else:
+                unknown.append(name)
+        if unknown:
+            raise TypeError(_about_unknown(config.__name__, unknown, own))
         init(self, *args, **fields)
 
     config.__init__ = construct
@@ -127,7 +174,27 @@ def _is_dropped(name: str, value: Any) -> bool:
             if value != parsed(names)[name]:
                 raise ValueError(f"{name}={value!r} is not supported: {instead}. Leave it out")
             return True
-    return name.startswith(_IDLE)
+    return name in _IDLE
+
+
+def _about_unknown(config: str, unknown: list[str], own: set[str]) -> str:
+    """Return the message about fields that neither this package's configuration nor Megatron-Core's has."""
+    latent = [name for name in unknown if name in _LATENT]
+    if latent:
+        return (
+            f"{config} has no {', '.join(latent)}: Megatron-Core's MLATransformerConfig has, and the models have no "
+            "latent attention; leave them out, or build a model from the layers of jax_te.layers. Rotary positions are "
+            "an argument of the model, jax_te.models.RotaryPositions(base=, percent=, scaling=)"
+        )
+    known = own.union(_IDLE, parsed(HINTS), *map(parsed, _REFUSED))
+    parts = []
+    for name in unknown:
+        alike = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+        parts.append(f"no field {name!r}" + (f" (most alike: {', '.join(alike)})" if alike else ""))
+    return (
+        f"{config} has {'; '.join(parts)}. Correct the name, or leave it out; the class's docstring lists its "
+        "fields, and docs/parity.md Megatron-Core's"
+    )
 
 
 @functools.cache

@@ -137,6 +137,10 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
         check_annotations(self, TransformerConfig)
         if not self.layernorm_epsilon > 0.0:
             raise ValueError(f"layernorm_epsilon must be > 0, got {self.layernorm_epsilon!r}")
+        if self.fused_residual_rmsnorm and self.normalization != "RMSNorm":
+            raise ValueError(
+                f"fused_residual_rmsnorm=True is for normalization='RMSNorm', got {self.normalization!r}; leave one out"
+            )
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             count = getattr(self, name)

@@ -66,6 +66,10 @@ def _read(given: Fields, options: Options) -> None:
     given.expect("tie_word_embeddings", True)
     given.expect("is_decoder", False)
     given.expect("add_cross_attention", False)
+    # In files of Google's multilingual and Chinese models: the pooler of its own program, and both directions.
+    given.expect("directionality", "bidi")
+    given.expect("pooler_type", "first_token_transform")
+    given.skip("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
     options |= {"add_lm_head": False, "add_pooler": True}
 
 

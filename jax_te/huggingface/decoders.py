@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,11 +58,19 @@ def _read_gpt2(given: Fields, options: Options) -> None:
     given.expect("scale_attn_by_inverse_layer_idx", False)
     given.expect("add_cross_attention", False)
     given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
-    rate = options["hidden_dropout"]
-    if given.take("embd_pdrop", float, 0.1) != rate:
-        raise given.refused("resid_pdrop", rate, "embd_pdrop is another one, and one rate is for both: make them equal")
-    given.skip("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
+    rate, of_embeddings = options["hidden_dropout"], given.take("embd_pdrop", float, 0.1)
+    if of_embeddings != rate:
+        # No refusal: without dropout, as in evaluation and generation, nothing depends on it.
+        warnings.warn(
+            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
+            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
+            stacklevel=1,
+        )
+    given.skip("n_ctx")  # an older name of n_positions' value, which transformers reads no more
+    given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
     given.skip("summary_type", "summary_use_proj")
+    given.expect("n_special", 0)  # rows behind the vocabulary, in files of the first release (gpt2-medium)
+    given.skip("predict_special_tokens")  # of which there are none
     options["position_embedding_type"] = "learned_absolute"
 
 
@@ -156,6 +165,9 @@ def _llama_table(form: Form) -> Table:
 
 def _read_llama(given: Fields, options: Options) -> None:
     _read_rotary(given, options, "silu")
+    given.skip("is_llama_config")  # a mark of the program that trained SmolLM
+    given.expect("rope_interleaved", False)  # from there, too; transformers' Llama turns halves in any case
+    given.expect("max_sequence_length", options["max_sequence_length"])  # in the first files of Llama: said twice
     options["add_bias_linear"] = bias = given.take("attention_bias", bool, False)
     if given.take("mlp_bias", bool, False) != bias:
         raise given.refused(
@@ -338,9 +350,13 @@ def _read_output_norms(
 
 def _write_gemma2(options: Options) -> dict[str, Any]:
     scale = options["softmax_scale"]
+    windows = _write_windows(options)
+    if windows["sliding_window"] is None:
+        # transformers makes the mask of windows for every Gemma 2 and 3, also for one whose layers have none.
+        windows["sliding_window"] = 4096
     return {
         **_write_gemma(options),
-        **_write_windows(options),
+        **windows,
         "query_pre_attn_scalar": options["kv_channels"] if scale is None else max(round(scale**-2), 1),
         "attn_logit_softcapping": options["logit_softcap"],
         "final_logit_softcapping": options["multipliers"].softcap,

@@ -8,20 +8,32 @@ from typing import Any
 from jax_te.layers import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.models import RotaryPositions
 
-_NO_NUMBERS = """
-_attn_implementation_autoset _name_or_path architectures attn_implementation chunk_size_feed_forward classifier_dropout
-dtype finetuning_task gradient_checkpointing id2label initializer_factor initializer_range is_encoder_decoder label2id
-model_type num_labels output_attentions output_hidden_states output_past pretraining_tp problem_type return_dict
-tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version unsloth_version use_cache use_return_dict
-bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id diversity_penalty do_sample
-early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
-forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
-num_return_sequences output_scores pad_token_id prefix remove_invalid_values repetition_penalty return_dict_in_generate
-cache_implementation sep_token_id suppress_tokens task_specific_params temperature top_k top_p typical_p
-"""
-NO_NUMBERS = frozenset(_NO_NUMBERS.split())
-"""Fields that change no output of a model: what a file says of itself, how a program runs or prints, heads of other
-tasks; tokens, and how text is generated."""
+# Fields that change no output of any architecture here, by the reason.
+_NO_NUMBERS = {
+    "what the file says of itself and of the program that wrote it": """
+        _commit_hash _name_or_path architectures finetuning_task model_type tokenizer_class
+        transformers.js_config transformers_version unsloth_fixed unsloth_version""",
+    "dtype of tensors, which the tensors themselves have; TensorFlow's and TorchScript's programs": """
+        dtype tf_legacy_loss torch_dtype torchscript use_bfloat16""",
+    "how a program runs a layer, or what it returns beside its output": """
+        _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation
+        cache_implementation chunk_size_feed_forward gradient_checkpointing output_attentions output_hidden_states
+        output_past output_scores pretraining_tp return_dict return_dict_in_generate use_cache use_return_dict""",
+    "first weights, which those of the folder replace": "initializer_factor initializer_range",
+    "heads of other tasks": """
+        _num_labels classifier_dropout id2label is_encoder_decoder label2id num_labels problem_type
+        task_specific_params""",
+    "numbers of special tokens": """
+        bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids forced_bos_token_id
+        forced_eos_token_id pad_token_id sep_token_id""",
+    "how text is generated": """
+        bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+        exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
+        num_beams num_return_sequences prefix remove_invalid_values repetition_penalty suppress_tokens temperature
+        top_k top_p typical_p""",
+}
+NO_NUMBERS = frozenset(name for names in _NO_NUMBERS.values() for name in names.split())
+"""Fields that change no output of a model."""
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 """transformers' names of the kinds of layers."""
@@ -51,6 +63,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], what: str, tensors: Collection[Any] = ()):
         self._values, self._what, self.tensors = dict(values), what, tensors
+        self._given = frozenset(values)
 
     def take(self, name: str, kind: type, default: Any) -> Any:
         """Return a field, or ``default`` where it is absent or null.
@@ -122,25 +135,35 @@ class Fields:
         for name in ("rope_theta", "partial_rotary_factor"):
             values = {name: self._values.pop(name, None), **values}
         rope = Fields(values, f"{self._what}: rope_scaling")
-        base, percent = rope.take("rope_theta", float, default), rope.take("partial_rotary_factor", float, 1.0)
+        base = rope.take("rope_theta", float, default)
+        # transformers' classes of these architectures turn the whole head whatever this says, or fail.
+        rope.expect("partial_rotary_factor", 1.0, 1)
         kind = rope.take("type", str, "default")
         kind = rope.take("rope_type", str, kind)
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()
-        return RotaryPositions(base=base, percent=percent, scaling=scaling, window_base=window_base)
+        return RotaryPositions(base=base, scaling=scaling, window_base=window_base)
 
     def finish(self, ignore: Collection[str] = ()) -> None:
-        """Raise ValueError for fields that nothing has read.
+        """Raise ValueError for fields that nothing has read; null stands for a field that is absent.
 
         Args:
-            ignore: names of fields that a caller knows to change no number.
+            ignore: names of fields that a caller knows to change no number. One that was read is refused.
         """
-        left = [name for name in self._values if name not in NO_NUMBERS and name not in ignore]
+        followed = sorted(name for name in self._given - self._values.keys() if name in ignore)
+        if followed:
+            raise ValueError(
+                f"{self._what}: {', '.join(followed)} cannot be ignored, because the model is built by it; leave it "
+                "out of ignore_fields"
+            )
+        left = [name for name, value in self._values.items() if value is not None]
+        left = sorted(name for name in left if name not in NO_NUMBERS and name not in ignore)
         if left:
             raise ValueError(
                 f"{self._what} has fields that are unknown here and may change numbers: "
-                f"{', '.join(f'{name[:60]}={_short(self._values[name])}' for name in sorted(left)[:8])}"
-                f"{f', and {len(left) - 8} more' if len(left) > 8 else ''}; name those that do not in ignore_fields"
+                f"{', '.join(f'{name[:60]}={_short(self._values[name])}' for name in left[:8])}"
+                f"{f', and {len(left) - 8} more' if len(left) > 8 else ''}; name those that do not in ignore_fields "
+                "(--ignore-fields on the command line)"
             )
 
 
@@ -156,14 +179,14 @@ def activation_name(activation: Any, *, gated: bool) -> str | None:
 def rotary_fields(rotary: Any) -> dict[str, Any]:
     """Return the fields of `RotaryPositions`, in a form that every version of transformers reads.
 
+    Partial rotary positions have none: no architecture that is written follows them. `save_huggingface` refuses them.
+
     >>> rotary_fields(RotaryPositions(base=5e5, scaling=LinearScaling(factor=2.0)))
     {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
     """
     if not isinstance(rotary, RotaryPositions):
         return {}
     found: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
-    if rotary.percent != 1.0:
-        found["partial_rotary_factor"] = rotary.percent
     scaling = rotary.scaling
     if scaling is not None:
         kind, renamed = _SCALINGS[type(scaling)]

@@ -177,6 +177,10 @@ class Architecture:
         if layers > len(given.tensors):
             raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
         self.read(given, options)
+        # Fields of every class of transformers, which older files have with their defaults.
+        for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
+            given.expect(name, False)
+        given.expect("pruned_heads", {})
         return Form.make({name: value for name, value in options.items() if value is not None})
 
     def config_fields(self, form: Form) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def load_huggingface(
             ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
         execution: see `jax_te.models.Execution`.
         ignore_fields: names of fields of ``config.json`` that are unknown here and that you know to change no number.
+            One that the model is built by is refused.
         on_progress: is called after each parameter with the number of those that are done and of all.
 
     Returns:

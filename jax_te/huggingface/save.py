@@ -177,7 +177,10 @@ def said_form(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]
         if not isinstance(model, each.model):
             continue
         form = Form(model.config, each.options(model))
-        lost = _lost(each, form)
+        try:
+            lost = _lost(each, form)
+        except ValueError as error:  # a field that says the option is refused by the reader of this architecture
+            lost = [str(error)]
         if not lost:
             return name, form
         reasons.append(f"{name}: {', '.join(lost)}")

@@ -93,7 +93,10 @@ class CapturedGraphs:
     def _refusal(self, name: str, given: str) -> str:
         captured = sorted({graph.name for graph in self._graphs.values()})
         if given in captured:
-            why = "was captured under another recipe, mesh, mode or state of the module"
+            why = (
+                "was captured under another recipe, mesh, mode or state of the module, or with arrays that lie "
+                "elsewhere: of another sharding"
+            )
         else:
             why = f"was not captured; captured are {'; '.join(captured) or 'no calls'}"
         return (

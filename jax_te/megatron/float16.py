@@ -147,7 +147,8 @@ class Float16Module(MegatronModule):
             says, and without one True; JAX has no process groups that could tell.
         post_process: this is the last pipeline stage, so outputs are cast back. None: likewise.
         vp_size: virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
-        vp_stage: number of this virtual stage, from 0. Inputs are cast on the first, outputs on the last.
+        vp_stage: number of this virtual stage, from 0. None: the module's own ``vp_stage``, if it has one.
+            Inputs are cast on the first, outputs on the last.
 
     Raises:
         ValueError: if neither or both of ``fp16`` and ``bf16`` are set (Megatron takes fp16 if both are), or
@@ -183,6 +184,7 @@ class Float16Module(MegatronModule):
                 f"bf16={self.bf16}"
             )
         # In an interleaved pipeline a rank has several stages, of which only one begins or ends the model.
+        vp_stage = getattr(module, "vp_stage", None) if vp_stage is None else vp_stage
         first, last = _virtual_ends(vp_size, vp_stage)
         self.vp_size, self.vp_stage = vp_size, vp_stage
         self.pre_process = getattr(module, "pre_process", True) if pre_process is None else pre_process

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_te.megatron.quant_paths import megatron_path
+from jax_te.layers import Embedding, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from jax_te.quantize import QuantizerState
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import variable_axes
 from jax_te.typing import LogicalAxes
 
+# Layers whose arrays Megatron names otherwise; a module that holds a kernel itself says so by ``megatron_layout``.
+_LAYERS = (Linear, LayerNormLinear, LayerNorm, RMSNorm, Embedding)
 _FUSED = {"kernel": "weight", "scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
 _NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "ln_bias": "bias"}
 
@@ -79,18 +81,17 @@ def megatron_layout(
         variable: of one array; other ones, such as quantizer state and kernels stored quantized, keep their names.
         owners: the modules by their paths.
 
-    >>> from jax_te.layers import MultiheadAttention
-    >>> layer = MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))
-    >>> owners = {("self_attention",): layer, ("self_attention", "qkv"): layer.qkv}
-    >>> name, layout = megatron_layout(("self_attention", "qkv", "kernel"), 0, layer.qkv.kernel, owners)
-    >>> name, layout.to_megatron(layer.qkv.kernel[...]).shape
-    ('self_attention.linear_qkv.weight', (64, 32))
+    >>> layer = Linear(32, (2, 64), rngs=nnx.Rngs(0))
+    >>> name, layout = megatron_layout(("linear_fc1", "kernel"), 0, layer.kernel, {("linear_fc1",): layer})
+    >>> name, layout.to_megatron(layer.kernel[...]).shape
+    ('linear_fc1.weight', (128, 32))
     """
-    if outside == len(path):
-        return ".".join(map(str, path)), None
-    owner, attribute, value = owners[path[:-1]], str(path[-1]), variable.get_value()
-    shown = _numbered(path, owners)
-    where = ".".join([*map(str, shown[:outside]), megatron_path(".".join(map(str, shown[outside:-1])))])
+    owner = owners[path[:-1]]
+    shown = path if outside == len(path) else _numbered(path, owners)
+    if outside == len(path) or not (isinstance(owner, _LAYERS) or getattr(owner, "megatron_layout", False)):
+        return ".".join(map(str, shown)), None
+    attribute, value = str(path[-1]), variable.get_value()
+    where = ".".join(map(str, shown[:-1]))
     names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
     one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct) and not isinstance(variable, QuantizerState)
     name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")

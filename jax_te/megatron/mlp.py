@@ -42,8 +42,6 @@ class MLP(MegatronModule):
     ((32, 2, 128), 'linear_fc1.bias', (256, 32))
     """
 
-    megatron_names = True
-
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in

@@ -41,12 +41,13 @@ class MegatronModule(StateDicts, TrainingMode):
 
     Source: ``megatron.core.transformer.module.MegatronModule``.
 
+    >>> from jax_te.layers import Linear
     >>> class Block(MegatronModule):
     ...     def __init__(self, config, *, rngs):
     ...         super().__init__(config)
-    ...         self.fc1 = nnx.Linear(2, 4, rngs=rngs)
-    >>> list(Block(None, rngs=nnx.Rngs(0)).state_dict())
-    ['fc1.bias', 'fc1.kernel']
+    ...         self.linear_fc1 = Linear(2, 4, rngs=rngs)
+    >>> {name: array.shape for name, array in Block(None, rngs=nnx.Rngs(0)).state_dict().items()}
+    {'linear_fc1.bias': (4,), 'linear_fc1.weight': (4, 2)}
     """
 
     def __init__(self, config: Any):

@@ -14,8 +14,10 @@ _MEGATRON = (
     (re.compile(r"(?<=attention\.)query$"), "linear_q"),
     (re.compile(r"(?<=attention\.)key_value$"), "linear_kv"),
     (re.compile(r"(?<=attention\.)(qkv|proj|key|value)$"), r"linear_\1"),
-    (re.compile(r"\blayernorm_mlp\.wi_kernel$"), "mlp.linear_fc1"),
-    (re.compile(r"\blayernorm_mlp\.wo_kernel$"), "mlp.linear_fc2"),
+    (re.compile(r"\blayernorm_mlp\.(?=w[io]_kernel$)"), "mlp."),
+    # The kernels of a LayerNormMLP, whatever the name of its attribute.
+    (re.compile(r"\bwi_kernel$"), "linear_fc1"),
+    (re.compile(r"\bwo_kernel$"), "linear_fc2"),
 )
 
 

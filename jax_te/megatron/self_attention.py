@@ -49,8 +49,6 @@ class SelfAttention(MultiheadAttention, MegatronModule):
     ((32, 4, 16), (64, 32))
     """
 
-    megatron_names = True
-
     def __init__(
         self,
         config: TransformerConfig,

@@ -72,10 +72,13 @@ def sharded_state_dict(
 
 
 def _self_describing(module: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the outermost submodules that have a ``sharded_state_dict`` of their own."""
-    if getattr(module, "megatron_names", False):
-        return []  # their names inside of this module are Megatron's, which alone they do not have
-    found = {path: child for path, child in nnx.iter_modules(module) if path and hasattr(child, "sharded_state_dict")}
+    """Return the outermost submodules that have a ``sharded_state_dict`` other than the function of this file."""
+    found = {path: child for path, child in nnx.iter_modules(module) if path and _describes_itself(child)}
     return [
         (path, child) for path, child in found.items() if not any(path[:size] in found for size in range(1, len(path)))
     ]
+
+
+def _describes_itself(module: Any) -> bool:
+    method = getattr(module, "sharded_state_dict", None)
+    return method is not None and getattr(method, "__func__", method) is not sharded_state_dict

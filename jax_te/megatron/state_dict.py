@@ -34,9 +34,10 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     A Variable that holds several arrays, such as delayed scaling's state or a parameter stored quantized, has one entry
     for each; with ``keep_vars`` only one. Cached kernels are left out.
 
-    `MegatronGPTModel`, `TransformerLayer`, `SelfAttention` and `MLP` have Megatron-Core's names and layouts: ``weight
-    [out, in]``, ``layer_norm_weight``, queries, keys and values group by group. Other modules have the names of their
-    attributes, and their arrays as they are.
+    In a `MegatronModule`, and in the layers of `jax_te.megatron` alone, linear layers, norms and embeddings of this
+    package have Megatron-Core's names and layouts: ``weight [out, in]``, ``layer_norm_weight``, a `SelfAttention`'s
+    queries, keys and values group by group. So a checkpoint of Megatron-Core loads into a module whose attributes have
+    Megatron's names. Everything else has the names of attributes, and its arrays as they are.
 
     Args:
         module: any NNX module.
@@ -123,7 +124,12 @@ def load_variables(
 
 
 class StateDicts:
-    """Torch's methods ``state_dict`` and ``load_state_dict``, for NNX modules that derive from this class, too."""
+    """Torch's methods ``state_dict`` and ``load_state_dict``, for NNX modules that derive from this class, too.
+
+    Inside of such a module arrays have Megatron's names and layouts, see `state_dict`.
+    """
+
+    megatron_names = True
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False

@@ -112,8 +112,6 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     TERowParallelLinear(in_features=128, out_features=32, bias=True, TP=1)
     """
 
-    megatron_names = True
-
     def __init__(
         self,
         config: TransformerConfig,

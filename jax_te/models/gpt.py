@@ -202,10 +202,16 @@ class GPTModel(LanguageModel):
             max_logits: fp32 ``[num_layers, n]``, of `max_logits`; the maximum of several calls.
 
         Raises:
-            ValueError: as `jax_te.layers.clip_qk`; without ``config.qk_clip``.
+            ValueError: as `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
         """
         if not self.config.qk_clip:
             raise ValueError("the model's config has qk_clip=False; build the model with qk_clip=True")
+        shape = len(self.layers), self.config.num_attention_heads
+        if getattr(max_logits, "shape", None) != shape:
+            raise ValueError(
+                f"max_logits must be an array {list(shape)}, as model.max_logits(tokens) gives it, got "
+                f"{getattr(max_logits, 'shape', max_logits)!r}"
+            )
         options = {"threshold": self.config.qk_clip_threshold, "alpha": self.config.qk_clip_alpha}
         for layer, logits in zip(self.layers, max_logits, strict=True):
             core = layer.self_attention.core_attention

@@ -22,8 +22,6 @@ class LanguageModelEmbedding(MegatronModule):
     Source: ``megatron.core.models.common.embeddings.LanguageModelEmbedding``.
     """
 
-    megatron_names = True
-
     def __init__(
         self, config: TransformerConfig, vocab_size: int, max_sequence_length: int, learned: bool, *, rngs: nnx.Rngs
     ):
@@ -50,8 +48,6 @@ class TransformerBlock(MegatronModule):
 
     Source: ``megatron.core.transformer.transformer_block.TransformerBlock``.
     """
-
-    megatron_names = True
 
     def __init__(
         self,
@@ -95,7 +91,7 @@ class OutputLayer(MegatronModule):
     Source: ``megatron.core.tensor_parallel.ColumnParallelLinear``.
     """
 
-    megatron_names = True
+    megatron_layout = True  # it has a kernel of its own, and no layer
 
     def __init__(self, config: TransformerConfig, vocab_size: int, tied: bool, *, rngs: nnx.Rngs):
         super().__init__(config)

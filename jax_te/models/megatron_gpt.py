@@ -106,8 +106,6 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     True
     """
 
-    megatron_names = True
-
     def __init__(
         self,
         config: TransformerConfig,

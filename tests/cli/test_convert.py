@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import zipfile
 
 import jax.numpy as jnp
@@ -38,6 +39,16 @@ def llama(tmp_path_factory):
     return folder, parameters(model)
 
 
+@pytest.fixture(scope="module")
+def noted(llama, tmp_path_factory):
+    """The same folder, with a field in its configuration that nobody knows."""
+    folder = tmp_path_factory.mktemp("models") / "noted"
+    shutil.copytree(llama[0], folder)
+    values = json.loads((folder / "config.json").read_text()) | {"my_note": "x"}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
 def parameters(model):
     return {path: np.asarray(each[...]) for path, each in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
@@ -69,6 +80,14 @@ def test_there_and_back(llama, tmp_path, capsys):
     assert (tmp_path / "copy" / "tokenizer.json").exists()
 
 
+def test_unknown_fields_are_ignored_by_name(llama, noted, tmp_path):
+    target = tmp_path / "a"
+    argv = ["convert", str(noted), str(target), "--to", "huggingface", "--ignore-fields", "my_note,other"]
+    assert main(argv) == 0
+    assert "my_note" not in json.loads((target / "config.json").read_text())
+    assert_same(parameters(load_huggingface(target)), llama[1])
+
+
 def test_a_run_is_converted(trained, tmp_path):
     assert main(["convert", str(trained), str(tmp_path / "a.pt"), "--step", "8"]) == 0
     assert (
@@ -87,6 +106,9 @@ def test_a_run_is_converted(trained, tmp_path):
         (["{llama}", "{llama}"], "exists"),
         (["{tmp}", "{tmp}/new"], "is no checkpoint"),
         (["{tmp}/absent", "{tmp}/new"], "is no checkpoint"),
+        (["{noted}", "{tmp}/new"], "my_note='x'; name those that do not in ignore_fields (--ignore-fields"),
+        (["{noted}", "{tmp}/new", "--ignore-fields", "my_note,hidden_size"], "hidden_size cannot be ignored"),
+        (["{noted}", "{tmp}/new", "--ignore-fields", "a b"], "must be names of fields"),
         (["{llama}", "{tmp}/new", "--step", "3"], "--step has no effect"),
         (["{llama}", "{tmp}/new", "--architecture", "GPT2LMHeadModel"], "--architecture has no effect"),
         (["{llama}", "{tmp}/new", "--to", "huggingface", "--tensor-parallel", "2"], "--tensor-parallel has no effect"),
@@ -94,8 +116,8 @@ def test_a_run_is_converted(trained, tmp_path):
         (["{llama}"], "TO"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line(argv, message, llama, tmp_path, capsys):
-    argv = [each.format(llama=llama[0], tmp=tmp_path) for each in argv]
+def test_what_cannot_be_converted_is_one_line(argv, message, llama, noted, tmp_path, capsys):
+    argv = [each.format(llama=llama[0], noted=noted, tmp=tmp_path) for each in argv]
     try:
         status = main(["convert", *argv])
     except SystemExit as error:  # argparse's

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -194,6 +195,7 @@ def test_defaults_of_fine_tuning(folder, tmp_path):
         (["--hidden-size", "64"], "says what the model is; leave --hidden-size out"),
         (["--preset", "tiny", "--num-layers", "2"], "leave --preset, --num-layers out"),
         (["--seq-len", "65"], "--seq-len 65 is above the 64 positions"),
+        (["--ignore-fields", "hidden_size"], "hidden_size cannot be ignored"),
         (["--lora-alpha", "2"], "--lora-alpha is for adapters"),
         (["--init-from", "nowhere"], "config.json is not there"),
     ],
@@ -202,6 +204,28 @@ def test_defaults_of_fine_tuning(folder, tmp_path):
 def test_options_that_do_not_go_together(argv, text, folder, tmp_path, capsys):
     assert_refused(fine_tune(tmp_path / "run", folder, *argv), capsys.readouterr().err, text)
     assert not (tmp_path / "run").exists()
+
+
+def test_unknown_fields_are_ignored_by_name(folder, tmp_path, capsys):
+    """In training, when the run is read again, and in evaluation."""
+    noted = tmp_path / "noted"
+    shutil.copytree(folder, noted)
+    values = json.loads((noted / "config.json").read_text()) | {"my_note": "x"}
+    (noted / "config.json").write_text(json.dumps(values))
+    assert_refused(fine_tune(tmp_path / "run", noted), capsys.readouterr().err, "my_note='x'")
+    few = ["--steps", "1", "--save-every", "1", "--warmup-steps", "0"]
+    assert fine_tune(tmp_path / "run", noted, "--ignore-fields", "my_note", *few) == 0
+    losses = []
+    given = ["--init-from", str(noted), "--ignore-fields", "my_note", "--seq-len", "16"]
+    for options in (["--output", str(tmp_path / "run")], given):
+        capsys.readouterr()
+        assert main(["eval", *options, "--data", str(folder / "text.txt"), "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert all(map(math.isfinite, losses))
+    status = main(["eval", "--output", str(tmp_path / "run"), "--ignore-fields", "my_note"])
+    assert_refused(status, capsys.readouterr().err, "--ignore-fields is for --init-from")
+    status = main(["train", "--output", str(tmp_path / "other"), "--ignore-fields", "my_note"])
+    assert_refused(status, capsys.readouterr().err, "--ignore-fields is for the config.json of --init-from")
 
 
 def test_adapters_need_weights_to_adapt(tmp_path, capsys):

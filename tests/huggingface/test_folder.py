@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
+from jax_te.huggingface.architectures import read_form
 from jax_te.huggingface.fields import Fields
 from jax_te.huggingface.layout import Entry
 from jax_te.huggingface.safetensors import TensorFile, write_file
@@ -239,9 +240,23 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scaling", [None, LinearScaling(factor=2.0)])
 def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
-    rotary = RotaryPositions(base=500.0, percent=0.5, scaling=scaling)
+    rotary = RotaryPositions(base=500.0, scaling=scaling)
     save_huggingface(llama(rotary), tmp_path)
     assert load_huggingface(tmp_path).rotary == rotary
+
+
+def test_partial_rotary_positions_are_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers' classes of every architecture here turn whole heads, whatever ``partial_rotary_factor`` says."""
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: [^;]*percent=0\.5"):
+        save_huggingface(llama(RotaryPositions(percent=0.5)), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    copied(folder, tmp_path)
+    change(tmp_path, partial_rotary_factor=1.0)
+    assert load_huggingface(tmp_path).rotary == load_huggingface(folder).rotary
+    for place in ({}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        change(tmp_path, partial_rotary_factor=0.5, **place)
+        with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.5; only 1\.0"):
+            load_huggingface(tmp_path)
 
 
 # --- what is refused
@@ -296,6 +311,63 @@ def test_a_field_that_a_caller_knows_may_be_ignored(folder: Path, tmp_path: Path
     load_huggingface(tmp_path, ignore_fields=["my_note"])
     with pytest.raises(ValueError, match="leave hidden_size, params_dtype out of"):
         load_huggingface(tmp_path, ignore_fields=["my_note"], config={"hidden_size": 8, "params_dtype": "float32"})
+
+
+def test_a_field_that_the_model_is_built_by_cannot_be_ignored(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"hidden_size, rope_theta cannot be ignored"):
+        load_huggingface(folder, ignore_fields=["rope_theta", "hidden_size", "my_note"])
+
+
+# Fields that published folders have beside those of transformers' classes, by what has them.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "SmolLM2": (
+        "LlamaForCausalLM",
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    ),
+    "the first Llama": ("LlamaForCausalLM", {"max_sequence_length": 2048, "quantization_config": None}),
+    "distilgpt2": ("GPT2LMHeadModel", {"_num_labels": 1, "n_ctx": 1024}),
+    "gpt2-medium": ("GPT2LMHeadModel", {"n_special": 0, "predict_special_tokens": True, "is_decoder": False}),
+    "multilingual BERT": (
+        "BertForMaskedLM",
+        {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
+        | {"pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128},
+    ),
+    "legal BERT": ("BertForMaskedLM", {"eos_token_ids": 0, "pruned_heads": {}, "use_bfloat16": False}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_harmless_fields_of_published_folders_pass(name: str) -> None:
+    architecture, values = PUBLISHED[name]
+    kind = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    plain, form = (read_form(kind | more, "config.json", range(50))[1] for more in ({}, values))
+    assert form == plain
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("LlamaForCausalLM", {"rope_interleaved": True}),
+        ("LlamaForCausalLM", {"max_sequence_length": 4096}),
+        ("LlamaForCausalLM", {"directionality": "bidi"}),
+        ("GPT2LMHeadModel", {"n_special": 2}),
+        ("BertForMaskedLM", {"directionality": "left"}),
+        ("BertForMaskedLM", {"pooler_type": "mean"}),
+        ("BertForMaskedLM", {"pruned_heads": {"0": [1]}}),
+    ],
+)
+def test_the_same_fields_are_refused_where_they_would_count(architecture: str, values: dict[str, Any]) -> None:
+    kind = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    with pytest.raises(ValueError, match=next(iter(values))):
+        read_form(kind | values, "config.json", range(50))
+
+
+def test_two_dropout_rates_of_gpt2_are_a_warning() -> None:
+    """Nothing but training with dropout depends on them."""
+    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    with pytest.warns(UserWarning, match=r"embd_pdrop is 0\.0, resid_pdrop 0\.2"):
+        _, form = read_form(kind | {"embd_pdrop": 0.0, "resid_pdrop": 0.2}, "config.json", range(50))
+    assert form.config.hidden_dropout == 0.2
 
 
 def test_all_tensors_that_do_not_fit_are_in_one_error(folder: Path, tmp_path: Path) -> None:
@@ -490,9 +562,9 @@ def test_any_fields_of_any_architecture_give_a_form_or_are_refused(data: Any) ->
     given = Fields(values, "config.json", [f"tensor {i}" for i in range(50)])
     with contextlib.suppress(ValueError):
         form = architecture.form(given)
-        given.finish(OTHER_FIELDS)
         assert architecture.table(form)
         assert form.sizes()["h"] > 0
+        given.finish()
 
 
 OTHER_FIELDS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _REASON = "compares with transformers: pip install -e '.[parity]'"
 torch = pytest.importorskip("torch", reason=_REASON)
 transformers = pytest.importorskip("transformers", reason=_REASON)
 
-from jax_te.huggingface import load_huggingface, save_huggingface  # noqa: E402
-from jax_te.models import BertModel, T5Model, generate  # noqa: E402
+from jax_te.config import TransformerConfig  # noqa: E402
+from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface  # noqa: E402
+from jax_te.huggingface.architectures import read_form  # noqa: E402
+from jax_te.layers import LinearScaling, Llama3Scaling, YarnScaling  # noqa: E402
+from jax_te.models import BertModel, GPTModel, Multipliers, RotaryPositions, T5Model, generate  # noqa: E402
 from tests.support.numerics import assert_close, quick_jit  # noqa: E402
 
 LLAMA = {
@@ -168,6 +173,80 @@ def test_what_is_written_transformers_loads(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(state[key], expected[key]) for key in state)
 
 
+BLOCK: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+    "normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "kv_channels": 16,
+}  # fmt: skip
+GEMMA2 = {"activation": "geglu", "layernorm_zero_centered_gamma": True, "block_output_layernorm": True}
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=8, mscale=2.0, mscale_all_dim=0.7)
+OURS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # options of the configuration, of the positions, multipliers
+    "LlamaForCausalLM": ({}, {"base": 500.0, "scaling": LinearScaling(factor=2.0)}, {}),
+    "Qwen2ForCausalLM": ({"add_qkv_bias": True}, {"base": 500.0, "scaling": YARN}, {}),
+    "Qwen3ForCausalLM": (
+        {"qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": (0, 1)},
+        {"scaling": Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                  original_max_position_embeddings=16)},
+        {},
+    ),
+    "Gemma2ForCausalLM": (GEMMA2 | {"logit_softcap": 1.5}, {"base": 500.0}, {"embedding": 32**0.5, "softcap": 2.0}),
+    "Gemma3ForCausalLM": (GEMMA2 | {"qk_layernorm": True}, {"window_base": 50.0}, {"embedding": 32**0.5}),
+}  # fmt: skip
+
+
+def our_model(name: str, **rotary: Any) -> GPTModel:
+    """A model that was made here, with options that this architecture can say."""
+    options, positions, multipliers = OURS[name]
+    model = GPTModel(
+        TransformerConfig(**BLOCK | options),
+        vocab_size=67,
+        max_sequence_length=32,
+        position_embedding_type=RotaryPositions(**positions | rotary),
+        share_embeddings_and_output_weights=name.startswith("Gemma"),
+        rngs=nnx.Rngs(0),
+    )
+    model.multipliers = Multipliers(**multipliers)
+    # Larger weights than those of the start: the order of tokens and every option shows in the logits.
+    params = nnx.state(model, nnx.Param)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
+    nnx.update(model, jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(keys), x.shape), params))
+    return model
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_model_made_here_is_the_same_in_transformers(name: str, tmp_path: Path) -> None:
+    model = our_model(name)
+    save_huggingface(model, tmp_path)
+    theirs, info = getattr(transformers, name).from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values()), info
+    tokens = tokens_of(theirs, 24)
+    actual = quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens, jnp.int32))
+    assert_close(actual, logits_of(theirs.eval(), tokens), 2.0**-18)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_partial_positions_are_not_written_for_classes_that_turn_whole_heads(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: [^;]*percent=0\.5"):
+        save_huggingface(our_model(name, percent=0.5), tmp_path / "none")
+    # Why: with the field in its config.json the class computes what it computes without.
+    save_huggingface(our_model(name, scaling=None), tmp_path / "whole")
+    config, logits = tmp_path / "whole" / "config.json", []
+    for extra in ({}, {"partial_rotary_factor": 0.5}):
+        config.write_text(json.dumps(json.loads(config.read_text()) | extra))
+        theirs = getattr(transformers, name).from_pretrained(config.parent, attn_implementation="eager")
+        logits.append(logits_of(theirs.eval(), tokens_of(theirs, 24)))
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_field_of_transformers_own_configuration_is_known(name: str) -> None:
+    values = getattr(transformers, name).config_class().to_dict()
+    _, form = read_form(values | {"architectures": [name]}, "config.json", range(100))
+    assert form.config.num_layers > 0
+
+
 def test_a_checkpoint_in_bf16(tmp_path: Path) -> None:
     theirs = make("llama 3", tmp_path).to(torch.bfloat16)
     for path in tmp_path.glob("model*"):
@@ -212,8 +291,6 @@ def test_a_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
 
 def test_older_fields_of_rotary_positions(tmp_path: Path) -> None:
     """``rope_theta`` and ``rope_scaling``, as in files that were written before transformers 5."""
-    import json
-
     theirs = make("llama 3", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     rope = values.pop("rope_parameters")

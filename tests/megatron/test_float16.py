@@ -349,3 +349,13 @@ def test_first_microbatch_reaches_through_the_wrapper():
     model = Float16Module(Fp8Config(bf16=True), Linear(16, 16, rngs=nnx.Rngs(0)))
     model.set_is_first_microbatch()
     assert model.module.is_first_microbatch is True
+
+
+def test_the_virtual_stage_is_the_modules_own_unless_it_is_given():
+    module = Echo()
+    module.vp_stage = 1
+    with pytest.raises(AssertionError, match=r"vp_stage 1 .*vp_size None"):
+        Float16Module(BF16, module)
+    model = Float16Module(BF16, module, vp_size=2)
+    assert (model.vp_stage, model.casts_inputs, model.casts_outputs) == (1, False, True)
+    assert Float16Module(BF16, module, vp_size=2, vp_stage=0).casts_inputs

@@ -147,7 +147,7 @@ def test_it_trains_under_its_configurations_recipe():
             losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.6 * losses[0]
     trained = state.model.state_dict()
-    assert trained["linear_fc1.kernel"].dtype == jnp.bfloat16
+    assert trained["linear_fc1.weight"].dtype == jnp.bfloat16
     for layer in ("linear_fc1", "linear_fc2"):
         assert (trained[f"{layer}.quantizers.grad.amax_history"] > 0.0).all()
         assert trained[f"{layer}.quantizers.x.scale"] != 1.0

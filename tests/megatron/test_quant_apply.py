@@ -288,3 +288,16 @@ def test_a_single_layer_has_an_empty_path():
 def test_a_model_without_quantizable_layers():
     with pytest.raises(ValueError, match=r"Dropout.* Linear, LayerNormLinear"):
         apply_quantization_config(nnx.Dropout(0.5), RecipeConfig([], {}))
+
+
+@pytest.mark.parametrize("attribute", ["mlp", "feed_forward", "layernorm_mlp"])
+def test_megatrons_names_reach_a_layernorm_mlp_under_any_name(attribute: str):
+    model = nnx.Module()
+    setattr(model, attribute, LayerNormMLP(16, 16, rngs=nnx.Rngs(0)))
+    for pattern, kernel in (("*fc1", "wi_kernel"), ("*linear_fc2", "wo_kernel")):
+        payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+        rule = {"enabled": True, "type": "glob", "pattern": pattern, "config": "bf16"}
+        rules = RecipeConfig.from_config_dict({"configs": {"bf16": payload}, "matchers": {"rule": rule}})
+        report = apply_quantization_config(model, rules)
+        assert not report.unused_matchers
+        assert [each.path for each in report.modules if each.matcher == "rule"] == [f"{attribute}.{kernel}"]

@@ -77,17 +77,17 @@ def test_names_shapes_and_dtypes_are_the_state_dicts():
 def test_specs_follow_the_logical_axes():
     model = mlp()
     expected = {
-        "fc1.kernel": P("fsdp", "tensor"),
+        "fc1.weight": P("tensor", "fsdp"),
         "fc1.bias": P("tensor"),
-        "fc1.scale": P(None),
-        "fc1.ln_bias": P(None),
-        "rows.1.kernel": P(("tensor", "fsdp"), None),
+        "fc1.layer_norm_weight": P(None),
+        "fc1.layer_norm_bias": P(None),
+        "rows.1.weight": P(None, ("tensor", "fsdp")),
         "rows.1.bias": P(None),
-        "column.kernel": P("fsdp", "tensor"),
+        "column.weight": P("tensor", "fsdp"),
         "column.bias": P("tensor"),
-        "down.kernel": P("fsdp", None),
+        "down.weight": P(None, "fsdp"),
         "down.bias": P(None),
-        "input_norm.scale": P(None),
+        "input_norm.weight": P(None),
         "column.quantizers.x.scale": P(),
         "column.quantizers.grad.amax_history": P(None),
     }
@@ -180,7 +180,7 @@ def test_float16_module_adds_no_prefix():
     wrapped = Float16Module(CONFIG, mlp())
     described = wrapped.sharded_state_dict("a.")
     assert described.keys() == wrapped.state_dict(prefix="a.").keys()
-    assert described["a.fc1.kernel"].dtype == jnp.bfloat16
+    assert described["a.fc1.weight"].dtype == jnp.bfloat16
     assert Float16Module(CONFIG, nnx.Linear(2, 2, rngs=nnx.Rngs(0))).sharded_state_dict().keys() == {"kernel", "bias"}
 
 

@@ -71,7 +71,7 @@ def test_what_goes_with_the_arrays():
     assert linear.module_recipe == whole.module_recipe
     assert (linear.tp_comm_buffer_name, linear.deterministic) == ("qkv", True)
     assert linear.tensor_parallel == whole.tensor_parallel
-    wanted = {name: a for name, a in state_dict(whole).items() if name not in ("scale", "ln_bias")}
+    wanted = {name: a for name, a in state_dict(whole).items() if name not in ("layer_norm_weight", "layer_norm_bias")}
     assert state_dict(linear).keys() == wanted.keys()
     for name, array in wanted.items():
         assert_bitwise(state_dict(linear)[name], array, what=name)

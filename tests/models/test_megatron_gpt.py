@@ -19,6 +19,7 @@ from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.megatron import (
     Float16Module,
     GlobMatcher,
+    MegatronModule,
     RecipeConfig,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
@@ -327,7 +328,7 @@ def test_it_trains_in_a_train_step_and_in_a_loop_over_layers():
 
 STAGES: list[dict[str, Any]] = [
     {"stage_layers": range(1), "post_process": False},
-    {"stage_layers": range(1, 2), "pre_process": False, "post_process": False, "vp_stage": 1},
+    {"stage_layers": range(1, 2), "pre_process": False, "post_process": False},
     {"stage_layers": range(2, 3), "pre_process": False},
 ]
 
@@ -502,3 +503,54 @@ def test_arguments_of_a_call():
         )
         assert whole.sharding.spec == P()
         assert re.search("tensor", str(split.sharding.spec))
+
+
+class OwnMLP(MegatronModule):
+    """As docs/from_megatron.md has it, with a layer of Flax and a parameter of its own beside it."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        super().__init__(config)
+        common: dict[str, Any] = {"config": config, "bias": True, "skip_bias_add": False, "is_expert": False}
+        h, f = config.hidden_size, config.ffn_hidden_size
+        self.linear_fc1 = TELayerNormColumnParallelLinear(
+            h, f, init_method=config.init_method, gather_output=False, rngs=rngs, **common
+        )
+        self.linear_fc2 = TERowParallelLinear(
+            f, h, init_method=config.init_method, input_is_parallel=True, rngs=rngs, **common
+        )
+        self.router = nnx.Linear(4, 2, rngs=rngs)
+        self.kernel = nnx.Param(jnp.ones((2, 3)))
+
+
+def test_weights_go_from_a_model_into_a_module_of_ones_own_and_back():
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    model = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))
+    part = "decoder.layers.0.mlp."
+    theirs = {name.removeprefix(part): array for name, array in model.state_dict().items() if name.startswith(part)}
+    own = OwnMLP(config, rngs=nnx.Rngs(1))
+    skipped = own.load_state_dict(theirs, strict=False)
+    assert sorted(skipped.missing_keys) == ["kernel", "router.bias", "router.kernel"]
+    assert not skipped.unexpected_keys
+    mlp: Any = model.decoder.layers[0].mlp
+    assert_bitwise(own.linear_fc1.kernel[...].reshape(16, 64), mlp.linear_fc1.kernel[...].reshape(16, 64))
+    back = own.state_dict()
+    assert (back["router.kernel"].shape, back["kernel"].shape) == ((4, 2), (2, 3))
+    for name, array in theirs.items():
+        assert_bitwise(back[name], array, what=name)
+    described = own.sharded_state_dict()
+    assert {name: each.shape for name, each in described.items()} == {name: each.shape for name, each in back.items()}
+    # A layer alone, both ways.
+    alone = OwnMLP(config, rngs=nnx.Rngs(2)).linear_fc2
+    wanted = {name.removeprefix("linear_fc2."): a for name, a in theirs.items() if name.startswith("linear_fc2.")}
+    assert wanted["weight"].shape == (16, 64)
+    alone.load_state_dict(wanted)
+    assert_bitwise(alone.state_dict()["weight"], wanted["weight"])
+    assert_bitwise(alone.kernel[...], wanted["weight"].T)
+
+
+def test_clipping_without_logits_is_refused():
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, qk_clip=True)
+    model = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))
+    for wrong in (None, jnp.ones(2), jnp.ones((2, 2))):
+        with without_type_checker(), pytest.raises(ValueError, match=r"max_logits must be an array \[1, 2\]"):
+            model.clip_qk(wrong)
