@@ -62,7 +62,8 @@ class Signs:
 
     Each process writes its own file, of a name that only this start of the run has. Process 0 reads those of all, and
     the others read its file alone: what process 0 finds out stands in it. A process that ends in an orderly way takes
-    its file away, unless that says why; the lock on a file tells of one that was killed, where the file system has locks.
+    its file away, unless that says why. The lock on a file tells of one that was killed, where the file system has
+    locks.
 
     Args:
         folder: one that all processes share; made if it is not there.
