@@ -80,13 +80,12 @@ def test_time_of_the_cpu_counts_while_a_process_does_not_wait(two):
 
 
 def test_an_error_reaches_the_others_at_once_and_signs_leave_nothing(tmp_path):
-    with Signs(tmp_path / "signs", "run", 0, 3, (600.0, 3.0)) as first:
-        with Signs(tmp_path / "signs", "run", 1, 3, (600.0, 3.0)) as second:
-            with Signs(tmp_path / "signs", "run", 2, 3, (600.0, 3.0)) as third:
-                time.sleep(1.0)
-                second.fail("process 1: the disk is full")
-                wait_until(lambda: first.told() and third.told(), 5.0)
-                assert first.told() == third.told() == "process 1: the disk is full"
+    three = [Signs(tmp_path / "signs", "run", index, 3, (600.0, 3.0)) for index in range(3)]
+    with three[0] as first, three[1] as second, three[2] as third:
+        time.sleep(1.0)
+        second.fail("process 1: the disk is full")
+        wait_until(lambda: first.told() and third.told(), 5.0)
+        assert first.told() == third.told() == "process 1: the disk is full"
     for run in ("next", "last"):  # what an error left goes at the next start
         with Signs(tmp_path / "signs", run, 0, 1, (1.0,)):
             assert {path.name.split(".")[0] for path in (tmp_path / "signs").iterdir()} == {run}
@@ -141,6 +140,11 @@ def state():
     return {"w": jax.make_array_from_callback((2, 4096), jax.NamedSharding(mesh, jax.P("x")), lambda at: values[at])}
 
 
+def save_and_wait(checkpointer, array, step):
+    checkpointer.save(array, None, step)
+    checkpointer.wait()
+
+
 def save_with_a_fault(folder, fault):
     """Return the error of a second save, and how long it took; the first one goes well."""
     checkpointer, array = TrainCheckpointer(folder, timeout=2.0), state()
@@ -154,8 +158,7 @@ def save_with_a_fault(folder, fault):
             checkpointer_module.call_orbax = lambda *_: time.sleep(600)
     begin = time.monotonic()
     with pytest.raises(OSError, match="checkpoint step 2 could not be saved") as caught, checkpointer:
-        checkpointer.save(array, None, 2)
-        checkpointer.wait()
+        save_and_wait(checkpointer, array, 2)
     result, seconds = str(caught.value), time.monotonic() - begin
     (folder / f"{jax.process_index()}.done").touch()
     wait_until(lambda: all((folder / f"{index}.done").exists() for index in range(2)))
