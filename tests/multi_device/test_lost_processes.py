@@ -266,3 +266,17 @@ def test_a_first_compilation_longer_than_the_bound_does_not_end_the_run(tmp_path
     assert re.search(r"waiting for process 1 \(step 1, which it starts or compiles\)", found[0][2]), found
     for _, out, _ in found:
         assert "Gloo" not in out
+
+
+def test_texts_that_differ_in_the_held_out_part_alone_are_refused(tmp_path):
+    """As on two hosts: one name, and another file behind it in each process."""
+    folders = {index: tmp_path / str(index) for index in range(2)}
+    for index, folder in folders.items():
+        folder.mkdir()
+        (folder / "text").write_text("some words of a text\n" * 2000 + f"end {index}")
+    argv = ("--mesh", "data=2", "--data", "/proc/self/cwd/text")
+    with started(2, tmp_path / "run", *argv, cwd=folders) as running:
+        found = ended(running)
+    assert [status for status, _, _ in found] == [2, 2], found
+    for _, _, error in found:
+        assert "held_out_text of process 1 differs from process 0's" in error

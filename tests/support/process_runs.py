@@ -38,7 +38,7 @@ sys.exit(main.main())
 
 
 @contextlib.contextmanager
-def started(count, output, *argv, devices=1, others=None, only=None, slow=None):
+def started(count, output, *argv, devices=1, others=None, only=None, slow=None, cwd=None):
     """Yield the running processes of one ``jax-te train``; none is left afterwards.
 
     Args:
@@ -46,6 +46,7 @@ def started(count, output, *argv, devices=1, others=None, only=None, slow=None):
         devices: of each process.
         others: more options of single processes, by number.
         only: numbers of those that are started. None: all.
+        cwd: working directories, by number.
         slow: seconds, by number, for which a process computes before its first step, as if it compiled.
     """
     with socket.socket() as probe:
@@ -58,6 +59,7 @@ def started(count, output, *argv, devices=1, others=None, only=None, slow=None):
             line, options = command(
                 "train", "--output", output, *MICRO, *argv, *(others or {}).get(index, ()), "--processes", place
             )
+            options["cwd"] = (cwd or {}).get(index)
             if index in (slow or {}):
                 line = [line[0], "-c", SLOW_STEP.format(seconds=slow[index]), *line[3:]]
             options["env"] |= {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
