@@ -146,16 +146,16 @@ def killed_at(moment, output, count, victim, *argv):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("count", "kills"), [(1, 25), (2, 25), (4, 10)], ids=["one", "two", "four"])
-def test_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch, count, kills):
-    """While the run starts, takes steps or saves. Each start goes on from the newest checkpoint that there was."""
-    # Kills leave unfinished files in a cache of compiled programs, and other tests share theirs.
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    random, output, start = np.random.default_rng(count), tmp_path / "killed", 10.0
-    options = ["--recipe", "delayed", "--dropout", "0.1", "--save-every", "5", "--eval-every", "20"]
-    options += [*(("--mesh", f"data={count}") if count > 1 else ()), "--decay-steps", "400", "--steps"]
+def options_of(count):
+    """Options of the runs that are killed, but for the number of steps."""
+    mesh = ("--mesh", f"data={count}") if count > 1 else ()
+    options = ("--recipe", "delayed", "--dropout", "0.1", "--save-every", "5", "--eval-every", "20")
+    return *options, *mesh, "--decay-steps", "400", "--steps"
+
+
+def kill_often(output, count, kills, random):
+    """Start a run again and again, and kill one of its processes at a random moment: each start goes on."""
+    start = 10.0
     for kill in range(kills):
         before, lines = last_saved(output), len(records(output))
         moments = {
@@ -166,20 +166,37 @@ def test_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch, count, kill
         }
         moment, victim = random.choice(list(moments)), int(random.integers(count))
         begin = time.monotonic()
-        found = killed_at(moments[moment], output, count, victim, *options, "1000000")
-        print(f"kill {kill + 1} of {kills}: process {victim} of {count}, {moment}; saved {last_saved(output)}")
+        found = killed_at(moments[moment], output, count, victim, *options_of(count), "1000000")
+        print(
+            f"kill {kill + 1} of {kills}: process {victim} of {count}, {moment}; saved {last_saved(output)}", flush=True
+        )
         assert not any("damaged" in error for _, _, error in found), found
         if moment != "start":
             start = time.monotonic() - begin  # about how long starts take, on this machine and with what is cached
         resumed = re.search(r"resumed after step (\d+)|a new run", found[0][1])
         assert resumed is None or int(resumed[1] or 0) == before
         assert last_saved(output) >= before
-    assert last_saved(output) >= 2 * kills  # starts alone would show little
+
+
+def assert_as_unbroken(output, unbroken, count):
+    """The run, taken to its end, is bit for bit one that nothing happened to."""
     steps = str(last_saved(output) // 20 * 20 + 20)
-    for folder in (output, tmp_path / "unbroken"):
-        train(count, folder, *options, steps)
-    assert records(output) == records(tmp_path / "unbroken")
-    assert saved_state(output) == saved_state(tmp_path / "unbroken")
+    for folder in (output, unbroken):
+        train(count, folder, *options_of(count), steps)
+    assert records(output) == records(unbroken)
+    assert saved_state(output) == saved_state(unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("count", "kills"), [(1, 25), (2, 25), (4, 10)], ids=["one", "two", "four"])
+def test_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch, count, kills):
+    """While the run starts, takes steps or saves."""
+    # Kills leave unfinished files in a cache of compiled programs, and other tests share theirs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    kill_often(tmp_path / "killed", count, kills, np.random.default_rng(count))
+    assert last_saved(tmp_path / "killed") >= 2 * kills  # starts alone would show little
+    assert_as_unbroken(tmp_path / "killed", tmp_path / "unbroken", count)
 
 
 @pytest.mark.slow
