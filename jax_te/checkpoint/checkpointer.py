@@ -7,12 +7,14 @@ import errno
 import json
 import logging
 import os
+import threading
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -24,10 +26,17 @@ from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
 from jax_te.checkpoint.restore import Target, load
+from jax_te.checkpoint.signs import Signs
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, named_leaves, records
-from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer
+from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
 from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.typing import PyTree
+
+SIGNS = ".processes"
+"""Folder in the checkpoints', or in the run's, for the signs of life of several processes."""
+
+_SOON = 0.002
+"""Seconds between two looks whether Orbax has begun to write, for which a step waits."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -55,10 +64,12 @@ class TrainCheckpointer:
         keep_best: keep so many of the best, too, by a metric that each save is given.
         metric: name of that metric.
         best: whether its smallest or its largest value is the best; nan is the worst.
+        timeout: seconds without progress after which a save of several processes has failed: none of them has written
+            anything. A slow save may take any time.
 
     Raises:
-        ValueError: if ``directory`` is a file, or has a name that Orbax would take for another; for a number to keep
-            that is not positive, and for another ``best``.
+        ValueError: if ``directory`` is a file or a link to nothing, or has a name that Orbax would take for another;
+            for a number to keep or a ``timeout`` that is not positive, and for another ``best``.
 
     >>> import tempfile, jax.numpy as jnp
     >>> folder = tempfile.TemporaryDirectory()
@@ -79,24 +90,38 @@ class TrainCheckpointer:
         keep_best: int | None = None,
         metric: str = "loss",
         best: Literal["min", "max"] = "min",
+        timeout: float = 60.0,
     ):
         numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         check_positive(**{name: number for name, number in numbers.items() if number is not None})
         check_choice(("min", "max"), best=best)
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds > 0, got {timeout}")
         self._directory = checked_folder(directory)
         self._metric = None if keep_best is None else metric
         self._kept = kept_by(keep, keep_every, keep_best, metric, best)
         self._read_back = False
         self._can_pin = True
         self._writer: ocp.training.Checkpointer | None = None
-        self._pending: tuple[int, Future[None]] | None = None
+        self._pending: _Save | None = None
+        self._timeout = timeout
+        self._signs: Signs | None = None
+        self._own_signs: Signs | None = None
         self._damaged: set[int] = set()
 
     def __enter__(self) -> TrainCheckpointer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None and jax.process_count() > 1:
+            # The others may be gone, and would be waited for. What is under way is whole or is ignored.
+            self._abandon()
+        else:
+            self.close()
+
+    def share_signs(self, signs: Signs) -> None:
+        """Take the signs of life that the run's processes give already, rather than make some in the folder."""
+        self._signs = signs
 
     def save(
         self, state: PyTree, data_state: Any, step: int | np.integer, *, metrics: Mapping[str, Any] | None = None
@@ -116,7 +141,8 @@ class TrainCheckpointer:
 
         Raises:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
-                opened. Earlier checkpoints are still there. That this one could not be written a later call says.
+                opened; with several processes also if another one cannot write its part, is gone, or shows no progress
+                within ``timeout``. Earlier checkpoints are still there. If this save fails, a later call raises.
             ValueError: if the step is saved already, or is no integer >= 0; if ``metrics`` lacks that by which the best
                 checkpoints are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
@@ -131,27 +157,33 @@ class TrainCheckpointer:
             raise ValueError(f"the best checkpoints are kept by {self._metric!r}; give it in metrics, got {given}")
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
+        several = jax.process_count() > 1
         with contextlib.ExitStack() as quiet:
             # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
-            quiet.enter_context(quiet_orbax())
+            logged = quiet.enter_context(quiet_orbax())
             with self._explained(step):
-                writer = self._open_writer()
+                writer = self._opened_together(step, logged) if several else self._open_writer()
             # Before anything else that takes time with each leaf: the host does that while devices copy.
             copies = self._copies(array_leaves(state))
             try:
                 leaves = named_leaves(state)
-                body = {"format": FORMAT, "data": data, "arrays": records(leaves)}
+                body = {"format": FORMAT, "step": step, "data": data, "arrays": records(leaves)}
                 _check_storable(body["arrays"])
                 missing = any(copy is None for copy in copies)
                 pairs = zip(leaves.items(), copies, strict=True)
                 stored = {name: leaf if copy is None else copy for (name, leaf), copy in pairs}
                 call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
                 with self._explained(step):
-                    # What is not copied Orbax copies before its call returns. With several processes its call runs
-                    # programs on all devices, which must start in one order with those of the steps: in one thread.
-                    if missing or jax.process_count() > 1:
+                    # What is not copied Orbax copies before its call returns.
+                    # With several processes its call runs programs on all devices, which must start in one order with
+                    # those of the steps: this thread waits for the call.
+                    begun = threading.Event()
+                    if missing and not several:
                         call = partial(_same, call())
-                    self._pending = (step, in_thread(self._write, step, call, copies, quiet.pop_all()))
+                    written = in_thread(self._write, step, call, copies, quiet.pop_all(), begun)
+                    self._pending = _Save(step, written, logged)
+                    if several:
+                        self._wait_for(self._pending, begun)
             except BaseException:
                 free(copies)
                 raise
@@ -162,12 +194,12 @@ class TrainCheckpointer:
         Raises:
             OSError: if it could not be written.
         """
-        if self._pending is not None:
-            step, written = self._pending
-            wait_for([written])  # a wait that is interrupted leaves the save pending
-            self._pending = None
-            with self._explained(step):
-                written.result()
+        save = self._pending
+        if save is not None:
+            with self._explained(save.step):
+                self._wait_for(save)  # a wait that is interrupted leaves the save pending
+                self._pending = None
+                save.written.result()
 
     def check(self) -> None:
         """Raise the error of a save under way if it has failed by now, without waiting: a training loop asks each step.
@@ -175,8 +207,14 @@ class TrainCheckpointer:
         Raises:
             OSError: if it could not be written.
         """
-        if self._pending is not None and self._pending[1].done():
+        save = self._pending
+        if save is None:
+            return
+        if save.written.done():
             self.wait()
+        elif jax.process_count() > 1:
+            with self._explained(save.step):
+                self._raise_if_lost(save)
 
     def latest_step(self) -> int | None:
         """Return the newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
@@ -273,8 +311,13 @@ class TrainCheckpointer:
         """
         try:
             self.wait()
+        except BaseException:
+            if jax.process_count() > 1:
+                self._abandon()
+            raise
         finally:
             self._drop_writer()
+            self._end_signs()
 
     def _steps(self) -> list[int]:
         """Finished checkpoints, without damaged ones: an unfinished one has a longer name."""
@@ -336,7 +379,49 @@ class TrainCheckpointer:
             str(error)[:300],
         )
 
-    def _write(self, step: int, call: Callable[[], Any], copies: list[Any], quiet: contextlib.ExitStack) -> None:
+    def _opened_together(self, step: int, logged: list[BaseException]) -> ocp.training.Checkpointer:
+        """Return the writer, which all processes open together."""
+        if self._signs is None:
+            folder, run = self._directory / SIGNS, say(uuid.uuid4().hex)[0]
+            signs = Signs(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
+            self._signs = self._own_signs = signs.__enter__()
+        self._signs.measure(partial(size_of_save, self._directory, step))
+        opened = in_thread(self._open_writer)
+        self._wait_for(_Save(step, opened, logged))
+        return opened.result()
+
+    def _wait_for(self, save: _Save, begun: threading.Event | None = None) -> None:
+        """Wait until a save has ended or begun.
+
+        Raises:
+            Exception: with several processes, if this one cannot write its part.
+            TimeoutError: if another one cannot, is gone, or none shows progress.
+        """
+        if self._signs is None:
+            wait_for([save.written])
+            return
+        while not save.written.done() and not (begun is not None and begun.wait(_SOON)):
+            if begun is None:
+                wait_for([save.written], timeout=self._signs.interval)
+            self._raise_if_lost(save)
+
+    def _raise_if_lost(self, save: _Save) -> None:
+        if save.written.done() or self._signs is None:
+            return
+        if save.logged:
+            raise save.logged[0]
+        line = self._signs.lost(self._timeout, clock="saved")
+        if line is not None:
+            raise TimeoutError(line)
+
+    def _write(
+        self,
+        step: int,
+        call: Callable[[], Any],
+        copies: list[Any],
+        quiet: contextlib.ExitStack,
+        begun: threading.Event,
+    ) -> None:
         """Call Orbax and wait for it, in a thread of its own."""
         with quiet:
             try:
@@ -346,7 +431,9 @@ class TrainCheckpointer:
                     # This state is gone; the next save does without.
                     self._stop_pinning(error)
                     raise
-                call().result()
+                response = call()
+                begun.set()
+                response.result()
             finally:
                 free(copies)
             if not self._read_back:
@@ -355,6 +442,8 @@ class TrainCheckpointer:
                 read_back(self._directory / str(step))
                 self._damaged.remove(step)
                 self._read_back = True
+            if self._signs is not None:
+                self._signs.measure(None)
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         if self._damaged:
@@ -380,6 +469,17 @@ class TrainCheckpointer:
             with quiet_orbax():
                 writer.close()
 
+    def _abandon(self) -> None:
+        """Wait for nothing any more: Orbax and its threads would wait for the other processes."""
+        self._pending, self._writer = None, None
+        self._end_signs()
+
+    def _end_signs(self) -> None:
+        signs, self._own_signs = self._own_signs, None
+        if signs is not None:
+            self._signs = None
+            signs.__exit__()
+
     def _report_damaged(self, step: int, reason: str) -> None:
         self._damaged.add(step)
         if jax.process_index() == 0:  # all of them found it damaged
@@ -403,19 +503,37 @@ class TrainCheckpointer:
         try:
             yield
         except (OSError, RuntimeError, ValueError, DamagedError) as error:
-            # A writer that failed may fail again when it is closed.
-            with contextlib.suppress(Exception):
-                self._drop_writer()
+            if self._signs is None:
+                # A writer that failed may fail again when it is closed.
+                with contextlib.suppress(Exception):
+                    self._drop_writer()
             texts = [str(link) for link in chain(error)]
             full = any("No space left" in text or "ENOSPC" in text for text in texts)
             last = max(self._steps(), default=None)
             good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
             cause = "no space left on the disk" if full else texts[-1][:300]
-            raise OSError(
-                errno.ENOSPC if full else errno.EIO,
-                f"checkpoint step {step} could not be saved: {cause}; {good}. Free some space, or save elsewhere",
-                str(self._directory),
-            ) from error
+            advice = "Free some space, or save elsewhere"
+            if isinstance(error, TimeoutError):  # `_raise_if_lost`'s
+                advice = "End this process and start all again" if texts[0].startswith("process") else advice
+            text = f"checkpoint step {step} could not be saved: {cause}; {good}. {advice}"
+            if self._signs is not None:
+                self._signs.fail(f"process {jax.process_index()}: {text}")
+                self._abandon()
+            raise OSError(errno.ENOSPC if full else errno.EIO, text, str(self._directory)) from error
+
+
+class _Save(NamedTuple):
+    """A save under way.
+
+    Args:
+        step: its step.
+        written: done when all is.
+        logged: errors of Orbax in this process, which wait for the other processes before anybody can raise them.
+    """
+
+    step: int
+    written: Future[Any]
+    logged: list[BaseException]
 
 
 def _check_step(step: Any) -> int:

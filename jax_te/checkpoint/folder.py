@@ -42,6 +42,8 @@ def checked_folder(given: str | os.PathLike[str]) -> Path:
         refused = "looks like the address of a service, not a folder"
     elif not os.fspath(given):  # pathlib reads it as the working directory, which nobody means by it
         refused = "names none"
+    elif not refused and path.is_symlink() and not path.exists():
+        refused = f"is a symbolic link to {os.readlink(path)}, which does not exist"
     if refused:
         raise ValueError(f"checkpoints need a folder, and {given or repr(given)} {refused}; give another one")
     return path

@@ -117,20 +117,27 @@ def say(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Return a context that drops Orbax's warnings and errors from the log: callers get them as ours."""
+def quiet_orbax() -> Iterator[list[BaseException]]:
+    """Yield the errors that Orbax logs, and drop them and its warnings from the log: callers get them as ours."""
     # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
     logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
     logger.addFilter(log_filter)
     try:
-        yield
+        yield log_filter.errors
     finally:
         logger.removeFilter(log_filter)
 
 
 class _NotFromOrbax(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return not ("orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL)
+        dropped = "orbax" in record.pathname and logging.WARNING <= record.levelno < logging.CRITICAL
+        if dropped and record.levelno >= logging.ERROR and record.exc_info and record.exc_info[1] is not None:
+            self.errors.append(record.exc_info[1])
+        return not dropped
 
 
 def chain(error: BaseException) -> list[BaseException]:
@@ -150,6 +157,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
+    # Older formats do not say it.
+    if str(stored.get("step", path.name)) != path.name:
+        raise DamagedError(f"it is that of step {stored['step']}, in a folder of another name; rename it back")
     return {"format": 1, **stored}
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.folder import Folder
 from jax_te.checkpoint.tree import Name, crc32, stored_parts
+
+T = TypeVar("T")
+
+_NO_BOUND = 7 * 24 * 3600
+"""Seconds."""
 
 
 def kept_by(keep: int, keep_every: int | None, keep_best: int | None, metric: str, best: Literal["min", "max"]) -> Any:
@@ -44,6 +52,9 @@ def new_writer(directory: Path, kept: Any) -> ocp.training.Checkpointer:
     # Random floating-point numbers, as parameters nearly are, lose a tenth of their size, and a save of them takes
     # two to four times as long.
     context.array.saving.use_compression = False
+    # Orbax counts from the start of a save, however it gets on; `TrainCheckpointer` has a bound of its own.
+    if jax.process_count() > 1:
+        context.asynchronous.timeout_secs = _NO_BOUND
     # Otherwise Orbax waits for the folders by the number of the operation, which is one for the whole process: a call
     # in another thread meanwhile would change it, and the save would wait for ever, or find folders of its own.
     if jax.process_count() == 1:
@@ -69,10 +80,39 @@ def call_orbax(
     )
 
 
-def in_thread(call: Callable[..., None], *args: Any) -> Future[None]:
-    """Return the future of a call in a thread of its own."""
+def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
+    """Return the future of a call in a thread of its own.
+
+    At its end a process waits for the thread, but not where it could wait for another process.
+    """
+    if jax.process_count() > 1:
+        future = Future[T]()
+        threading.Thread(target=_fill, args=(future, call, args), name="jax_te-save", daemon=True).start()
+        return future
     executor = ThreadPoolExecutor(1, "jax_te-save")
     try:
         return executor.submit(call, *args)
     finally:
         executor.shutdown(wait=False)
+
+
+def _fill(future: Future[T], call: Callable[..., T], args: tuple[Any, ...]) -> None:
+    try:
+        future.set_result(call(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def size_of_save(directory: Path, step: int) -> int:
+    """Return a number that changes while a save gets on: a checksum of names and sizes of the files.
+
+    The first process, which puts the checkpoint together and removes older ones, looks at the whole folder, the others
+    at their own parts.
+    """
+    here = jax.process_index()
+    pattern = "**/*" if here == 0 else f"{step}.*/*/ocdbt.process_{here}/**/*"
+    files = []
+    for path in directory.glob(pattern):
+        with contextlib.suppress(OSError):  # renamed or removed since
+            files.append((str(path), path.lstat().st_size))
+    return zlib.crc32(repr(sorted(files)).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from typing import NamedTuple
@@ -27,6 +28,26 @@ class Launch(NamedTuple):
     index: int
     count: int | None = None
     coordinator: str | None = None
+
+
+class Bounds(NamedTuple):
+    """Seconds that a process waits for others of its run, counted from their last sign of life.
+
+    Args:
+        start: until another one has come.
+        save: until another file has grown, while a checkpoint is written.
+        step: until one has got on, anywhere else.
+    """
+
+    start: float = 300.0
+    save: float = 60.0
+    step: float = 600.0
+
+
+def find_bounds(options: argparse.Namespace) -> Bounds:
+    """Return the bounds that the options of ``jax-te train`` give, and the defaults of the others."""
+    given = {name: getattr(options, f"{name}_timeout", default) for name, default in Bounds()._asdict().items()}
+    return Bounds(**given)
 
 
 def find_launch(processes: str = "auto") -> Launch | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jax_te.checkpoint.internal import Signs
 from jax_te.metrics import MetricsLog, Progress, Speed, StepTrace, StepWork
 from jax_te.typing import PyTree
 
@@ -61,6 +62,7 @@ class LoopActions:
         trace: of some steps. None: of none.
         agree: called at each step with the signal that this process got, or None; returns the one to end on. None: its
             own.
+        signs: of life, for the other processes. None: there are none.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
@@ -70,6 +72,12 @@ class LoopActions:
     inspect: Callable[[int, PyTree, Any], None] | None = None
     trace: StepTrace | None = None
     agree: Callable[[signal.Signals | None], signal.Signals | None] | None = None
+    signs: Signs | None = None
+
+    def begin(self, doing: str, *, waits: bool = False) -> None:
+        """Tell the other processes what this one begins."""
+        if self.signs is not None:
+            self.signs.begin(doing, waits=waits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +188,7 @@ def run_loop(
             while step < plan.steps and stopped_by is None:
                 if actions.check is not None:
                     actions.check()  # a run whose checkpoints are not written should not go on until the next one
+                actions.begin(f"step {step + 1}, which it starts or compiles")
                 step, batch = step + 1, next(batches)
                 if actions.inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
                     drain(0)
@@ -191,6 +200,7 @@ def run_loop(
                         trace.before(step)
                 state, metrics = actions.step(state, batch)
                 pending.append((step, metrics))
+                actions.begin(f"step {step}", waits=True)
                 drain(1)
                 if trace is not None and step == trace.last:
                     drain(0)
@@ -205,13 +215,15 @@ def run_loop(
                 saves, heldout = last or step % plan.save_every == 0, None
                 if last or step % plan.eval_every == 0 or (plan.eval_saved and saves and stopped_by is None):
                     drain(0)
+                    actions.begin(f"the evaluation of step {step}")
                     with speed.pause(recurs=True):
                         heldout = actions.evaluate(state)
                     log.write(step, {"heldout_loss": heldout})
                 if saves or stopped_by is not None:
                     drain(0)
+                    actions.begin(f"the save of step {step}", waits=True)
                     with speed.pause(recurs=True):
-                        log.sync()  # before the checkpoint: a resumed run cuts the log after its step
+                        log.sync()  # before the checkpoint: a resumed run cuts the log after the step that it starts from
                         actions.save(step, state, heldout)
     finally:
         progress.stop()

@@ -186,6 +186,10 @@ _PRESET = "the preset's"
 _PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none or HOST:PORT,COUNT,NUMBER"))
 
 
+# Clocks and JAX take more, but no week is a bound.
+_SECONDS = Text("SECONDS", number(float, 0, above=True, below=7 * 24 * 3600 + 1))
+
+
 _free = functools.partial(option, may_change=True)
 _on_mesh = functools.partial(option, may_change=True, of_mesh=True)
 
@@ -214,6 +218,10 @@ class TrainOptions:
     preset: str = option(tuple(PRESETS), "model and settings to start from, see below", shown="tiny")
     output: str = option(FOLDER, "folder of the run", shown="runs/PRESET, or runs/PRESET-RECIPE")
     processes: str = option(_PROCESSES, "of one run: auto, none or HOST:PORT,COUNT,NUMBER", shown="auto")
+    # Not of the run: how long others may be silent depends on where it is started.
+    start_timeout: float = option(_SECONDS, "seconds to wait for another of several processes to start", 300.0)
+    save_timeout: float = option(_SECONDS, "seconds without progress that end a save of several processes", 60.0)
+    step_timeout: float = option(_SECONDS, "seconds without a sign of life from another process that end a run", 600.0)
 
 
 @dataclass(frozen=True, kw_only=True)

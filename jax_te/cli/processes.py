@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -18,61 +21,170 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_te.cli.launch import PLACE, Launch
+from jax_te.checkpoint.internal import Signs
+from jax_te.cli.launch import PLACE, Bounds, Launch
 from jax_te.cli.main import explain
+from jax_te.cli.meeting import meet
+from jax_te.cli.run_files import SIGNS_FOLDER
 
-_HEARTBEAT = 30
-"""Seconds after which a process that is silent, such as one whose host is gone, ends the others."""
+_LATER = 60
+"""Seconds by which the bounds of JAX, at which it aborts in C++, are longer than those of the run."""
 _FAREWELL = 1.0
 """Seconds in which the others can say why they end, before the first process does."""
+_NOTICE = 10.0
+"""Seconds of waiting after which a process says for whom; again whenever that has doubled."""
 _GONE = ("Gloo ", "NCCL operation", "ncclRemoteError", "coordination service", "CoordinationService")
 """Words of JAX's errors where another process is gone."""
 _LONGEST = 400
+_OTHER, _RESUMES = "another process ended or cannot be reached", "; the same command resumes"
+_SEEN_WITHIN = 5.0
+"""Seconds after which a shared folder shows to other hosts what one has made."""
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, *, debug: bool = False) -> Iterator[None]:
-    """Yield in JAX's program of all processes. Where there are several, only the first one's stdout is shown.
+def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool = False) -> Iterator[Signs | None]:
+    """Yield in JAX's program of all processes their signs of life; None if this process is the only one.
+
+    Where there are several, only the first one's stdout is shown, and nothing that C++ libraries print there.
 
     A process that fails says so in one line and ends at once, whatever the others are doing; they end when they miss
     it, and the same command resumes.
 
     Args:
         launch: of `find_launch`. None: one process, or those that are connected already.
+        output: folder of the run, in which the signs are.
+        bounds: of all waiting.
         debug: show the traceback of an error.
 
     Raises:
         ValueError: if the processes do not find each other.
     """
     if launch is not None and not jax.distributed.is_initialized():
-        _connect(launch)
+        _connect(launch, bounds)
     if jax.process_count() == 1:
-        yield
+        yield None
         return
+    signs: Signs | None = None
     try:
         with contextlib.ExitStack() as stack:
-            if jax.process_index():
-                silent = stack.enter_context(open(os.devnull, "w"))
-                stack.enter_context(contextlib.redirect_stdout(silent))
-            yield
+            stack.enter_context(_own_stdout())
+            with _within(bounds.start, "the processes of the run have found each other, and now one does not answer"):
+                run = _shared_token(output, uuid.uuid4().hex[:12])
+            every, guard = (bounds.save, bounds.step), _Guard(bounds.step)
+            signs = Signs(output / SIGNS_FOLDER, run, jax.process_index(), jax.process_count(), every, guard)
+            yield signs.__enter__()
     except Exception as error:
-        _end(error, debug)
+        _end(error, debug, signs)  # the signs go on until then: they tell this process why, and the others
+    else:
+        signs.__exit__()
 
 
-def _connect(launch: Launch) -> None:
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Yield with Python's stdout where it was, in the first process, and that of C++ libraries nowhere."""
+    sys.stdout.flush()
+    with open(os.devnull, "w") as silent, contextlib.ExitStack() as stack:
+        shown = silent
+        try:
+            number = sys.stdout.fileno()
+        except (OSError, ValueError):  # of a program that has put something else there
+            number = None
+        if number is not None:
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(silent.fileno(), number)  # Gloo prints there
+            if is_first():
+                shown = stack.enter_context(open(os.dup(kept), "w", buffering=1, errors="replace"))
+        elif is_first():
+            shown = sys.stdout
+        stack.enter_context(contextlib.redirect_stdout(shown))
+        yield
+
+
+@contextlib.contextmanager
+def _within(seconds: float, what: str) -> Iterator[None]:
+    """Yield, and end this process with a line if that takes longer: it waits in C++, where nothing else reaches it."""
+    timer = threading.Timer(seconds, lambda: _leave(f"{what} for {seconds:g} s; the same command resumes"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _shared_token(output: Path, token: str) -> str:
+    """Return process 0's token, and make sure that all processes see it in the folder of the run.
+
+    Raises:
+        ValueError: in all of them, if one does not.
+    """
+    token = _gathered(token)[0]
+    mark = output / f".{token}"  # a name that nobody has asked for, so that no answer is kept anywhere
+
+    def look() -> None:
+        deadline = time.monotonic() + _SEEN_WITHIN
+        while not mark.exists():
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"--output {output.absolute()} is not the folder of process 0, whose mark is not there; give all "
+                    "processes the same folder, on a file system that they share"
+                )
+            time.sleep(0.1)
+
+    def make() -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        mark.touch(exist_ok=False)
+
+    agreed(make if is_first() else bool)
+    try:
+        agreed(look)
+    finally:
+        if is_first():
+            mark.unlink(missing_ok=True)
+    return token
+
+
+class _Guard:
+    """Looks at the signs of life all the time: ends this process when it waits in vain, and says for whom it waits."""
+
+    def __init__(self, bound: float):
+        self._bound, self._notice = bound, min(_NOTICE, bound / 2)
+
+    def __call__(self, signs: Signs) -> None:
+        lost = signs.lost(self._bound)
+        if lost is not None:
+            _leave(f"{lost}; the same command resumes", signs)
+        late, waited = signs.late(), signs.waited()
+        if not late or waited < min(_NOTICE, self._bound / 2):
+            self._notice = min(_NOTICE, self._bound / 2)
+        elif waited > self._notice and (is_first() or late[0][0] == 0):
+            self._notice *= 2
+            whom = ", ".join(f"process {index} ({doing})" for index, doing in late[:8])
+            os.write(2, f"jax-te: waiting for {whom}, {waited:.0f} s so far\n".encode(errors="replace"))
+
+
+def _connect(launch: Launch, bounds: Bounds) -> None:
+    meet(launch, bounds.start, lambda line: print(line, file=sys.stderr if launch.index else sys.stdout, flush=True))
     # Its handler would take SIGTERM from a run that is still starting; the loop has its own agreement.
     jax.config.update("jax_enable_preemption_service", False)
     given = {} if launch.coordinator is None else {"cluster_detection_method": "deactivate"}
+    if not given and launch.index == 0:
+        print("waiting for the other processes, where JAX finds them", flush=True)
     try:
-        jax.distributed.initialize(
-            launch.coordinator,
-            launch.count,
-            launch.index if given else None,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-            **given,  # type: ignore[arg-type]
-        )
+        with _within(bounds.start, "the processes of the run have not found each other"):
+            jax.distributed.initialize(
+                launch.coordinator,
+                launch.count,
+                launch.index if given else None,
+                initialization_timeout=int(bounds.start) + _LATER,
+                heartbeat_timeout_seconds=int(max(bounds)) + _LATER,
+                shutdown_timeout_seconds=int(bounds.step) + 1,
+                **given,  # type: ignore[arg-type]
+            )
     except (RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())[:_LONGEST]
         raise ValueError(
@@ -154,20 +266,36 @@ def _line(error: Exception) -> str | None:
     while link is not None:
         if any(sign in str(link) for sign in _GONE):
             cause = " ".join(str(link).split())[:160]
-            return f"another process ended or cannot be reached; the same command resumes ({cause})"
+            return f"{_OTHER}; the same command resumes ({cause})"
         link = link.__cause__ or link.__context__
     return explain(error)
 
 
-def _end(error: Exception, debug: bool) -> None:
+def _end(error: Exception, debug: bool, signs: Signs | None) -> None:
     """End this process, which cannot wait for others that wait for it."""
     text = None if debug else _line(error)
     if text is None:
         traceback.print_exc()
-    else:
-        line = f"jax-te: process {jax.process_index()} of {jax.process_count()}: error: {text}\n"
-        os.write(2, line.encode(errors="replace"))
+    if signs is not None and text is not None and text.startswith(_OTHER):
+        deadline = time.monotonic() + 3 * signs.interval  # its own words say more, if it had any
+        while signs.told() is None and time.monotonic() < deadline:
+            time.sleep(signs.interval / 4)
+        text = text if signs.told() is None else f"{signs.told()}; the same command resumes"
+    _leave(text, signs, 1 if text is None else 2, _line(error) or repr(error))
+
+
+_LEAVING = threading.Lock()
+
+
+def _leave(text: str | None, signs: Signs | None = None, status: int = 2, told: str | None = None) -> None:
+    """End this process at once, with a line for its user and one for the other processes, which end, too."""
+    _LEAVING.acquire()  # for good: the loop and the guard may both find that it is over
+    if text is not None:
+        place = f"process {jax.process_index()} of {jax.process_count()}: " if jax.distributed.is_initialized() else ""
+        os.write(2, f"jax-te: {place}error: {text}\n".encode(errors="replace"))
     sys.stderr.flush()
-    if is_first():
-        time.sleep(_FAREWELL)  # JAX aborts the others as soon as the first one is gone
-    os._exit(1 if text is None else 2)
+    if signs is not None:
+        signs.fail(signs.told() or f"process {jax.process_index()}: {told or text}".removesuffix(_RESUMES))
+        if is_first():
+            time.sleep(_FAREWELL + 2 * signs.interval)  # JAX aborts the others as soon as the first one is gone
+    os._exit(status)

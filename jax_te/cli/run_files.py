@@ -13,9 +13,15 @@ from typing import Any
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded, flag, options_of
 from jax_te.cli.run_config import RunConfig
 from jax_te.config.internal import brief, read_text
+from jax_te.data.internal import FILE_NAME
+from jax_te.metrics.internal import METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
+LOCK_FILE = ".lock"
+SIGNS_FOLDER = ".processes"
+PARTIAL = ".partial"
+"""Suffix of a file that is not whole yet."""
 VERSION = 1
 """Of ``config.json``."""
 
@@ -27,10 +33,25 @@ def write_config(config: RunConfig, directory: Path) -> None:
     """Write ``config.json``, whole or not at all."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in _KEPT}
     text = json.dumps({"version": VERSION, "crc32": _crc32(values), **values}, indent=2) + "\n"
-    partial = directory / (CONFIG_FILE + ".partial")
+    partial = directory / (CONFIG_FILE + PARTIAL)
     partial.write_text(text, encoding="utf-8")
     # A rename is atomic: a run that is killed here leaves the old file or the new one.
     os.replace(partial, directory / CONFIG_FILE)
+
+
+def refuse_links(directory: Path) -> None:
+    """Raise ValueError if a file that a run writes is a symbolic link: a folder may be somebody else's.
+
+    Folders may be links, to a larger disk.
+    """
+    files = [CONFIG_FILE, LOCK_FILE, METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT, FILE_NAME]
+    partial = [CONFIG_FILE + PARTIAL, str(Path(FILE_NAME).with_suffix(PARTIAL))]
+    for path in (directory / name for name in (*files, *partial, SIGNS_FOLDER)):
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a symbolic link to {os.readlink(path)}, and a run would write there; remove the link, or "
+                "give another --output"
+            )
 
 
 def holds_run(directory: Path) -> bool:

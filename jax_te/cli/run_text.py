@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import PARTIAL
 from jax_te.data import ByteTokenizer, TextData, Tokenizer, load_text
 from jax_te.data.internal import FILE_NAME
 
@@ -59,7 +60,7 @@ def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
     copy = output / FILE_NAME
     if isinstance(tokenizer, Tokenizer) and tokenizer.path != copy:
         # A rename is atomic: a run that is killed here has the whole copy or none.
-        partial = copy.with_suffix(".partial")
+        partial = copy.with_suffix(PARTIAL)
         shutil.copyfile(tokenizer.path, partial)
         os.replace(partial, copy)
 

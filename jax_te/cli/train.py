@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import math
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,22 +15,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint.internal import Signs
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
-from jax_te.cli.launch import find_launch
+from jax_te.cli.launch import Bounds, find_bounds, find_launch
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
 from jax_te.cli.processes import SharedSignal, agreed, check_same, is_first, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, write_config
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, LOCK_FILE, refuse_links, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
 from jax_te.config import ParallelConfig
 from jax_te.config.internal import require_extra
 from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy
+from jax_te.data.internal import text_crc32
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
     MetricsLog,
@@ -68,13 +71,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for options that do not go together, and a folder that holds another run or is in use.
     """
-    with joined(find_launch(getattr(options, "processes", "auto")), debug=options.debug):
-        return _run(options)
+    launch, bounds = find_launch(getattr(options, "processes", "auto")), find_bounds(options)
+    output = output_folder(options)
+    with joined(launch, output, bounds, debug=options.debug) as signs:
+        return _run(options, output, signs, bounds)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds: Bounds) -> int:
     keep_compiled_programs()
-    output, progress = output_folder(options), make_progress()
+    progress = make_progress()
     config, resumes, trace, tokenizer, data = agreed(lambda: _read(options, output, progress))
     check_same(options=config)
     with contexts(config) as mesh:
@@ -84,9 +89,11 @@ def _run(options: argparse.Namespace) -> int:
         backends = explain_backends(config)
         with ExitStack() as stack:
             agreed(lambda: stack.enter_context(_locked(output)))
-            checkpointer = stack.enter_context(_checkpointer(config, output))
+            checkpointer = stack.enter_context(_checkpointer(config, output, bounds))
+            if signs is not None:
+                checkpointer.share_signs(signs)
             trainer = Trainer(config, data, checkpointer)
-            check_same(data=trainer.batches.get_state())
+            check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
             progress.note(
                 "restoring the newest checkpoint" if resumes else "making the model and the optimizer's state"
             )
@@ -99,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
                 keep_tokenizer(tokenizer, output)
                 write_config(config, output)
             progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
-            return _train(trainer, tokenizer, state, first, output, progress, trace)
+            return _train(trainer, tokenizer, state, first, output, progress, trace, signs)
 
 
 def _read(
@@ -120,9 +127,9 @@ def _read(
     return config, resumes, trace, tokenizer, run_text(config, tokenizer)
 
 
-def _checkpointer(config: RunConfig, output: Path) -> TrainCheckpointer:
+def _checkpointer(config: RunConfig, output: Path, bounds: Bounds) -> TrainCheckpointer:
     kept = {"keep": config.keep, "keep_every": config.keep_every, "keep_best": config.keep_best}
-    return TrainCheckpointer(output / CHECKPOINT_FOLDER, **kept, metric=HELDOUT)
+    return TrainCheckpointer(output / CHECKPOINT_FOLDER, **kept, metric=HELDOUT, timeout=bounds.save)
 
 
 def _trace(config: RunConfig, output: Path) -> StepTrace | None:
@@ -153,6 +160,7 @@ def _train(
     output: Path,
     progress: Progress,
     trace: StepTrace | None,
+    signs: Signs | None,
 ) -> int:
     config, data = trainer.config, trainer.data
     if first >= config.steps:
@@ -176,12 +184,14 @@ def _train(
         plan = LoopPlan(**given, work=_work(config), learning_rate=trainer.learning_rate, eval_saved=eval_saved)
         works = {"step": trainer.step, "evaluate": trainer.evaluate, "save": trainer.save}
         agree = SharedSignal() if jax.process_count() > 1 else None
-        actions = LoopActions(**works, check=trainer.checkpointer.check, inspect=inspect, trace=trace, agree=agree)
+        works |= {"check": trainer.checkpointer.check, "inspect": inspect, "agree": agree}
+        actions = LoopActions(**works, trace=trace, signs=signs)
         skipped = int(state.skipped_steps)
         result = run_loop(
             state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped
         )
     trainer.checkpointer.wait()
+    actions.begin("the end of the run")
     inspected = False
     if is_first():
         plot_losses(output, bigram_entropy=bigram)
@@ -204,14 +214,19 @@ def _train(
     return 0
 
 
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Make the folder, and keep other runs out of it until this process ends."""
     output.mkdir(parents=True, exist_ok=True)
+    refuse_links(output)
     if not is_first():  # one process locks for all of them
         yield
         return
-    with (output / ".lock").open("w") as file:
+    with open(output / LOCK_FILE, "a", opener=_no_link) as file:
         try:
             # The kernel drops the lock with the process, however that ends.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

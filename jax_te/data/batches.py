@@ -74,7 +74,7 @@ class TrainBatches:
         self._next, self._sharding = 0, sharding
         # Stored with the state: grain would resume over another text or batch size without a word.
         self._made_of = {
-            "text_crc32": _crc32(text),
+            "text_crc32": text_crc32(text),
             "batch_size": batch_size,
             "seq_len": seq_len,
             "seed": seed,
@@ -217,7 +217,7 @@ def _positions(text: np.ndarray, seq_len: int) -> int:
     return len(text) - seq_len
 
 
-def _crc32(text: np.ndarray) -> int:
+def text_crc32(text: np.ndarray) -> int:
     """Return a checksum that tells a text from another one.
 
     Of an array in memory it is that of all bytes. A memory map may be larger than memory and take minutes to read: of

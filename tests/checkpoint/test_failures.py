@@ -379,3 +379,13 @@ def test_saves_keep_no_more_memory_than_those_of_orbax_alone():
         for kind in ("ours", "orbax")
     ]
     assert kept[0] < 1.5 * kept[1] + 20.0, kept
+
+
+def test_a_folder_renamed_to_another_step_is_not_that_step(folder):
+    (folder / "20").rename(folder / "99")
+    with TrainCheckpointer(folder) as checkpointer:
+        with pytest.raises(ValueError, match=r"step 99 .* is that of step 20"):
+            checkpointer.restore(described(), step=99)
+        with pytest.warns(DamagedCheckpointWarning, match="is that of step 20"):
+            state, data_state, step = checkpointer.restore(described())
+    assert (data_state, step, int(state["step"])) == ({"at": 10}, 10, 10)

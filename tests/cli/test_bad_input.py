@@ -190,3 +190,23 @@ def test_a_folder_that_another_run_is_using(run, capsys):
     with (run / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert_refused(*refuse(capsys, run), "another jax-te train is running in")
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "config.json.partial", "metrics.jsonl", "tokenizer.partial"])
+def test_a_link_in_the_run_folder_does_not_lead_out_of_it(tmp_path, capsys, name):
+    outside = tmp_path / "important"
+    outside.write_text("{}" if name == "config.json" else "what nobody may lose")
+    before = outside.read_bytes()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(outside)
+    status = main(["train", "--output", str(tmp_path / "run"), *MICRO])
+    assert_refused(status, capsys.readouterr().err, name, "" if name == "config.json" else "symbolic link")
+    assert outside.read_bytes() == before
+
+
+def test_a_checkpoint_folder_that_leads_nowhere_is_refused_at_the_start(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "unmounted")
+    status = main(["train", "--output", str(tmp_path / "run"), *MICRO])
+    assert_refused(status, capsys.readouterr().err, "symbolic link", "unmounted")
+    assert not (tmp_path / "run" / "config.json").exists()

@@ -16,6 +16,7 @@ import pytest
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_state, contexts
 from jax_te.cli.run_files import read_config
+from tests.support.process_runs import ended, started, train
 from tests.support.runs import MICRO, command, jax_te, records
 
 LONG = [*MICRO, "--steps", "60", "--save-every", "5", "--eval-every", "20"]
@@ -121,16 +122,42 @@ def saved_state(output):
     return step, data, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_fifty_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch):
-    """While the run starts, takes steps or saves. Each start goes on from the newest checkpoint that there was."""
-    # Kills leave unfinished files in a cache of compiled programs, and other tests share theirs.
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    random, output, start = np.random.default_rng(0), tmp_path / "killed", 10.0
-    options = [*MICRO, "--recipe", "delayed", "--dropout", "0.1", "--save-every", "5", "--eval-every", "20"]
-    options += ["--decay-steps", "400", "--steps"]
-    for _ in range(50):
+BOUND = 20.0
+"""Seconds of each bound of the runs of several processes, on a machine that does other things, too."""
+
+
+def killed_at(moment, output, count, victim, *argv):
+    """Start a run, kill one of its processes at a moment, and return what all of them said.
+
+    The others end by themselves, within their bound.
+    """
+    bounds = ("--start-timeout", BOUND, "--save-timeout", BOUND, "--step-timeout", BOUND) if count > 1 else ()
+    with started(count, output, *map(str, (*argv, *bounds))) as running:
+        deadline = time.monotonic() + 240
+        while not moment(output):
+            assert all(process.poll() is None for process in running), ended(running)
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        running[victim].kill()
+        begin = time.monotonic()
+        found = ended(running)
+        assert time.monotonic() - begin < 2 * BOUND
+    assert found[victim][0] == -signal.SIGKILL, found
+    assert all(status not in (0, None) for status, _, _ in found), found
+    return found
+
+
+def options_of(count):
+    """Options of the runs that are killed, but for the number of steps."""
+    mesh = ("--mesh", f"data={count}") if count > 1 else ()
+    options = ("--recipe", "delayed", "--dropout", "0.1", "--save-every", "5", "--eval-every", "20")
+    return *options, *mesh, "--decay-steps", "400", "--steps"
+
+
+def kill_often(output, count, kills, random):
+    """Start a run again and again, and kill one of its processes at a random moment: each start goes on."""
+    start = 10.0
+    for kill in range(kills):
         before, lines = last_saved(output), len(records(output))
         moments = {
             "start": since(random.uniform(0.0, start)),
@@ -138,23 +165,39 @@ def test_fifty_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch):
             # Of the second save of a process: unfinished ones are left of the process before it.
             "save": since(random.uniform(0.0, 0.2), saving(before + 6)),
         }
-        moment = random.choice(list(moments))
+        moment, victim = random.choice(list(moments)), int(random.integers(count))
         begin = time.monotonic()
-        status, out, error = signal_when(moments[moment], signal.SIGKILL, output, *options, "1000000")
-        assert status == -signal.SIGKILL, error
-        assert "damaged" not in error
+        found = killed_at(moments[moment], output, count, victim, *options_of(count), "1000000")
+        print(
+            f"kill {kill + 1} of {kills}: process {victim} of {count}, {moment}; saved {last_saved(output)}", flush=True
+        )
+        assert not any("damaged" in error for _, _, error in found), found
         if moment != "start":
             start = time.monotonic() - begin  # about how long starts take, on this machine and with what is cached
-        resumed = re.search(r"resumed after step (\d+)|a new run", out)
+        resumed = re.search(r"resumed after step (\d+)|a new run", found[0][1])
         assert resumed is None or int(resumed[1] or 0) == before
         assert last_saved(output) >= before
-    assert last_saved(output) >= 100  # starts alone would show little
+
+
+def assert_as_unbroken(output, unbroken, count):
+    """The run, taken to its end, is bit for bit one that nothing happened to."""
     steps = str(last_saved(output) // 20 * 20 + 20)
-    for folder in (output, tmp_path / "unbroken"):
-        finished = jax_te("train", "--output", folder, *options, steps)
-        assert finished.returncode == 0, finished.stderr
-    assert records(output) == records(tmp_path / "unbroken")
-    assert saved_state(output) == saved_state(tmp_path / "unbroken")
+    for folder in (output, unbroken):
+        train(count, folder, *options_of(count), steps)
+    assert records(output) == records(unbroken)
+    assert saved_state(output) == saved_state(unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("count", "kills"), [(1, 25), (2, 25), (4, 10)], ids=["one", "two", "four"])
+def test_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch, count, kills):
+    """While the run starts, takes steps or saves."""
+    # Kills leave unfinished files in a cache of compiled programs, and other tests share theirs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    kill_often(tmp_path / "killed", count, kills, np.random.default_rng(count))
+    assert last_saved(tmp_path / "killed") >= 2 * kills  # starts alone would show little
+    assert_as_unbroken(tmp_path / "killed", tmp_path / "unbroken", count)
 
 
 @pytest.mark.slow

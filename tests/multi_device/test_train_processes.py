@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import socket
-import subprocess
 import time
 
-import numpy as np
 import pytest
 
 from jax_te.cli.launch import Launch, find_launch
-from tests.support.runs import MICRO, command, jax_te, records
+from tests.support.process_runs import assert_same_losses, ended, started, train, when_recorded
+from tests.support.runs import MICRO, jax_te, records
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")
 VARIABLES += ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
@@ -57,60 +54,6 @@ def test_half_a_place_is_refused(monkeypatch, processes, given):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"):
         find_launch(processes)
-
-
-@contextlib.contextmanager
-def started(count, output, *argv, devices=1, others=None):
-    """Yield the running processes of one ``jax-te train``, each with more options; none is left afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with contextlib.ExitStack() as stack:
-        running = []
-        for index in range(count):
-            place = f"{address},{count},{index}"
-            line, options = command(
-                "train", "--output", output, *MICRO, *argv, *(others or {}).get(index, ()), "--processes", place
-            )
-            options["env"] |= {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
-            process = stack.enter_context(subprocess.Popen(line, **options))
-            stack.callback(process.kill)
-            running.append(process)
-        yield running
-
-
-def ended(running):
-    """Return status, stdout and stderr of each process."""
-    said = [process.communicate(timeout=240) for process in running]
-    return [(process.returncode, *texts) for process, texts in zip(running, said, strict=True)]
-
-
-def when_recorded(steps, output, running):
-    """Wait until so many steps are in the metrics file."""
-    deadline = time.monotonic() + 240
-    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_bytes().count(b'"loss"') < steps:
-        assert all(process.poll() is None for process in running), ended(running)
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def train(count, output, *argv, devices=1):
-    """Return what the processes of a run that succeeded said."""
-    with started(count, output, *argv, devices=devices) as running:
-        found = ended(running)
-    assert [status for status, _, _ in found] == [0] * count, found
-    return found
-
-
-def assert_same_losses(output, reference, last=None):
-    """Losses are means over the same batches; only the order of fp32 additions may differ."""
-    found, expected = records(output), records(reference)
-    found = [record for record in found if last is None or record["step"] < last]
-    expected = [record for record in expected if last is None or record["step"] < last]
-    assert [sorted(record) for record in found] == [sorted(record) for record in expected]
-    for name in ("loss", "heldout_loss", "grad_norm"):
-        values = [[record[name] for record in each if name in record] for each in (found, expected)]
-        np.testing.assert_allclose(*values, rtol=2.0**-16)
 
 
 @pytest.fixture(scope="module")

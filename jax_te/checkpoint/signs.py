@@ -1,0 +1,313 @@
+"""Signs of life: small files by which the processes of one run tell each other that they get on, or why they end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+_SIZE = 4096
+"""Bytes of a file: always the same, so that a disk that is full has room for the next sign."""
+_TEXT = 300
+"""Characters of an error or an occupation, of up to 6 bytes each in JSON."""
+_BUSY = 0.05
+"""Share of one core that a process uses at least while it compiles or reads; one that only waits uses less."""
+_LONGEST_INTERVAL = 2.0
+
+
+class Sign(NamedTuple):
+    """What a process says of itself.
+
+    Args:
+        beat: number of the sign. It grows as long as the process runs.
+        life: grows as long as the process gets on; that of process 0 also when another one does.
+        saved: grows as long as a save under way gets on, likewise.
+        place: number of the things that it has begun: the same in all processes at the same point of the program.
+        doing: the last of these, in words.
+        error: why the run cannot go on. Empty: it can.
+    """
+
+    beat: int = 0
+    life: int = 0
+    saved: int = 0
+    place: int = 0
+    doing: str = "its start"
+    error: str = ""
+
+
+class _Watched:
+    """Another process as this one sees it: its last sign, when each number in it grew, and whether it has ended."""
+
+    def __init__(self, now: float):
+        self.sign = Sign()
+        self.grew = {"beat": now, "life": now, "saved": now}
+        self.locks = False
+        self.ended = False
+
+    def take(self, sign: Sign, now: float) -> None:
+        for name in self.grew:
+            if getattr(sign, name) != getattr(self.sign, name):
+                self.grew[name] = now
+        self.sign = sign
+
+
+class Signs:
+    """The signs of life of one run's processes, while entered.
+
+    Each process writes its own file, of a name that only this start of the run has. Process 0 reads those of all, and
+    the others read its file alone: what process 0 finds out stands in it. A process that ends in an orderly way takes
+    its file away, unless that says why. The lock on a file tells of one that was killed, where the file system has
+    locks.
+
+    Args:
+        folder: one that all processes share; made if it is not there.
+        run: a name that is the same in all processes, and no other start has.
+        index, count: number of this process, and of all.
+        bounds: all bounds of waiting in seconds; signs come ten times as often as the shortest asks for.
+        look: called after every look at the others, in a thread of its own. It may end the process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        index: int,
+        count: int,
+        bounds: tuple[float, ...],
+        look: Callable[[Signs], None] | None = None,
+    ):
+        self.interval = min(_LONGEST_INTERVAL, min(bounds) / 10)
+        self._folder, self._run, self._index = folder, run, index
+        self._path = folder / f"{run}.{index}"
+        self._look_then, self._measure = look, None
+        self._own = Sign()
+        self._of_own, self._of_files, self._over = threading.Lock(), threading.Lock(), threading.Event()
+        self._now, self._told_at = 0.0, 0.0
+        self._watched = {other: _Watched(0.0) for other in (range(1, count) if index == 0 else (0,))}
+        self._own_grew = {"life": 0.0, "saved": 0.0}
+        self._waits, self._busy = False, _cpu_seconds()
+        self._measured = 0
+        self._keeper: int | None = None
+
+    def __enter__(self) -> Signs:
+        if self._folder.is_symlink():
+            raise ValueError(f"{self._folder} is a symbolic link, and runs write only into their own folder; remove it")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._keeper = _open(_lock_of(self._path), os.O_CREAT | os.O_RDWR)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._keeper, fcntl.LOCK_EX)
+        if self._index == 0:
+            self._remove_left_ones()
+        self._tell()
+        for work in (self._tell_and_look, self._watch):
+            threading.Thread(target=work, name="jax_te-signs", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        with self._of_files:
+            if not self._own.error:  # which the others have yet to read
+                for path in (self._path, _lock_of(self._path)):
+                    path.unlink(missing_ok=True)
+            if self._keeper is not None:
+                os.close(self._keeper)
+            with contextlib.suppress(OSError):  # other processes' are there
+                self._folder.rmdir()
+
+    def begin(self, doing: str, *, waits: bool = False) -> None:
+        """Say that this process begins something; all processes begin the same things in the same order.
+
+        Args:
+            doing: a few words, behind which a line says "in".
+            waits: it is a wait for other processes. Otherwise time of the CPU counts as getting on: the process
+                compiles, say.
+        """
+        with self._of_own:
+            self._own = self._own._replace(place=self._own.place + 1, doing=doing[:_TEXT])
+            self._waits = waits
+        self._got_on("life")
+
+    def measure(self, of_save: Callable[[], int] | None) -> None:
+        """Take a number that changes while the save under way gets on; None: there is no save."""
+        self._measure = of_save
+        self._got_on("saved", "life")
+
+    def fail(self, text: str) -> None:
+        """Tell the others why this process ends, at once."""
+        self._take_error(text)
+        with contextlib.suppress(OSError):
+            self._tell()
+
+    def lost(self, bound: float, *, clock: str = "life") -> str | None:
+        """Return a line on the process for which this one waits in vain, None as long as all is well.
+
+        Args:
+            bound: seconds without a sign.
+            clock: kind of sign: ``"life"`` of the whole run, ``"saved"`` of a save.
+        """
+        error = self.told()
+        if error is not None:
+            return error
+        since = f"for {bound:g} s"
+        if self._now - self._told_at > bound:
+            return f"signs of life cannot be written to {self._folder} {since}"
+        for other, seen in self._watched.items():
+            if not seen.ended and self._now - seen.grew["beat"] > bound:
+                last = f"the last was in {seen.sign.doing}" if seen.sign.beat else "it may be in another folder"
+                return f"process {other} has given no sign of life {since}; {last}"
+        newest = max([self._own_grew[clock], *(seen.grew[clock] for seen in self._watched.values())])
+        if self._now - newest > bound:
+            if clock == "saved":
+                return f"no process has written anything {since}"
+            where = {self._index: self._own, **{other: seen.sign for other, seen in self._watched.items()}}
+            each = ", ".join(f"process {other} in {sign.doing}" for other, sign in sorted(where.items())[:8])
+            return f"no process has got on {since}: {each}"
+        return None
+
+    def told(self) -> str | None:
+        """Return the error of another process, or that one was killed; None if there is none."""
+        for other, seen in self._watched.items():
+            if seen.sign.error:
+                return seen.sign.error
+            if seen.locks and seen.ended:
+                return f"process {other} was ended from outside, in {seen.sign.doing}"
+        return None
+
+    def late(self) -> list[tuple[int, str]]:
+        """Return number and occupation of the processes for which this one waits: they are behind it."""
+        if not self._waits:
+            return []
+        signs = [(other, seen.sign) for other, seen in self._watched.items() if not seen.ended]
+        return [(other, sign.doing) for other, sign in signs if sign.place < self._own.place]
+
+    def waited(self) -> float:
+        """Return for how many seconds this process has been where it is."""
+        return self._now - self._own_grew["life"]
+
+    def _got_on(self, *clocks: str) -> None:
+        for clock in clocks:
+            self._count(clock)
+            self._own_grew[clock] = self._now
+
+    def _count(self, number: str) -> None:
+        with self._of_own:  # the loop's thread begins things, that of the signs counts
+            self._own = self._own._replace(**{number: getattr(self._own, number) + 1})
+
+    def _take_error(self, text: str) -> None:
+        """Keep the first error: others follow from it."""
+        with self._of_own:
+            self._own = self._own._replace(error=self._own.error or text[:_TEXT])
+
+    def _watch(self) -> None:
+        """Count the time, and see what it means: without files, which may be what hangs."""
+        before = time.monotonic()
+        while not self._over.wait(self.interval):
+            now = time.monotonic()
+            # Not more than this thread has seen of it: a process that was stopped itself finds no other one late.
+            self._now += min(now - before, 2 * self.interval)
+            before = now
+            if self._look_then is not None:
+                self._look_then(self)
+
+    def _tell_and_look(self) -> None:
+        while not self._over.wait(self.interval):
+            self._see_oneself()
+            for other in self._watched:
+                self._see(other)
+            # Full disks and folders that cannot be reached show in the time since the last sign.
+            with contextlib.suppress(OSError):
+                self._tell()
+
+    def _see_oneself(self) -> None:
+        busy = _cpu_seconds()
+        if not self._waits and busy - self._busy > _BUSY * self.interval:
+            self._got_on("life")
+        self._busy = busy
+        measure = self._measure
+        measured = 0 if measure is None else measure()
+        if measured != self._measured:
+            self._measured = measured
+            self._got_on("saved", "life")
+
+    def _see(self, other: int) -> None:
+        seen, path = self._watched[other], self._folder / f"{self._run}.{other}"
+        try:
+            sign = Sign(*json.loads(_read(path)))
+        except FileNotFoundError:
+            seen.ended, seen.locks = seen.sign.beat > 0, False  # in an orderly way, if it had begun
+            return
+        except (OSError, ValueError, TypeError):
+            return  # half of a sign; the next look shows the whole
+        for clock in ("life", "saved"):
+            if self._index == 0 and getattr(sign, clock) != getattr(seen.sign, clock):
+                self._count(clock)  # the others see there that one of them gets on
+        seen.take(sign, self._now)
+        held = _is_locked(_lock_of(path))
+        seen.ended = seen.locks and held is False
+        seen.locks = seen.locks or held is True
+        if self._index == 0:
+            self._take_error(self.told() or "")
+
+    def _tell(self) -> None:
+        with self._of_files:
+            if self._over.is_set():
+                return
+            self._count("beat")
+            text = json.dumps(self._own).encode()
+            file = _open(self._path, os.O_CREAT | os.O_WRONLY)
+            try:
+                os.pwrite(file, text.ljust(_SIZE), 0)
+            finally:
+                os.close(file)  # only then other hosts see it on NFS
+            self._told_at = self._now
+
+    def _remove_left_ones(self) -> None:
+        """Remove the files of processes that were killed."""
+        for path in self._folder.iterdir():
+            sign = path.with_suffix("") if path.suffix == ".lock" else path
+            if not path.name.startswith(f"{self._run}.") and not _is_locked(_lock_of(sign)):
+                path.unlink(missing_ok=True)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def _open(path: Path, how: int) -> int:
+    return os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _read(path: Path) -> bytes:
+    file = _open(path, os.O_RDONLY)
+    try:
+        return os.read(file, _SIZE)
+    finally:
+        os.close(file)
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a file; None if there is none, or that cannot be told."""
+    try:
+        file = _open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return False
+
+
+def _cpu_seconds() -> float:
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system

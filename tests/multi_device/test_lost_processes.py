@@ -1,0 +1,282 @@
+"""Runs of several processes of which one is stopped, slow, missing or cannot write: who waits says so, and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import checkpointer as checkpointer_module
+from jax_te.checkpoint.internal import Signs
+from jax_te.cli.launch import Launch
+from jax_te.cli.meeting import meet
+from tests.support.process_runs import ended, started, when_recorded
+from tests.support.processes import run_processes
+
+LONG = ("--steps", "100000", "--decay-steps", "12", "--eval-every", "1000", "--mesh", "data=2")
+
+
+def timed(running):
+    """Return what the processes said, and the seconds until the last ended."""
+    begin = time.monotonic()
+    return ended(running), time.monotonic() - begin
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Signs of life by themselves, in threads of this process.
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Signs of two processes with bounds of 0.4 s."""
+    with (
+        Signs(tmp_path / "signs", "run", 0, 2, (0.4,)) as first,
+        Signs(tmp_path / "signs", "run", 1, 2, (0.4,)) as second,
+    ):
+        yield first, second
+
+
+def test_a_process_that_waits_shows_no_progress_and_one_that_gets_on_does(two):
+    first, second = two
+    for one in two:
+        one.begin("step 1", waits=True)
+    second.begin("step 2", waits=True)
+    for _ in range(10):
+        second.begin("more", waits=True)
+        time.sleep(0.1)
+        assert first.lost(0.4) is None
+        assert second.lost(0.4) is None
+    wait_until(lambda: first.lost(0.4) and second.lost(0.4), 5.0)
+    assert first.lost(0.4) == "no process has got on for 0.4 s: process 0 in step 1, process 1 in more"
+    assert second.late() == [(0, "step 1")]
+    assert first.late() == []
+
+
+def test_time_of_the_cpu_counts_while_a_process_does_not_wait(two):
+    first, second = two
+    first.begin("step 1", waits=True)
+    second.begin("step 1, which it compiles")
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:  # holds the CPU as a compiler does
+        sum(range(10_000))
+        assert first.lost(0.4) is None
+    second.begin("a wait", waits=True)
+    wait_until(lambda: first.lost(0.4), 5.0)
+
+
+def test_an_error_reaches_the_others_at_once_and_signs_leave_nothing(tmp_path):
+    three = [Signs(tmp_path / "signs", "run", index, 3, (600.0, 3.0)) for index in range(3)]
+    with three[0] as first, three[1] as second, three[2] as third:
+        time.sleep(1.0)
+        second.fail("process 1: the disk is full")
+        wait_until(lambda: first.told() and third.told(), 5.0)
+        assert first.told() == third.told() == "process 1: the disk is full"
+    for run in ("next", "last"):  # what an error left goes at the next start
+        with Signs(tmp_path / "signs", run, 0, 1, (1.0,)):
+            assert {path.name.split(".")[0] for path in (tmp_path / "signs").iterdir()} == {run}
+    assert not (tmp_path / "signs").exists()
+
+
+# How processes find each other.
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_first_process_says_for_whom_it_waits():
+    address, said = f"127.0.0.1:{free_port()}", []
+    comes = threading.Thread(target=meet, args=(Launch(2, 3, address), 20.0, said.append))
+    comes.start()
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=f"2 of 3 processes came to {address}, and none for 2 s; missing: 1"):
+        meet(Launch(0, 3, address), 2.0, said.append)
+    assert time.monotonic() - begin < 6.0
+    assert f"waiting for 3 processes at {address}: 2 are there, not 1" in said
+    others = [threading.Thread(target=meet, args=(Launch(index, 3, address), 20.0, said.append)) for index in (0, 1)]
+    for thread in others:
+        thread.start()
+    for thread in (*others, comes):  # which has gone on asking
+        thread.join(20.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_first_process_that_does_not_answer_is_an_error(listens):
+    """It is not there, or it was stopped and its port still takes calls."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not listens:
+            server.close()
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=f"{address} .* for 1 s. Start process 0"):
+            meet(Launch(1, 2, address), 1.0, print)
+        assert time.monotonic() - begin < 10.0
+
+
+# Saves of a loop of one's own.
+
+
+def state():
+    mesh = jax.make_mesh((2,), ("x",))
+    values = np.arange(8192, dtype=np.float32).reshape(2, 4096)
+    return {"w": jax.make_array_from_callback((2, 4096), jax.NamedSharding(mesh, jax.P("x")), lambda at: values[at])}
+
+
+def save_and_wait(checkpointer, array, step):
+    checkpointer.save(array, None, step)
+    checkpointer.wait()
+
+
+def save_with_a_fault(folder, fault):
+    """Return the error of a second save, and how long it took; the first one goes well."""
+    checkpointer, array = TrainCheckpointer(folder, timeout=2.0), state()
+    checkpointer.save(array, None, 1)
+    checkpointer.wait()
+    if jax.process_index() == 1:
+        if fault == "size":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        else:
+            # This process goes no further, as one whose disk hangs.
+            checkpointer_module.call_orbax = lambda *_: time.sleep(600)
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="checkpoint step 2 could not be saved") as caught, checkpointer:
+        save_and_wait(checkpointer, array, 2)
+    result, seconds = str(caught.value), time.monotonic() - begin
+    (folder / f"{jax.process_index()}.done").touch()
+    wait_until(lambda: all((folder / f"{index}.done").exists() for index in range(2)))
+    (folder / f"{jax.process_index()}.result").write_text(f"{seconds}\n{result}")
+    if jax.process_index() == 0:
+        time.sleep(1.0)
+    os._exit(0)  # as docs/checkpoints.md says: Orbax's threads wait still
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("size", "File too large"), ("hangs", "")])
+def test_a_process_that_cannot_write_its_part_is_an_error_in_all(tmp_path, fault, expected):
+    with pytest.raises(FileNotFoundError):  # the harness misses the results of processes that end at once
+        run_processes(2, save_with_a_fault, (tmp_path, fault))
+    for index in range(2):
+        seconds, text = (tmp_path / f"{index}.result").read_text().split("\n", 1)
+        assert float(seconds) < 8.0
+        assert "checkpoint step 1 is still good" in text or len(text) > 290
+        assert expected in text
+    if fault == "size":
+        assert (
+            "process 1: checkpoint step 2" in text
+            or "process 1: checkpoint step 2" in (tmp_path / "0.result").read_text()
+        )
+
+
+def save_slowly(folder, seconds):
+    """Save with a folder that grows slowly before process 1's part is written."""
+    write = checkpointer_module.call_orbax
+
+    def slow(writer, step, *args):
+        part = folder / f"{step}.slow" / "state" / f"ocdbt.process_{jax.process_index()}" / "d"
+        part.mkdir(parents=True)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with (part / "piece").open("ab") as file:
+                file.write(bytes(1000))
+            time.sleep(0.2)
+        return write(writer, step, *args)
+
+    if jax.process_index() == 1:
+        checkpointer_module.call_orbax = slow
+    begin = time.monotonic()
+    with TrainCheckpointer(folder, timeout=2.0) as checkpointer:
+        checkpointer.save(state(), None, 1)
+        assert checkpointer.latest_step() == 1
+    return time.monotonic() - begin
+
+
+def test_a_save_of_three_times_its_bound_that_gets_on_is_whole(tmp_path):
+    finished = run_processes(2, save_slowly, (tmp_path, 6.0))
+    assert min(process.result for process in finished) > 6.0
+
+
+# Runs of jax-te train.
+
+
+@pytest.mark.parametrize("bounded", ["start", "output"])
+def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
+    if bounded == "start":
+        with started(2, tmp_path, *LONG, "--start-timeout", "4", only=[0]) as running:
+            ((status, out, error),) = ended(running)
+        assert status == 2
+        assert re.search(r"waiting for 2 processes at 127.0.0.1:\d+: 1 are there, not 1", out)
+        assert re.fullmatch(r"jax-te: error: 1 of 2 processes came to .* missing: 1\. Start .*\n", error), error
+        return
+    with started(2, tmp_path / "one", *LONG, others={1: ["--output", tmp_path / "other"]}) as running:
+        found = ended(running)
+    assert [status for status, _, _ in found] == [2, 2], found
+    for _, _, error in found:
+        assert re.search(r"--output \S*/other is not the folder of process 0", error), found
+    assert not any(path.name.startswith(".") for path in (tmp_path / "one").iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tmp_path, number):
+    """Saves are under way at almost every moment."""
+    bounds = ("--step-timeout", "4", "--save-timeout", "4", "--save-every", "1")
+    with started(2, tmp_path, *LONG, *bounds) as running:
+        when_recorded(5, tmp_path, running)
+        running[1].send_signal(number)
+        (found,), seconds = timed(running[:1])
+    status, _, error = found
+    assert status == 2, found
+    assert seconds < 12.0
+    line = r"jax-te: process 0 of 2: error: .*(process 1|another process).*\n"
+    assert re.fullmatch(rf"(jax-te: waiting for .*\n)*{line}", error), error
+
+
+def test_a_run_whose_process_cannot_write_ends_in_all_with_its_reason(tmp_path):
+    with started(2, tmp_path, *LONG, "--save-every", "20") as running:
+        when_recorded(5, tmp_path, running)
+        resource.prlimit(running[1].pid, resource.RLIMIT_FSIZE, (3000, 3000))
+        found, seconds = timed(running)
+    assert [status for status, _, _ in found] == [2, 2], found
+    assert seconds < 30.0
+    assert re.search(r"process 1: .*checkpoint step \d+ could not be saved: .*File too large", found[0][2]), found
+    assert re.search(r"process 1 of 2: error: .*File too large", found[1][2]), found
+
+
+@pytest.mark.slow
+def test_a_first_compilation_longer_than_the_bound_does_not_end_the_run(tmp_path):
+    with started(2, tmp_path, "--mesh", "data=2", "--step-timeout", "4", slow={1: "15"}) as running:
+        found = ended(running)
+    assert [status for status, _, _ in found] == [0, 0], found
+    assert re.search(r"waiting for process 1 \(step 1, which it starts or compiles\)", found[0][2]), found
+    for _, out, _ in found:
+        assert "Gloo" not in out
+
+
+def test_texts_that_differ_in_the_held_out_part_alone_are_refused(tmp_path):
+    """As on two hosts: one name, and another file behind it in each process."""
+    folders = {index: tmp_path / str(index) for index in range(2)}
+    for index, folder in folders.items():
+        folder.mkdir()
+        (folder / "text").write_text("some words of a text\n" * 2000 + f"end {index}")
+    argv = ("--mesh", "data=2", "--data", "/proc/self/cwd/text")
+    with started(2, tmp_path / "run", *argv, cwd=folders) as running:
+        found = ended(running)
+    assert [status for status, _, _ in found] == [2, 2], found
+    for _, _, error in found:
+        assert "held_out_text of process 1 differs from process 0's" in error
