@@ -56,7 +56,7 @@ def why_backend(name: str) -> str | None:
         return None
     return (
         "second derivatives do not exist in backend 'te': Transformer Engine's kernels have none. Run the function that "
-        "is differentiated twice inside `with use_backend(\"xla\"):`, or make its inner derivative a constant: "
+        'is differentiated twice inside `with use_backend("xla"):`, or make its inner derivative a constant: '
         "jax.lax.stop_gradient"
     )
 
