@@ -130,12 +130,12 @@ def test_yarn_scaling_ramps_between_two_numbers_of_turns(scaling: YarnScaling, a
 @pytest.mark.parametrize(
     ("d", "length", "options", "shares"),
     [
-        # The slowest frequency's index, 14.1, lies beyond half of the head size, and counts up to the head size less 1.
+        # beta_slow's index, 16.4, lies behind the bound: the ramp ends at the head size less 1.
         (16, 1_000_000_000, {"base": 10000.0, "beta_fast": 1e5}, [(i - 6) / (15 - 6) for i in range(8)]),
         # beta_fast's index, 11.5, lies behind that bound, 7: the ramp falls there, and all frequencies are divided.
         (8, 1_000_000_000, {"base": 10.0}, [1.0] * 4),
         # Both indices lie before the first: nothing is divided.
-        (8, 4, {"base": 10.0}, [0.0] * 4),
+        (8, 1, {"base": 10.0}, [0.0] * 4),
     ],
     ids=["end beyond the frequencies", "begin behind the end", "end before the begin"],
 )

@@ -183,7 +183,7 @@ def test_operands_that_stay_in_high_precision_keep_them() -> None:
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_first_derivatives_beside_a_gradient_that_counts_as_constant(jit: bool) -> None:
-    """Adversarial examples, made inside of the loss: the sign of a gradient has no derivative, nor is there one asked."""
+    """Adversarial examples, made inside of the loss from a gradient whose own derivative is zero."""
     x = draw("x", (32, 32))
     with autocast(CURRENT):
         loss, params = loss_of(LAYERS["layernorm_mlp"]())

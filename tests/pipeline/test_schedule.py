@@ -101,7 +101,6 @@ def test_waiting_kernel_gradients_are_bounded(p, m):
     schedule = make_schedule("zero_bubble", stages=p, microbatches=m)
     waiting = np.cumsum((schedule.backward >= 0).astype(int), axis=0)
     waiting[1:] -= np.cumsum((schedule.weight >= 0).astype(int), axis=0)[:-1]
-    print(p, m, waiting.max())
     assert waiting.max() <= 2 * p - 1
 
 
