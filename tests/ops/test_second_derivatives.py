@@ -143,12 +143,12 @@ def test_on_meshes(layer: str, mode: str) -> None:
 def test_a_step_with_kept_kernels_refuses_them() -> None:
     """Whose kernels are quantized before the loss: what is differentiated are sinks, which nothing reads."""
 
-    def loss(model: Any, batch: jax.Array) -> jax.Array:
+    def loss(model: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(jax.grad(lambda x: jnp.sum(model(x) * batch))(batch)))
 
     with autocast(CURRENT):
         tx = optax.sgd(0.1)
-        state = create_train_state(lambda rngs: Linear(32, 32, rngs=rngs), tx, key=jax.random.key(0))
+        state = create_train_state(lambda rngs: Linear(32, 32, bias=False, rngs=rngs), tx, key=jax.random.key(0))
         with pytest.raises(TypeError, match=REFUSED):
             make_train_step(loss, tx, microbatches=1)(state, draw("x", (32, 32)))
 
@@ -159,7 +159,8 @@ def test_deferred_gradients_and_drop_ins_refuse_them() -> None:
         model = LAYERS["linear"]()
         with pytest.raises(TypeError, match=REFUSED):
             jax.grad(lambda x: jnp.sum(deferred_vjp(lambda m, x: m(x), model, x)[1](jnp.cos(x)).inputs[0] ** 2))(x)
-        own = quantize_model(nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+        own = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+        quantize_model(own)
         loss, params = loss_of(own)
         with pytest.raises(TypeError, match=REFUSED):
             jax.grad(penalty(loss))(params, x)
