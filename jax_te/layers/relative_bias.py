@@ -39,7 +39,7 @@ def relative_buckets(distance: np.ndarray, num_buckets: int, max_distance: int, 
     else:
         distance = np.maximum(-distance, 0)
     exact = num_buckets // 2
-    # In fp32, as published models were trained: fp64 puts some distances at a boundary into another bucket.
+    # In fp32, as published models compute it.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / exact) / np.float32(math.log(max_distance / exact))
     far = np.minimum(exact + (ratio * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
     return ahead + np.where(distance < exact, distance, far)

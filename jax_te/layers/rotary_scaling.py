@@ -144,8 +144,10 @@ class YarnScaling:
             first, last = math.floor(first), math.ceil(last)
         # The bound is the head size and not the number of frequencies, as in the paper's code and Megatron-Core.
         first, last = max(first, 0), min(last, 2 * half - 1)
-        # A ramp of length 0, for small heads, would divide by zero.
-        stretched = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
+        # A ramp of length 0, for small heads, would divide by zero. One of negative length falls, as in Megatron-Core
+        # and transformers: with first behind the bound it divides all frequencies, with last before 0 it divides none.
+        length = 1e-3 if first == last else last - first
+        stretched = np.clip((np.arange(half) - first) / length, 0.0, 1.0)
         return (1.0 - stretched) * frequency + stretched * frequency / self.factor
 
     def _index(self, turns: float, half: int, base: float) -> float:

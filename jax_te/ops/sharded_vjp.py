@@ -15,8 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jax_te.ops.first_order import refuse_derivatives
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.quantize.internal import OpaqueTree
+from jax_te.remat.internal import WITNESS
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import MeshAxes, free_axes, reshard
 from jax_te.typing import LogicalAxes
@@ -65,10 +67,15 @@ class Shards:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Residuals:
-    """What forward keeps for backward: arrays, and static facts about them."""
+    """What forward keeps for backward: arrays, and static facts about them.
+
+    ``witness`` is an array without elements that depends on the op's arguments where second derivatives are refused,
+    see `sharded_vjp`: the other arrays may have lost that they do.
+    """
 
     tree: Any
     static: Any = field(metadata={"static": True})
+    witness: Any = None
 
 
 def sharded_vjp(
@@ -77,6 +84,7 @@ def sharded_vjp(
     *,
     name: str | None = None,
     check: Callable[..., None] | None = None,
+    once: Callable[[Any], str | None] | None = None,
 ) -> Callable[..., Any]:
     """Return ``op(spec, shards, args, sinks=None, out_axes=None)``, differentiable by ``bwd``.
 
@@ -94,6 +102,8 @@ def sharded_vjp(
         name: checkpoint name of the output, for remat policies.
         check: ``check(spec, args, perturbed, sinks)`` raises for what cannot be differentiated; ``perturbed`` is a tree
             of bools like ``args``. It is called when a derivative is asked for.
+        once: ``once(spec)`` returns why the op has no second derivatives, the message of the error that asking for one
+            raises; None: JAX differentiates both rules, which then are to be differentiable themselves.
 
     The op's arguments:
 
@@ -110,12 +120,14 @@ def sharded_vjp(
     """
 
     def run(spec: Any, shards: Shards | None, args: Any) -> tuple[Any, Any]:
-        out, residuals = fwd(spec, args) if shards is None else _forward_on_devices(fwd, spec, shards, args)
-        return out if name is None else checkpoint_name(out, name), residuals
+        return fwd(spec, args) if shards is None else _forward_on_devices(fwd, spec, shards, args)
+
+    def named(out: Any) -> Any:
+        return out if name is None else checkpoint_name(out, name)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
     def op(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> Any:
-        return run(spec, shards, _as_float32(args)[0])[0]
+        return named(run(spec, shards, _as_float32(args)[0])[0])
 
     def forward(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
         leaves, treedef = jax.tree.flatten(args)
@@ -123,18 +135,31 @@ def sharded_vjp(
         if check is not None:
             check(spec, args, jax.tree.unflatten(treedef, map(_PERTURBED, leaves)), sinks)
         args, dtypes = _as_float32(args)
-        found = run(spec, shards, args)
-        out, residuals = behind_barrier(*found, args) if residuals_are_stacked.value else found
-        return out, _Residuals(residuals, dtypes)
+        why = once(spec) if once else None
+        if why is None:
+            (out, residuals), witness = run(spec, shards, args), None
+        else:
+            run_once = functools.partial(_run_once, functools.partial(run, spec, shards))
+            out, residuals, witness = run_once(args, jax.tree.map(_VALUE, sinks), why)
+        out = named(out)
+        if residuals_are_stacked.value:
+            out, residuals = behind_barrier(out, residuals, args)
+        return out, _Residuals(residuals, dtypes, witness)
 
     def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
         if not isinstance(g, jax.Array):
             # The cotangent of an output that nothing differentiates is zeros.
             g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
+        tree, used, why = residuals.tree, (residuals.witness, g), once(spec) if once else None
+        if why is not None:
+            # Derivatives of what follows are never needed, and kernels of a GPU have none.
+            tree, g = jax.lax.stop_gradient((tree, g))
         if shards is None:
-            cotangents, sinks = bwd(spec, residuals.tree, g)
+            cotangents, sinks = bwd(spec, tree, g)
         else:
-            cotangents, sinks = _backward_on_devices(bwd, spec, shards, residuals.tree, g)
+            cotangents, sinks = _backward_on_devices(bwd, spec, shards, tree, g)
+        if why is not None:
+            cotangents, sinks = refuse_derivatives((cotangents, sinks), used, why)
         return cotangents if residuals.static is None else _in_dtypes(cotangents, *residuals.static), sinks
 
     # symbolic_zeros tells the rules which arguments are differentiated, under jit, scan, remat and vmap alike.
@@ -149,6 +174,23 @@ def sharded_vjp(
         return op(spec, shards, *reshard((args, sinks), (shards.args, shards.sinks), shards.mesh))
 
     return call
+
+
+def _run_once(run: Callable[..., Any], args: Any, sinks: Any, why: str) -> tuple[Any, Any, Any]:
+    """Return ``run(args)``, an output and residuals, and the witness of the residuals.
+
+    These are values that forward gives beside an inner derivative, as in ``jax.vjp``. An outer derivative would go
+    through forward's own arithmetic, in which rounding has the derivative zero.
+    """
+    # Without elements it costs nothing. Named, because a remat policy that does not save it would save or recompute the
+    # arguments for it, even if it saves the operands that were made of them.
+    witness = checkpoint_name(refuse_derivatives(jnp.zeros((0,)), (args, sinks), why), WITNESS)
+    inside = jax.lax.stop_gradient(args)
+    out, residuals = run(inside)
+    # A residual that is an argument stays the array that it is: a loop over layers would stack another one.
+    given = dict(zip(map(id, jax.tree.leaves(inside)), jax.tree.leaves(args), strict=True))
+    residuals = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), residuals)
+    return refuse_derivatives(out, witness, why), residuals, witness
 
 
 def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:

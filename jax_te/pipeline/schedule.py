@@ -152,7 +152,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     - ``"1f1b"``: each stage begins a backward pass as soon as it can, so that a stage holds residuals of at most
       ``2 p - 1`` microbatches. (Stages run in step here, F and B in each tick: Megatron's, whose stages do not wait for
       one another, hold ``p`` with the same bubble.) With ``virtual_stages`` it is Megatron's interleaved schedule.
-    - ``"zero_bubble"``: 1F1B whose kernel gradients wait, of at most ``2 p - 1`` microbatches at a time, and fill the
+    - ``"zero_bubble"``: 1F1B whose kernel gradients wait, of at most ``2 p - 2`` microbatches at a time, and fill the
       ticks in which other stages have more to do.
 
     The part of a step in which a stage waits is, with F, B and W of the same time and ``m`` at least ``2 p - 2``,
@@ -277,10 +277,10 @@ class _Run:
         self.now += 1
 
     def _run_waiting(self, work: list[int]) -> None:
-        """Run a W on stages that have less to do than the longest; on all, where one has more than 2 p - 2 waiting."""
+        """Run a W on stages that have less to do than the longest; so at most 2 p - 2 wait."""
         longest = max(work)
         # Where nothing else is left, and where every stage is busy, W is what makes the tick longer.
-        if longest == 0 or min(work) == 2 or any(len(waiting) > 2 * self.p - 2 for waiting in self.waiting):
+        if longest == 0 or min(work) == 2:
             longest += 1
         for stage, waiting in enumerate(self.waiting):
             if waiting and work[stage] < longest:

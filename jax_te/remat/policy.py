@@ -18,6 +18,9 @@ CHECKPOINT_NAMES = ("quantized", "gemm", "ffn1", "ffn2", "norm", "activation", "
 layers, which in `jax_te.ops.layernorm_mlp` have te.jax's names ``"ffn1"`` and ``"ffn2"``; ``"norm"``, ``"activation"``
 and ``"context"``, outputs of norms, of activation functions and of attention cores."""
 
+WITNESS = "witness"
+"""Name of arrays without elements, which every policy with names saves: see `jax_te.ops.sharded_vjp`."""
+
 _GEMMS = ("gemm", "ffn1", "ffn2", "context")
 
 
@@ -78,10 +81,10 @@ class RecomputePolicy:
             return policies.save_any_names_but_these(*self.save_all_but)
         if not self.offload:
             # None is full recomputation; a policy without names would save the same, and be asked about every equation.
-            return policies.save_only_these_names(*self.save) if self.save else None
+            return policies.save_only_these_names(*self.save, WITNESS) if self.save else None
         _check_host_memory()
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(self.save),
+            names_which_can_be_saved=[*self.save, WITNESS],
             names_which_can_be_offloaded=list(self.offload),
             offload_src="device",
             offload_dst="pinned_host",

@@ -114,7 +114,9 @@ def deferred_vjp(
     states = with_max_gradients(quantizers)
     jax.eval_shape(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())), plain, states, *inputs)
     sinks: dict[Any, Any] = {}
-    gemms, stored = [], dict(nnx.to_flat_state(kept))
+    gemms, stored, variables = [], dict(nnx.to_flat_state(kept)), dict(nnx.to_flat_state(params))
+    # Gradients have the metadata of their parameters, without which jax.tree.map and optax take no pair of them.
+    like = {path: jax.tree.structure(variables[path].replace(0.0)) for path in values if path in variables}
     for path, value in values.items():
         spec, operands, calls = probes[path].seen
         # After two calls JAX would add up the operands of two GEMMs; without a spec nothing differentiates the kernel.
@@ -133,7 +135,7 @@ def deferred_vjp(
     # Constants of the first half, whose gradients of them would be arrays of zeros.
     kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting]))
     y, vjp, *aux = jax.vjp(run, sinks, plain, states, *inputs, has_aux=has_aux)
-    return (y, Partial(_First(tuple(gemms)), vjp), *aux)
+    return (y, Partial(_First(tuple(gemms), tuple(like.items())), vjp), *aux)
 
 
 def with_summands(backward: Partial, places: dict[Path, Summands]) -> Partial:
@@ -144,26 +146,37 @@ def with_summands(backward: Partial, places: dict[Path, Summands]) -> Partial:
         else (path, spec, lead)
         for path, spec, lead in backward.func.gemms  # type: ignore[attr-defined]
     ]
-    return Partial(_First(tuple(gemms)), *backward.args)
+    return Partial(replace(backward.func, gemms=tuple(gemms)), *backward.args)  # type: ignore[type-var]
 
 
 # Classes that compare by value, not closures: a Partial's function is part of its tree structure, which lax.scan and
 # a stack of microbatches compare.
 @dataclass(frozen=True)
 class _First:
+    """The first half: GEMMs that wait, and the structure of each kernel's Variable."""
+
     gemms: tuple[tuple[Any, ...], ...]
+    like: tuple[tuple[Path, Any], ...]
 
     def __call__(self, vjp: Any, dy: PyTree) -> FirstHalf:
         sinks, params, quantizers, *inputs = vjp(dy)
-        later = Partial(_Second(self.gemms), {path: sinks.pop(path) for path, *_ in self.gemms})
-        at_once = nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in sinks.items()])
+        later = Partial(_Second(self.gemms, self.like), {path: sinks.pop(path) for path, *_ in self.gemms})
+        at_once = _gradients(self.like, sinks)
         return FirstHalf(tuple(inputs), nnx.merge_state(params, at_once), as_float32(quantizers), later)
 
 
 @dataclass(frozen=True)
 class _Second:
+    """The second half: the GEMMs that have waited."""
+
     gemms: tuple[tuple[Any, ...], ...]
+    like: tuple[tuple[Path, Any], ...]
 
     def __call__(self, sinks: PyTree) -> nnx.State:
-        grads = [(path, nnx.Param(deferred_wgrad(spec, sinks[path], lead))) for path, spec, lead in self.gemms]
-        return nnx.from_flat_state(grads)
+        return _gradients(self.like, {path: deferred_wgrad(spec, sinks[path], lead) for path, spec, lead in self.gemms})
+
+
+def _gradients(like: tuple[tuple[Path, Any], ...], arrays: dict[Path, Any]) -> nnx.State:
+    """Return gradients in Variables like their parameters."""
+    treedefs = dict(like)
+    return nnx.from_flat_state([(path, jax.tree.unflatten(treedefs[path], [grad])) for path, grad in arrays.items()])

@@ -128,6 +128,27 @@ def test_yarn_scaling_ramps_between_two_numbers_of_turns(scaling: YarnScaling, a
 
 
 @pytest.mark.parametrize(
+    ("d", "length", "options", "shares"),
+    [
+        # beta_slow's index, 16.4, lies behind the bound: the ramp ends at the head size less 1.
+        (16, 1_000_000_000, {"base": 10000.0, "beta_fast": 1e5}, [(i - 6) / (15 - 6) for i in range(8)]),
+        # beta_fast's index, 11.5, lies behind that bound, 7: the ramp falls there, and all frequencies are divided.
+        (8, 1_000_000_000, {"base": 10.0}, [1.0] * 4),
+        # Both indices lie before the first: nothing is divided.
+        (8, 1, {"base": 10.0}, [0.0] * 4),
+    ],
+    ids=["end beyond the frequencies", "begin behind the end", "end before the begin"],
+)
+def test_yarns_ramp_at_its_bounds(d: int, length: int, options: dict[str, Any], shares: list[float]) -> None:
+    """As in transformers' ``_compute_yarn_parameters``: indices are bound to 0 and to the head size less 1."""
+    base = options.pop("base")
+    scaling = YarnScaling(factor=4.0, original_max_position_embeddings=length, **options)
+    plain = base ** (-2 * np.arange(d // 2) / d)
+    expected = [w * (1 - t) + w / 4.0 * t for w, t in zip(plain, np.clip(shares, 0.0, 1.0), strict=True)]
+    np.testing.assert_allclose(frequencies(scaling, d, base)[0], expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: LinearScaling(factor=0.5), "factor must be >= 1, got 0.5"),

@@ -235,6 +235,22 @@ def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, 
         assert len(block.calls) == before + 1, "which are compiled once"
 
 
+def test_a_captured_call_is_differentiated_in_several_ways(x: jax.Array):
+    """With respect to one array, another, and both, in turn: each has executables of its own."""
+    block = captured(Block(config()), x)
+    graphdef, state = nnx.split(block)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(nnx.merge(graphdef, state)(x) * jnp.cos(x))
+
+    for argnums in (0, 1, (0, 1), 1, 0):
+        found = jax.grad(loss, argnums=argnums)(state, x)
+        expected = jax.jit(jax.grad(loss, argnums=argnums))(state, x)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_close(ours, theirs, 64 * EPS)
+
+
 def test_a_derivative_without_the_quantizer_state_is_refused_as_ever(x: jax.Array):
     made = config(fp8="hybrid")
     with autocast(recipe_from_config(made)):

@@ -95,6 +95,15 @@ def test_residuals_in_memory():
     assert (schedule.residuals.count, schedule.operands.count) == (7, 6)
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 32), (3, 32), (4, 8), (4, 32), (8, 64)])
+def test_waiting_kernel_gradients_are_bounded(p, m):
+    """At most ``2 p - 2`` wait at once, counted from the tables alone."""
+    schedule = make_schedule("zero_bubble", stages=p, microbatches=m)
+    waiting = np.cumsum((schedule.backward >= 0).astype(int), axis=0)
+    waiting[1:] -= np.cumsum((schedule.weight >= 0).astype(int), axis=0)[:-1]
+    assert waiting.max() <= 2 * p - 2
+
+
 def test_layers_are_split():
     assert split_layers(8, 4) == (2, 2, 2, 2)
     assert split_layers(10, 4, first=1) == (1, 3, 3, 3)

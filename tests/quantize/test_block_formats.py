@@ -228,6 +228,13 @@ def test_stochastic_rounding_gives_one_of_two_neighbours(high, hadamard, columnw
     assert_bitwise(q.data, jax.jit(run)(jnp.asarray(x)).data, what="eager and jit")
 
 
+def test_values_of_the_format_are_never_rounded():
+    """Also where the random bits are 0, one of 65,536: P(up) is exactly 0 there."""
+    x = np.tile(np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32), (512, 512))
+    q = jax.jit(lambda x: quantize(x, STOCHASTIC)[0])(jnp.asarray(x))
+    assert_bitwise(q.data.astype(jnp.float32), x * float(q.data.astype(jnp.float32)[0, 7]) / 6.0)
+
+
 @pytest.mark.parametrize("high", ["float32", "bfloat16"])
 def test_stochastic_rounding_is_unbiased_and_has_the_right_variance(high):
     """Many roundings of the same values, each in a tensor with other values in its last rows."""

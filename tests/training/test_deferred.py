@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -313,6 +314,17 @@ def test_has_aux_and_backward_dw_again() -> None:
     assert_bitwise(aux["mean"], x.mean())
     later = backward(y).backward_dw
     assert_same(plain(later()), plain(later()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
+def test_optax_takes_the_gradients_with_the_parameters(recipe: Any) -> None:
+    with autocast(recipe):
+        model = LAYERS["LayerNormMLP"][0]()
+        params, half = nnx.state(model, nnx.Param), halves(model, draw("x", (16, 32)))[2]
+        grads, tx = nnx.merge_state(half.params, half.backward_dw()), optax.sgd(0.5)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert_same(jax.tree.map(lambda p, g: -0.5 * g, params, grads), updates)
+        assert jax.tree.structure(grads) == jax.tree.structure(params)
 
 
 def test_gradients_of_gradients_are_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax_te.config import ActivationLike, ActivationParams
 from jax_te.config.internal import check_float
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.plan import row_plan
 from jax_te.ops.linear.spec import Activation
 from jax_te.ops.sharded_vjp import sharded_vjp
@@ -83,4 +84,4 @@ def _bwd(spec: _Spec, x: Array, dz: Array) -> tuple[Array, None]:
     return spec.backend.act_backward(dz, x, spec.activation), None
 
 
-_activation = sharded_vjp(_fwd, _bwd, name="activation")
+_activation = sharded_vjp(_fwd, _bwd, name="activation", once=lambda spec: why_backend(spec.backend.NAME))

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
-from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op
+from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
 from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
@@ -153,4 +153,4 @@ def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tupl
     return LinearArgs(dx, dnorm, (weights,)), (sink,)
 
 
-_linear = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated)
+_linear = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax_te.config.internal import check_float
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.dense import norm_backward
 from jax_te.ops.linear.plan import Plan, row_plan
 from jax_te.ops.linear.resolve import LinearArgs, check_norm
@@ -80,4 +81,4 @@ def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[LinearArgs, None]:
     return LinearArgs(*norm_backward(spec, residuals, spec.constrain(dy), spec.norm), ()), None
 
 
-_layernorm = sharded_vjp(_fwd, _bwd, name="norm")
+_layernorm = sharded_vjp(_fwd, _bwd, name="norm", once=lambda spec: why_backend(spec.backend.NAME))

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.dense import norm_backward, normed_operand
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
-from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op
+from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
@@ -151,4 +151,4 @@ def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState |
     return gemms.adopt(linear, "grad", written, (how.scale, amax)), dbias
 
 
-_layernorm_mlp = sharded_vjp(_fwd, _bwd, name="ffn2", check=check_differentiated)
+_layernorm_mlp = sharded_vjp(_fwd, _bwd, name="ffn2", check=check_differentiated, once=why_once)

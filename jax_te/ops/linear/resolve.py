@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jax_te.config.internal import COMPUTE_DTYPES, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.first_order import why_backend, why_quantized
 from jax_te.ops.linear.plan import Plan, linear_plan
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec, WgradProbe
 from jax_te.ops.sharded_vjp import Shards
@@ -133,6 +134,15 @@ def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, 
         fixed = layer.precision.amax_rule is None or layer.frozen_scales or layer.options.evaluation
         if not fixed and not all(jax.tree.leaves(differentiated.state)):
             raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
+
+
+def why_once(spec: OpSpec) -> str | None:
+    """Return why a linear op has no second derivatives; None if it has."""
+    for layer in spec.layers:
+        operands = [getattr(layer.precision, role) for role in ROLES]
+        if any(operand.quantizer is not None and operand.read_quantized for operand in operands):
+            return why_quantized(layer.precision.recipe_name or "")
+    return why_backend(spec.layers[0].backend.NAME)
 
 
 _LEFT_OUT = (

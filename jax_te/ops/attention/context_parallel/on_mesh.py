@@ -17,6 +17,7 @@ from jax_te.ops.attention.context_parallel import all_gather, block, ring, ulyss
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import QKV, AttentionArrays, unpack
+from jax_te.ops.first_order import why_backend
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.sharding.internal import MeshAxes, reduce_max, reduce_sum
 from jax_te.typing import Array
@@ -81,7 +82,7 @@ def _backward(sharding: AttentionSharding, residuals: _Residuals, g: tuple[Array
     return _Operands(d_qkv, AttentionArrays(bias=d_bias, softmax_offset=d_offset)), None
 
 
-_attention = sharded_vjp(_forward, _backward)
+_attention = sharded_vjp(_forward, _backward, once=lambda sharding: why_backend(sharding.backend))
 
 
 def _strategy(sharding: AttentionSharding) -> tuple[Any, Any]:
