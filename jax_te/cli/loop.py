@@ -223,7 +223,7 @@ def run_loop(
                     drain(0)
                     actions.begin(f"the save of step {step}", waits=True)
                     with speed.pause(recurs=True):
-                        log.sync()  # before the checkpoint: a resumed run cuts the log after the step that it starts from
+                        log.sync()  # first: a resumed run cuts the log after the step that it starts from
                         actions.save(step, state, heldout)
     finally:
         progress.stop()
