@@ -63,6 +63,11 @@ def plain(kind: Any, k: int = H, n: int = F, *, return_bias: bool = False, bias:
     return (LayerNormLinear if kind is LN else Linear)(k, n, bias=bias, parallel_mode=mode, **options)
 
 
+def arrays_of(module: nnx.Module) -> dict[str, Any]:
+    """A module's arrays under the names that both vocabularies share, not those of Megatron's state dicts."""
+    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module))}
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN])
@@ -70,9 +75,9 @@ def test_a_class_is_its_layer_bitwise(kind: Any, recipe: str):
     """The same weights from the same seed; the same output, gradients and next quantizer state."""
     with autocast(recipe_from_name(recipe)):
         ours, theirs = te(kind), plain(kind)
-        assert state_dict(ours).keys() == state_dict(theirs).keys()
-        for name, array in state_dict(theirs).items():
-            assert_bitwise(state_dict(ours)[name], array, what=name)
+        assert arrays_of(ours).keys() == arrays_of(theirs).keys()
+        for name, array in arrays_of(theirs).items():
+            assert_bitwise(arrays_of(ours)[name], array, what=name)
         x, g = draw("x", (2, 8, H)), draw("g", (2, 8, F))
         both = jax.jit(
             lambda ours, theirs: (
@@ -83,9 +88,9 @@ def test_a_class_is_its_layer_bitwise(kind: Any, recipe: str):
         (y, (d_ours, dx)), (y_theirs, (d_theirs, dx_theirs)) = both(randomize(ours), randomize(theirs))
     assert_bitwise(y, y_theirs)
     assert_bitwise(dx, dx_theirs)
-    gradients = state_dict(d_ours)
+    gradients = arrays_of(d_ours)
     assert ("quantizers.x.scale" in gradients) == (recipe == "delayed")
-    for name, gradient in state_dict(d_theirs).items():
+    for name, gradient in arrays_of(d_theirs).items():
         assert_bitwise(gradients[name], gradient, what=name)
 
 
@@ -256,7 +261,7 @@ def test_a_norm_returns_its_residual_if_both_options_are_on():
     assert residual is x
     assert_bitwise(y, TENorm(fused, H)(x))
     assert TENorm(TransformerConfig(**sizes), H, has_residual=True)(x).shape == x.shape
-    with pytest.raises(ValueError, match=r"fused_residual_rmsnorm .* 'RMSNorm'"):
+    with pytest.raises(ValueError, match="fused_residual_rmsnorm"):
         TENorm(dataclasses.replace(fused, normalization="LayerNorm"), H, has_residual=True)
 
 
