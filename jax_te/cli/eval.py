@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -14,6 +13,7 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
+from jax_te.cli.command_options import EvalOptions
 from jax_te.cli.memory import check_memory
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
@@ -28,7 +28,7 @@ _LENGTH = 1024
 """Tokens of an example for a folder of Hugging Face, whose model may have positions for far more than fit."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: EvalOptions) -> int:
     """Return the exit status, 0, once the losses are on stdout, and on stderr what they are of.
 
     Raises:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_run(options: argparse.Namespace) -> dict[str, Any]:
+def _of_run(options: EvalOptions) -> dict[str, Any]:
     if options.tokenizer is not None:
         raise ValueError(
             "--tokenizer is for --init-from: a run has the tokenizer that it was trained with; leave it out"
@@ -70,7 +70,7 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
     return found | {"step": step, "unit": unit(tokenizer)}
 
 
-def _of_folder(options: argparse.Namespace) -> dict[str, Any]:
+def _of_folder(options: EvalOptions) -> dict[str, Any]:
     for name in ("step", "factory_modules"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is of a run, and --init-from names none; leave it out")
