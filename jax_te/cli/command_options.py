@@ -72,8 +72,8 @@ class ConvertOptions:
 
     FROM is a run of jax-te train or one of its checkpoints, a Hugging Face folder, a Megatron-LM folder (formats
     torch and torch_dist) or the *.pt file of one rank. TO is a new folder, or for Megatron-LM also a new *.pt file.
-    LoRA adapters of a run are merged. Optimizer states and FP8 scales are not converted, and tokenizers neither,
-    to and from Megatron-LM.
+    LoRA adapters of a run are merged. Optimizer states and FP8 scales are left behind, and to and from Megatron-LM
+    tokenizers, too.
     """
 
     source: str = positional(Text("FROM", str), "checkpoint to read")
@@ -105,5 +105,5 @@ class ConvertOptions:
 class DoctorOptions:
     """Show versions, devices, backends, and which recipes run here.
 
-    It shows versions, devices and backends, and tries every recipe: whether it runs here, and if not what to do.
+    Every recipe is tried on a small layer with each backend; where one cannot run the line says what to do.
     """

@@ -34,7 +34,7 @@ def run(options: EvalOptions) -> int:
     Raises:
         ValueError: for options that do not go together, and a folder without a checkpoint.
     """
-    found = _of_run(options) if options.init_from is None else _of_folder(options)
+    found = _of_run(options) if options.init_from is None else _of_folder(options, options.init_from)
     if options.json:
         print(json.dumps({name: value if _is_finite(value) else None for name, value in found.items()}, indent=2))
         return 0
@@ -70,20 +70,20 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     return found | {"step": step, "unit": unit(tokenizer)}
 
 
-def _of_folder(options: EvalOptions) -> dict[str, Any]:
+def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     for name in ("step", "factory_modules"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is of a run, and --init-from names none; leave it out")
     if options.data is None:
         raise ValueError("--init-from names no run, whose text it could be; give --data")
-    tokenizer = Tokenizer(options.tokenizer or options.init_from)
+    tokenizer = Tokenizer(options.tokenizer or folder)
     data = read_tokens(options.data, tokenizer=tokenizer)
-    model = load_huggingface(options.init_from)
+    model = load_huggingface(folder)
     if not isinstance(model, GPTModel):
-        raise ValueError(f"--init-from {options.init_from} is no decoder, whose loss is that of the next token")
+        raise ValueError(f"--init-from {folder} is no decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
     found = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
-    print(f"{options.init_from} on {data.source}", file=sys.stderr, flush=True)
+    print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
     return found | {"unit": "token"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import textwrap
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
@@ -51,6 +52,10 @@ _FAMILIES = {
 }
 
 
+_WIDTH = 100
+"""Columns of ``--help``."""
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
 
@@ -71,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=100)
+        super().__init__(prog, max_help_position=30, width=_WIDTH)
 
 
 def build_parser() -> Parser:
@@ -129,7 +134,7 @@ def _add_command(commands: argparse._SubParsersAction, name: str, last: str, tab
         last,
         help=summary[0].lower() + summary[1:],
         usage=f"jax-te {name} {places}[options]",
-        description=f"{summary}.\n\n{description}",
+        description="\n\n".join([f"{summary}.", *map(_filled, description.split("\n\n"))]).rstrip(),
     )
     made.set_defaults(command=name)
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -138,6 +143,11 @@ def _add_command(commands: argparse._SubParsersAction, name: str, last: str, tab
         made.epilog = preset_table()  # behind the options, which it refers to
         for title, group in GROUPS.items():
             add_options(made.add_argument_group(title), group, given_only=True)
+
+
+def _filled(paragraph: str) -> str:
+    """Return a paragraph in lines of the width of ``--help``; one that is indented is kept as it is."""
+    return paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, _WIDTH)
 
 
 def _positionals(table: type) -> list[Text]:

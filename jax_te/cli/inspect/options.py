@@ -104,12 +104,14 @@ class InspectSensitivity:
 
     Each layer is quantized alone, whatever the rules of the run say, and compared with no quantization on batches
     of held-out text. Under delayed scaling a layer's scales come from one pass over the first batch under current
-    scaling. The columns are
+    scaling.
 
-      gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without quantization
-                      of this layer: the noise that it adds to an update. The rows are in this order.
-      loss increase   Loss with quantization of this layer, minus loss without. It may be negative, and says
-                      little where it is small beside the loss's spread over batches (--batches).
+      gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without
+                      quantization of this layer: the noise that it adds to an update. The rows
+                      are in this order.
+      loss increase   Loss with quantization of this layer, minus loss without. It may be negative,
+                      and says little where it is small beside the loss's spread over batches
+                      (--batches).
     """
 
     output: str = _output()
@@ -153,7 +155,8 @@ class InspectCommunication:
     number, the bytes of their arrays, the bytes that a device sends, and the time that the network takes for them,
     one after the other.
 
-      jax-te inspect communication --preset gpt-1.3b --mesh data=8,tensor=4 --train-options=--sequence-parallel
+      jax-te inspect communication --preset gpt-1.3b --mesh data=8,tensor=4 \\
+          --train-options=--sequence-parallel
     """
 
     output: str | None = _run_or_none()
