@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jax_te.bench.internal import AttentionSizes, Settings, bench_attention
@@ -34,7 +36,8 @@ def run(options: BenchAttention) -> int:
         groups=groups,
         head_dim=options.head_dim,
     )
-    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls)
+    backend: Any = options.backend  # one of the names that the option allows
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
     return show_rows(bench_attention(options.cp_comm_type, sizes, mesh, settings), options.output)
 
 

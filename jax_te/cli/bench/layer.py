@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -49,5 +50,6 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
         for module in options.modules
         for recipe in recipes
     ]
-    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls)
+    backend: Any = options.backend  # one of the names that the option allows
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
     yield from bench_layer(cases, settings, hlo=None if options.hlo is None else Path(options.hlo))

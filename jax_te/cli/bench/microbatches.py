@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jax_te.bench.internal import Settings, bench_microbatches
@@ -21,7 +23,8 @@ def run(options: BenchMicrobatches) -> int:
         raise ValueError(f"--batch-size {options.batch_size} is not divisible by --microbatches {options.microbatches}")
     _check_sizes(options, rows)
     shape = (rows, options.seq_len, options.hidden_size, options.num_heads, options.ffn_hidden_size)
-    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls)
+    backend: Any = options.backend  # one of the names that the option allows
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
     return show_rows(bench_microbatches(options.recipes, shape, options.microbatches, settings), options.output)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -60,7 +61,8 @@ def _check_megatron(options: BenchModel) -> None:
 
 def _rows(options: BenchModel, forms: dict[str, list[tuple[str, RunConfig, Execution]]]) -> Iterator[Row]:
     profile = None if options.profile is None else Path(options.profile)
-    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls, profile=profile)
+    backend: Any = options.backend  # one of the names that the option allows
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
     for made in forms.values():
         variants = [_variant(*each) for each in made]
         _, config, _ = made[-1]

@@ -12,7 +12,6 @@ from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUC
 from jax_te.cli.presets import PRESETS
 from jax_te.config import RECOMPUTE_MODULES
 from jax_te.recipe import RECIPES
-from jax_te.typing import BackendName
 
 MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
 STACKS = ("unrolled", "scanned")
@@ -118,7 +117,7 @@ class BenchLayer:
     hidden_size: int = _size("size of the hidden states", 4096)
     num_heads: int = _size("number of attention heads", 32)
     ffn_hidden_size: int = _size("hidden size of the feed-forward block, output size of layernorm_linear", 16384)
-    backend: BackendName = _backend()
+    backend: str = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
     rounds: int = _rounds()
@@ -149,7 +148,7 @@ class BenchModel:
     microbatches: int = _size("equal parts of a batch, one after the other, whose gradients are added up", 1)
     recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
     peer: str | None = option(PEERS, "library to measure beside jax_te, see above", None)
-    backend: BackendName = _backend()
+    backend: str = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
     distributed_optimizer: bool = _distributed_optimizer()
@@ -195,7 +194,7 @@ class BenchAttention:
     num_heads: int = _size("number of attention heads", 32)
     num_query_groups: int | None = option(SIZE, "number of key/value heads", None, shown="--num-heads")
     head_dim: int = _size("size of a head", 128)
-    backend: BackendName = _backend()
+    backend: str = _backend()
     mesh: str | None = _mesh("one device, no context parallelism")
     cp_comm_type: tuple[str, ...] = _several(
         CP_COMM_TYPES, "exchanges along the context axis: ring, all-gather or all-to-all", *CP_COMM_TYPES
@@ -242,7 +241,7 @@ class BenchMicrobatches:
     hidden_size: int = _size("size of the hidden states", 4096)
     num_heads: int = _size("number of attention heads", 32)
     ffn_hidden_size: int = _size("hidden size of the feed-forward blocks", 16384)
-    backend: BackendName = _backend()
+    backend: str = _backend()
     rounds: int = _rounds()
     calls: int = _calls("steps")
     output: str | None = _rows_file()
