@@ -179,14 +179,16 @@ def test_recomputation_is_the_models_and_may_change_on_resuming(tmp_path):
     write_config(first, tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     with pytest.raises(
-        ValueError, match="recompute_policy='save_gemms' .*set by --recompute-policy, --recompute-granularity"
+        ValueError, match=r"recompute_policy='save_gemms' .*set by --recompute-policy, --recompute-granularity"
     ):
         resolve(parse("--recompute-granularity", "selective"), tmp_path)
     options = ("--recompute-granularity", "selective", "--recompute-modules", "mlp, layernorm")
     again, resumes = resolve(parse(*options, "--recompute-policy", "full"), tmp_path)
     assert resumes
     assert again.transformer_config().recompute_modules == ("layernorm", "mlp")
-    with pytest.raises(ValueError, match="has no effect without .*set by --recompute-modules, --recompute-granularity"):
+    with pytest.raises(
+        ValueError, match=r"has no effect without .*set by --recompute-modules, --recompute-granularity"
+    ):
         resolve(parse("--recompute-modules", "mlp"), tmp_path / "new")
 
 
