@@ -55,6 +55,9 @@ _FAMILIES = {
 _WIDTH = 100
 """Columns of ``--help``."""
 
+_LONG_CHOICE = 70
+"""Columns of choices above which they stand in an option's help, where lines are broken."""
+
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
@@ -173,8 +176,10 @@ def add_options(group: argparse._ActionsContainer, table: type, *, given_only: b
         text = row.help
         if isinstance(row.kind, tuple):
             settings["choices"] = row.kind
-            if row.several:  # argparse would show the choices twice
-                settings["metavar"], text = "NAME", f"{text}: any of {', '.join(row.kind)}"
+            # argparse would show the choices of several values twice, and breaks no long list of them.
+            if row.several or len(",".join(row.kind)) > _LONG_CHOICE:
+                many = "any" if row.several else "one"
+                settings["metavar"], text = "NAME", f"{text}: {many} of {', '.join(row.kind)}"
         elif isinstance(row.kind, Text):
             settings |= {"type": row.kind.parse, "metavar": row.kind.metavar}
         else:
