@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_te.bench.gradients import Gradient, gradient, measure
-from jax_te.bench.settings import Row, Settings, Shape
+from jax_te.bench.settings import Row, Settings
 from jax_te.config import ParallelConfig
 from jax_te.ops import ContextParallel, dot_product_attention
 from jax_te.ops.internal import te
@@ -22,8 +22,16 @@ AXES: LogicalAxes = ("batch", "sequence", "heads", None)
 Attend = Callable[[Array, Array, Array], Array]
 
 
-@dataclass(frozen=True)
-class _Sizes:
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Sizes of attention.
+
+    Args:
+        batch, sequence: sizes of its tokens.
+        heads, groups: numbers of query heads and of key/value heads.
+        head_dim: size of a head.
+    """
+
     batch: int
     sequence: int
     heads: int
@@ -37,22 +45,20 @@ class _Sizes:
 
 
 def bench_attention(
-    kinds: Sequence[str], shape: Shape, mesh: ParallelConfig, settings: Settings, *, groups: int | None = None
+    kinds: Sequence[str], sizes: AttentionSizes, mesh: ParallelConfig | None, settings: Settings
 ) -> Iterator[Row]:
     """Yield rows of causal attention alone, forward and backward, in bf16, timed in turn.
 
     They are jax_te's and te.jax's: each on one device, then each kind of context parallelism in zig-zag order.
 
     Args:
-        kinds: of `jax_te.config.CP_COMM_TYPES`.
-        shape: of the layer that the attention would be in.
-        mesh: with a context axis.
-        settings: of the measurement.
-        groups: key/value heads. None: as many as heads.
+        kinds: names in `jax_te.config.CP_COMM_TYPES`.
+        sizes: sizes of queries, keys and values.
+        mesh: mesh with a context axis. None: one device only.
+        settings: rounds and calls of the measurement.
     """
-    batch, sequence, hidden, heads, _ = shape
-    sizes = _Sizes(batch, sequence, heads, heads if groups is None else groups, hidden // heads)
-    made = make_mesh(mesh)
+    made = None if mesh is None else make_mesh(mesh)
+    kinds = () if made is None else kinds
     contestants = [_contestant("jax_te one device", sizes, None, _ours(settings.backend, None))]
     contestants += [_contestant(f"jax_te {kind}", sizes, made, _ours(settings.backend, kind)) for kind in kinds]
     if te.available()[0]:
@@ -62,7 +68,7 @@ def bench_attention(
     alone: dict[str, float] = {}
     for contestant in contestants:
         library, _, where = contestant.name.partition(" ")
-        row = contestant.row(sizes.flops, 1 if where == "one device" else made.size)
+        row = contestant.row(sizes.flops, 1 if made is None or where == "one device" else made.size)
         alone.setdefault(library, row["tflops"])  # the first of a library is on one device
         yield row | {"of_one_device": round(row["tflops"] / alone[library], 3)}
 
@@ -78,7 +84,7 @@ def _ours(backend: BackendName, kind: str | None) -> Attend:
     return attend
 
 
-def _te_jax(name: str, sizes: _Sizes, mesh: Mesh | None, kind: str | None) -> Gradient:
+def _te_jax(name: str, sizes: AttentionSizes, mesh: Mesh | None, kind: str | None) -> Gradient:
     from jax_te.bench.peers.te_jax import raw_context  # Transformer Engine is optional
     from jax_te.bench.peers.te_jax_attention import raw_attention
 
@@ -87,7 +93,9 @@ def _te_jax(name: str, sizes: _Sizes, mesh: Mesh | None, kind: str | None) -> Gr
         return _contestant(name, sizes, mesh, attend, own_mesh=True)
 
 
-def _contestant(name: str, sizes: _Sizes, mesh: Mesh | None, attend: Attend, *, own_mesh: bool = False) -> Gradient:
+def _contestant(
+    name: str, sizes: AttentionSizes, mesh: Mesh | None, attend: Attend, *, own_mesh: bool = False
+) -> Gradient:
     """Compile the gradients of ``sum(attend(q, k, v) * dy)``."""
 
     def draw(seed: int, count: int) -> Array:

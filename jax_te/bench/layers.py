@@ -24,9 +24,6 @@ from jax_te.sharding import named_sharding
 from jax_te.training import split_model
 from jax_te.typing import Array, BackendName, LogicalAxes
 
-MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
-"""Layers that can be measured."""
-
 TE_RECIPES = ("none", "delayed", "current")
 """Recipes that te.jax has on every GPU with FP8; others are measured beside what it does in bf16."""
 
@@ -36,7 +33,7 @@ class Case:
     """What is measured: forward and backward of a module, causal, GELU, biases, bf16, no dropout.
 
     Args:
-        module: one of `MODULES`.
+        module: ``"transformer_layer"``, ``"layernorm_mlp"`` or ``"layernorm_linear"``.
         shape: batch, sequence, hidden size, heads, feed-forward size.
         recipe: None for bf16.
         mesh: None for one device.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -16,49 +15,25 @@ import jax
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
-from jax_te.cli.options import FIELD_NAMES, MODULE_NAMES, SIZE
+from jax_te.cli.command_options import ConvertOptions
 from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.config.internal import FLOAT_DTYPES, read_text
+from jax_te.config.internal import read_text
 from jax_te.data.internal import FILE_NAME
-from jax_te.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
+from jax_te.huggingface import load_huggingface, save_huggingface
 from jax_te.huggingface.internal import CONFIG
 from jax_te.metrics.internal import counting
 from jax_te.torch_files import load_megatron, save_megatron
 from jax_te.training import exact_model
 
-_EPILOG = """FROM is a run of jax-te train or one of its checkpoints; a folder of Hugging Face; a folder of Megatron-LM
-(formats torch and torch_dist) or a file *.pt of one rank. TO is a folder, or for Megatron a file *.pt, that is not
-there yet. Adapters of
-a run are merged. Optimizer states and scales of FP8 are left behind, and to and from Megatron-LM tokenizers, too."""
 
-
-def add_convert_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments and the description of ``jax-te convert`` to its parser."""
-    parser.usage, parser.epilog = "jax-te convert FROM TO [options]", _EPILOG
-    add = parser.add_argument
-    add("source", metavar="FROM", help="checkpoint to read")
-    add("target", metavar="TO", help="checkpoint to write")
-    add("--to", choices=("huggingface", "megatron"), help="form of TO (default: huggingface; from there megatron)")
-    add("--dtype", choices=FLOAT_DTYPES, help="dtype of the parameters (default: that of FROM)")
-    add("--step", type=SIZE.parse, metavar="N", help="of a run or of Megatron-LM: the checkpoint (default: the newest)")
-    add("--megatron-args", metavar="FILE", help="JSON file with arguments of Megatron-LM that FROM lacks")
-    add("--vocab-size", type=SIZE.parse, metavar="V", help="from Megatron-LM: rows of the vocabulary without padding")
-    add("--tensor-parallel", type=SIZE.parse, default=1, metavar="N", help="to Megatron-LM: ranks (default: 1)")
-    add("--architecture", choices=tuple(ARCHITECTURES), help="to Hugging Face (default: the first that fits)")
-    fields = {"type": FIELD_NAMES.parse, "metavar": FIELD_NAMES.metavar}
-    add("--ignore-fields", help="fields of FROM's config.json, unknown here, that change no number", **fields)
-    modules = {"type": MODULE_NAMES.parse, "metavar": MODULE_NAMES.metavar}
-    add("--factory-modules", help="of the factories that the rules of a run may name (default: none)", **modules)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: ConvertOptions) -> int:
     """Return the exit status, 0, once the model is written.
 
     Raises:
-        ValueError: for what is no checkpoint, a TO that is there, options of another kind of checkpoint, and a model
-            that the other form cannot say.
+        ValueError: if FROM is no checkpoint, TO exists, an option belongs to another kind of checkpoint, or the target
+            format cannot represent the model.
     """
     source, target = Path(options.source), Path(options.target)
     kind = kind_of(source)
@@ -86,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, kind: str, megatron: bool) -> None:
+def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
     foreign = kind in ("megatron", "torch")
     useless = {
         "--megatron-args": options.megatron_args is not None and not foreign,
@@ -103,7 +78,7 @@ def _check(options: argparse.Namespace, kind: str, megatron: bool) -> None:
         raise ValueError(f"{', '.join(given)} has no effect from {kind} to {to}; leave it out")
 
 
-def _read(options: argparse.Namespace, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
+def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
     if kind == "huggingface":
         ignored = field_names(options.ignore_fields)
         return load_huggingface(source, dtype=options.dtype, ignore_fields=ignored, on_progress=on_progress)
@@ -111,11 +86,20 @@ def _read(options: argparse.Namespace, source: Path, kind: str, config: RunConfi
         if config is None:
             raise ValueError(f"{_run_of(source)} has no {CONFIG_FILE}, which says what the model is")
         return _model_of_run(options, source, config)
-    given = {} if options.megatron_args is None else json.loads(read_text(Path(options.megatron_args)))
-    if not isinstance(given, dict):
-        raise ValueError(f"--megatron-args {options.megatron_args} must hold a JSON object")
+    given = {} if options.megatron_args is None else _megatron_args(options.megatron_args)
     common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress, "vocab_size": options.vocab_size}
     return load_megatron(source, iteration=options.step, args=given, **common)
+
+
+def _megatron_args(file: str) -> dict[str, Any]:
+    """Return the arguments in the file of ``--megatron-args``."""
+    try:
+        values = json.loads(read_text(Path(file)))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--megatron-args {file} is not readable as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--megatron-args {file} must hold a JSON object, and holds a {type(values).__name__}")
+    return values
 
 
 def _run_of(source: Path) -> Path:
@@ -123,7 +107,7 @@ def _run_of(source: Path) -> Path:
     return next((each for each in checkpoint_folder(source).parents[:2] if (each / CONFIG_FILE).is_file()), source)
 
 
-def _model_of_run(options: argparse.Namespace, source: Path, config: RunConfig) -> Any:
+def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> Any:
     """Return the model of a run, with the masters of kernels that are stored quantized, and adapters merged."""
     folder = checkpoint_folder(source)
     step = int(folder.name) if options.step is None else options.step

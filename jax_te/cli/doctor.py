@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import platform
 import sys
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te import __version__
+from jax_te.cli.command_options import DoctorOptions
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, dense, explain_backend
 from jax_te.ops.internal import available
@@ -25,7 +25,7 @@ _NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _EXTRA = ("grain", "rich", "matplotlib", "tensorboardX")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: DoctorOptions) -> int:
     """Return the exit status of the report: 1 if a recipe fails on ``xla``, the backend of every machine."""
     del options
     _section("versions")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -14,6 +13,7 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
+from jax_te.cli.command_options import EvalOptions
 from jax_te.cli.memory import check_memory
 from jax_te.cli.pretrained import field_names
 from jax_te.cli.run_config import RunConfig
@@ -29,13 +29,13 @@ _LENGTH = 1024
 """Tokens of an example for a folder of Hugging Face, whose model may have positions for far more than fit."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: EvalOptions) -> int:
     """Return the exit status, 0, once the losses are on stdout, and on stderr what they are of.
 
     Raises:
         ValueError: for options that do not go together, and a folder without a checkpoint.
     """
-    found = _of_run(options) if options.init_from is None else _of_folder(options)
+    found = _of_run(options) if options.init_from is None else _of_folder(options, options.init_from)
     if options.json:
         print(json.dumps({name: value if _is_finite(value) else None for name, value in found.items()}, indent=2))
         return 0
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_run(options: argparse.Namespace) -> dict[str, Any]:
+def _of_run(options: EvalOptions) -> dict[str, Any]:
     if options.tokenizer is not None:
         raise ValueError(
             "--tokenizer is for --init-from: a run has the tokenizer that it was trained with; leave it out"
@@ -73,20 +73,20 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
     return found | {"step": step, "unit": unit(tokenizer)}
 
 
-def _of_folder(options: argparse.Namespace) -> dict[str, Any]:
+def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     for name in ("step", "factory_modules"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is of a run, and --init-from names none; leave it out")
     if options.data is None:
         raise ValueError("--init-from names no run, whose text it could be; give --data")
-    tokenizer = Tokenizer(options.tokenizer or options.init_from)
+    tokenizer = Tokenizer(options.tokenizer or folder)
     data = read_tokens(options.data, tokenizer=tokenizer)
-    model = load_huggingface(options.init_from, ignore_fields=field_names(options.ignore_fields))
+    model = load_huggingface(folder, ignore_fields=field_names(options.ignore_fields))
     if not isinstance(model, GPTModel):
-        raise ValueError(f"--init-from {options.init_from} is no decoder, whose loss is that of the next token")
+        raise ValueError(f"--init-from {folder} is no decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
     found = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
-    print(f"{options.init_from} on {data.source}", file=sys.stderr, flush=True)
+    print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
     return found | {"unit": "token"}
 
 

@@ -33,12 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupt = signal.signal(signal.SIGINT, _end)
     try:
         # Imported only now, so that Ctrl-C ends this, too, without a traceback.
-        from jax_te.cli.parser import build_parser
+        from jax_te.cli.parser import build_parser, options_from
 
-        parser = build_parser(argv[0] if argv else None)
-        options = parser.parse_args(argv)
+        options = build_parser().parse_args(argv)
         if options.command is None:
-            parser.print_help()
+            options.lists.print_help()
             return 0
         if options.command == "train":
             from jax_te.cli.launch import find_launch
@@ -47,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if launch is None or launch.index == 0:
                 print("loading JAX", flush=True)
         # Commands import jax, which takes a second that --help and bad options do without.
-        command = importlib.import_module(f"jax_te.cli.{options.command}")
-        return command.run(options)
+        command = importlib.import_module(f"jax_te.cli.{options.command.replace(' ', '.')}")
+        return command.run(options_from(options))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; no second error at exit
         return 141

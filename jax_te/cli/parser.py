@@ -4,29 +4,59 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import inspect
+import textwrap
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from jax_te import __version__
-from jax_te.cli.eval_options import EvalOptions
-from jax_te.cli.options import GROUPS, DoctorOptions, InspectOptions, SampleOptions, Text, TrainOptions, flag
+from jax_te.cli.bench.options import BenchAttention, BenchCheckpoint, BenchLayer, BenchMicrobatches, BenchModel
+from jax_te.cli.command_options import ConvertOptions, DoctorOptions, EvalOptions, SampleOptions
+from jax_te.cli.inspect.options import (
+    InspectCheckpoint,
+    InspectCommunication,
+    InspectPrecision,
+    InspectRecipes,
+    InspectSensitivity,
+    InspectSharding,
+)
+from jax_te.cli.option_table import flag
+from jax_te.cli.option_values import Text
+from jax_te.cli.options import GROUPS, TrainOptions
 from jax_te.cli.presets import preset_table
 from jax_te.cli.run_recipe import recipe_defaults
 
-_COMMANDS: dict[str, type] = {
+COMMANDS: dict[str, type] = {
     "train": TrainOptions,
     "sample": SampleOptions,
     "eval": EvalOptions,
-    "inspect": InspectOptions,
+    "convert": ConvertOptions,
     "doctor": DoctorOptions,
+    "inspect precision": InspectPrecision,
+    "inspect recipes": InspectRecipes,
+    "inspect sensitivity": InspectSensitivity,
+    "inspect sharding": InspectSharding,
+    "inspect communication": InspectCommunication,
+    "inspect checkpoint": InspectCheckpoint,
+    "bench layer": BenchLayer,
+    "bench model": BenchModel,
+    "bench attention": BenchAttention,
+    "bench checkpoint": BenchCheckpoint,
+    "bench microbatches": BenchMicrobatches,
+}
+"""Every command, and the table of its options. What runs it is ``jax_te.cli.NAME.run``, a dot for each space."""
+
+_FAMILIES = {
+    "inspect": "look at the precision, sharding and communication of a run, or list a checkpoint",
+    "bench": "measure layers, train steps, attention and checkpoints beside other libraries'",
 }
 
-_OWN_OPTIONS = {
-    "bench": "measure layers or train steps beside te.jax's",
-    "convert": "convert a model into the form of Hugging Face or Megatron-LM",
-}
+
+_WIDTH = 100
+"""Columns of ``--help``."""
+
+_LONG_CHOICE = 70
+"""Columns of choices above which they stand in an option's help, where lines are broken."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,14 +79,14 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=110)
+        super().__init__(prog, max_help_position=30, width=_WIDTH)
 
 
-def build_parser(command: str | None = None) -> Parser:
+def build_parser() -> Parser:
     """Return the parser of ``jax-te`` and its commands.
 
-    Args:
-        command: the one that was asked for. Only ``bench`` and ``convert`` need it.
+    The namespace that it gives has the name of the ``command``, None if only a family of commands is named, and the
+    parser whose ``--help`` lists that family's (``lists``).
     """
     parser = Parser(
         prog="jax-te",
@@ -64,32 +94,68 @@ def build_parser(command: str | None = None) -> Parser:
         epilog="'jax-te COMMAND --help' lists a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"jax-te {__version__}")
-    parser.set_defaults(command=None, debug=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, table in _COMMANDS.items():
-        summary, _, description = inspect.cleandoc(table.__doc__ or "").partition(".\n\n")
-        made = _add_command(commands, name, summary[0].lower() + summary[1:], description)
-        add_options(made, table, given_only=name == "train")
-        if name == "train":
-            made.epilog = preset_table()  # behind the options, which it refers to
-            for title, group in GROUPS.items():
-                add_options(made.add_argument_group(title), group, given_only=True)
-        if name == "inspect":
-            made.usage = "jax-te inspect [CHECKPOINT] [options]"
-            made.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="only list what this one holds")
-    for name, summary in _OWN_OPTIONS.items():
-        made = _add_command(commands, name, summary)
-        if command == name:
-            # Its options stand beside what it does, which imports jax: a second that other commands do without.
-            getattr(importlib.import_module(f"jax_te.cli.{name}"), f"add_{name}_options")(made)
+    parser.set_defaults(command=None, debug=False, lists=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="jax-te")
+    families = {"": commands}
+    for name, table in COMMANDS.items():
+        family, _, last = name.rpartition(" ")
+        if family not in families:
+            families[family] = _add_family(commands, family, _FAMILIES[family])
+        _add_command(families[family], name, last, table)
     return parser
 
 
-def _add_command(commands: argparse._SubParsersAction, name: str, summary: str, description: str = "") -> Parser:
-    made = commands.add_parser(name, help=summary, usage=f"jax-te {name} [options]", description=description)
+def options_from(namespace: argparse.Namespace) -> Any:
+    """Return the options of a command: an instance of its table, for ``train`` the namespace itself.
+
+    A run takes what is not given from its folder or its preset, so it is left out of the namespace of ``train``.
+    """
+    table = COMMANDS[namespace.command]
+    if table is TrainOptions:
+        return namespace
+    values = {field.name: getattr(namespace, field.name) for field in fields(table)}
+    return table(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _add_family(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse._SubParsersAction:
+    made = commands.add_parser(
+        name, help=summary, usage=f"jax-te {name} WHAT [options]", description=_sentence(summary)
+    )
+    made.epilog = f"'jax-te {name} WHAT --help' lists the options."
+    made.set_defaults(command=None, lists=made)
+    return made.add_subparsers(title=name, metavar="WHAT", prog=f"jax-te {name}")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _add_command(commands: argparse._SubParsersAction, name: str, last: str, table: type) -> None:
+    summary, _, description = inspect.cleandoc(table.__doc__ or "").partition(".\n\n")
+    places = "".join(f"{row.metavar} " for row in _positionals(table))
+    made = commands.add_parser(
+        last,
+        help=summary[0].lower() + summary[1:],
+        usage=f"jax-te {name} {places}[options]",
+        description="\n\n".join([f"{summary}.", *map(_filled, description.split("\n\n"))]).rstrip(),
+    )
     made.set_defaults(command=name)
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return made
+    add_options(made, table, given_only=table is TrainOptions)
+    if table is TrainOptions:
+        made.epilog = preset_table()  # behind the options, which it refers to
+        for title, group in GROUPS.items():
+            add_options(made.add_argument_group(title), group, given_only=True)
+
+
+def _filled(paragraph: str) -> str:
+    """Return a paragraph in lines of the width of ``--help``; one that is indented is kept as it is."""
+    return paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, _WIDTH)
+
+
+def _positionals(table: type) -> list[Text]:
+    rows = [field.metadata["option"] for field in fields(table)]
+    return [row.kind for row in rows if row.positional]
 
 
 def add_options(group: argparse._ActionsContainer, table: type, *, given_only: bool = False) -> None:
@@ -97,24 +163,34 @@ def add_options(group: argparse._ActionsContainer, table: type, *, given_only: b
 
     Args:
         group: a parser, or a group of its arguments.
-        table: a dataclass with the fields that `jax_te.cli.options.option` makes.
+        table: a dataclass with the fields that `jax_te.cli.option_table.option` makes.
         given_only: leave an option out of the namespace that is not given: a resumed run takes it from its folder, a
             new one from its preset.
     """
     for field in fields(table):
         row, default = field.metadata["option"], field.default
+        if row.positional:
+            group.add_argument(field.name, type=row.kind.parse, metavar=row.kind.metavar, help=row.help)
+            continue
         settings: dict[str, Any] = {"default": argparse.SUPPRESS if given_only else default}
+        text = row.help
         if isinstance(row.kind, tuple):
             settings["choices"] = row.kind
+            # argparse would show the choices of several values twice, and breaks no long list of them.
+            if row.several or len(",".join(row.kind)) > _LONG_CHOICE:
+                many = "any" if row.several else "one"
+                settings["metavar"], text = "NAME", f"{text}: {many} of {', '.join(row.kind)}"
         elif isinstance(row.kind, Text):
             settings |= {"type": row.kind.parse, "metavar": row.kind.metavar}
         else:
             settings["action"] = row.kind
+        if row.several:
+            settings["nargs"] = "+"
         # The field's own default, None, stands for the recipe's.
         if row.recipes and row.shown is None:
             default = recipe_defaults(row.recipes[0])[field.name]
         shown = _in_words(default) if row.shown is None else row.shown
-        group.add_argument(flag(field.name), help=f"{row.help} (default: {shown})", **settings)
+        group.add_argument(flag(field.name), help=f"{text} (default: {shown})", **settings)
 
 
 def _in_words(default: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from flax import nnx
 
-from jax_te.cli.options import ModelOptions, flag, options_of
+from jax_te.cli.option_table import flag, options_of
+from jax_te.cli.options import ModelOptions
 from jax_te.config import ACTIVATIONS
 from jax_te.config.internal import activation_parts
 from jax_te.huggingface import load_huggingface

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_te.cli.build import abstract_model
 from jax_te.cli.module_recipes import LayerRecipes, layer_recipes, recipe_label
-from jax_te.cli.options import flag
+from jax_te.cli.option_table import flag
 from jax_te.cli.precision_rules import apply_rules, rules_without_effect
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig

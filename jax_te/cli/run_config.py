@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te.cli.options import OF_MESH, OPTIONS, RunOptions, flag, flags_named
+from jax_te.cli.option_table import flag
+from jax_te.cli.options import OF_MESH, OPTIONS, RunOptions
 from jax_te.cli.precision_rules import quantization_rules
 from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
@@ -16,6 +19,9 @@ from jax_te.megatron import RecipeConfig
 from jax_te.models import runs_scanned
 from jax_te.models.internal import check_recompute_policy
 from jax_te.recipe import Recipe
+
+_FLAGS = {name: flag(field) for field, row in OPTIONS.items() for name in row.library or (field,)}
+"""Options by the library's names of what they set."""
 
 _OF_THE_MODEL = {field.name for field in dataclasses.fields(TransformerConfig)} - {"fp8_param"}  # of the train state
 
@@ -45,9 +51,10 @@ class RunConfig(RunOptions):
             if row is not None and (value is not None or field.default is not None):
                 object.__setattr__(self, field.name, row.check(field.name, value))
         check_pretrained(self)
+        self._check_heads()
         self._check_quantized_layers()
         self._check_mesh_options(self.parallel_config() or ParallelConfig())
-        with flags_named():
+        with _options_named():
             check_recompute_policy(self.transformer_config(), self.recompute_policy)
             runs_scanned(self.scan_layers, self.num_layers)
         recipe, _ = self.make_recipe(), self.quantization_rules()  # these raise for what cannot be used
@@ -108,6 +115,18 @@ class RunConfig(RunOptions):
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
         return dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
+
+    def _check_heads(self) -> None:
+        if self.architecture is not None:
+            return  # whose heads may have any size
+        hidden, heads, groups = self.hidden_size, self.num_heads, self.num_query_groups
+        if hidden % heads:
+            the_next = hidden + -hidden % heads
+            raise ValueError(
+                f"--hidden-size {hidden} is not divisible by --num-heads {heads}; the next that is: {the_next}"
+            )
+        if heads % groups:
+            raise ValueError(f"--num-heads {heads} is not divisible by --num-query-groups {groups}")
 
     def _check_schedule(self) -> None:
         if self.min_learning_rate > self.learning_rate:
@@ -194,3 +213,15 @@ class RunConfig(RunOptions):
         if self.mesh is not None:  # kernels quantized once a step lie on each device, which pads no tokens
             what = "tokens of a microbatch, --batch-size x --seq-len / --microbatches ="
             yield what, self.tokens_per_step // parts, multiple, f"{why} on a mesh"
+
+
+@contextlib.contextmanager
+def _options_named() -> Iterator[None]:
+    """Yield, and let a ValueError of the library end with the options that set the fields in its message."""
+    try:
+        yield
+    except ValueError as error:
+        # Names of one word, like "bias" and "data", are words of sentences, too.
+        words = dict.fromkeys(word for word in re.findall(r"\w+", str(error)) if "_" in word)
+        named = [_FLAGS[word] for word in words if word in _FLAGS]
+        raise ValueError(f"{error} (set by {', '.join(named)})" if named else str(error)) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_te.cli.options import OPTIONS, either, flag
+from jax_te.cli.option_table import either, flag
+from jax_te.cli.options import OPTIONS
 from jax_te.recipe import Format, MMParams, Recipe, recipe_from_name
 from jax_te.recipe.internal import GEMMS
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
+from jax_te.cli.command_options import SampleOptions
 from jax_te.cli.memory import check_memory
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_tokenizer
@@ -26,7 +26,7 @@ LONGEST = 2048
 """Tokens that are kept in a key/value cache: models of other libraries have positions for far more than fit."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: SampleOptions) -> int:
     """Return the exit status, 0, once the prompt and its continuation are printed.
 
     Raises:

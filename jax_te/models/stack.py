@@ -38,7 +38,7 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     stacked, residuals are written to stacked arrays and read from them, and the compiler fuses nothing across the
     loop's boundary. At 1.3 billion parameters on an H200 a loop costs 12 to 17 % of the speed. So ``"auto"`` unrolls up
     to `UNROLL_LIMIT` layers, above which compile time grows faster than the stack, and scans longer stacks.
-    ``jax-te bench --model`` measures both; docs/recompute.md has the figures.
+    ``jax-te bench model`` measures both; docs/recompute.md has the figures.
 
     Args:
         scan: True, False, or ``"auto"``.

@@ -1,4 +1,4 @@
-"""``jax-te bench``, at sizes that say nothing about speed: its rows, and options that would have no effect."""
+"""``jax-te bench``, at sizes that say nothing about speed: its rows, and what is refused."""
 
 import json
 
@@ -7,22 +7,28 @@ import pytest
 
 from jax_te.bench import contestants as bench_contestants
 from jax_te.bench import train_steps
-from jax_te.cli import bench
+from jax_te.cli.bench import layer, preset_config
+from jax_te.cli.bench import model as bench_model
+from jax_te.cli.bench import rows as bench_rows
+from jax_te.cli.bench.options import MODULES
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
 from tests.support.runs import assert_refused
 
-SMALL = ["--shape", "4", "32", "64", "4", "128", "--rounds", "2", "--calls", "1", "--backend", "xla"]
+QUICK = ["--batch-size", "4", "--seq-len", "32", "--num-heads", "4", "--rounds", "2", "--calls", "1"]
+QUICK += ["--backend", "xla"]
+WIDTHS = ["--hidden-size", "64", "--ffn-hidden-size", "128"]
 
 
-def rows(capsys, *argv):
-    assert main(["bench", *SMALL, *argv]) == 0
+def rows(capsys, what, *argv):
+    assert main(["bench", what, *QUICK, *argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
 
 def test_modules_and_recipes(capsys, tmp_path):
     modules = ["layernorm_mlp", "layernorm_linear"]
-    found = rows(capsys, "--modules", *modules, "--recipes", "none", "delayed", "--output", str(tmp_path / "rows.json"))
+    options = ["--modules", *modules, "--recipes", "none", "delayed", "--output", str(tmp_path / "rows.json")]
+    found = rows(capsys, "layer", *WIDTHS, *options)
     assert [row["name"] for row in found] == [
         f"jax_te {module} {recipe} (xla)" for module in modules for recipe in ("none", "delayed")
     ]
@@ -34,7 +40,7 @@ def test_modules_and_recipes(capsys, tmp_path):
 
 @pytest.mark.slow  # test_context_parallelism has the mesh of a bench, tests/multi_device the counts
 def test_a_mesh(capsys):
-    (row,) = rows(capsys, "--mesh", "tensor=4", "--sequence-parallel", "--recipes", "none")
+    (row,) = rows(capsys, "layer", *WIDTHS, "--mesh", "tensor=4", "--sequence-parallel", "--recipes", "none")
     # Of the layer alone: the loss that is differentiated does not need the last scatter.
     assert (row["collectives"]["all-gather"], row["collectives"]["reduce-scatter"]) == (4, 3)
 
@@ -42,7 +48,7 @@ def test_a_mesh(capsys):
 @pytest.mark.slow
 def test_microbatches(capsys):
     """The counts say something on a GPU only: the compiler for CPUs takes the kernels out of the loop by itself."""
-    found = rows(capsys, "--microbatches", "2", "--recipes", "current")
+    found = rows(capsys, "microbatches", *WIDTHS, "--microbatches", "2", "--recipes", "current")
     assert [row["name"] for row in found] == [
         "current, quantized in every microbatch",
         "current, quantized once a step",
@@ -50,8 +56,8 @@ def test_microbatches(capsys):
     assert all(row["quantizations_in_loop"] > 0 and row["quantizations_outside"] > 0 for row in found)
 
 
-MODEL = ["--model", "tiny", "--layers", "1", "--vocabulary", "64"]
-MODEL += ["--rounds", "2", "--calls", "2", "--backend", "xla"]
+SIZES = ["--preset", "tiny", "--num-layers", "1", "--vocab-size", "64", "--rounds", "2"]
+MODEL = [*SIZES, "--calls", "2", "--backend", "xla"]
 BATCH, LENGTH = 4, 32
 
 
@@ -77,7 +83,7 @@ def states(monkeypatch):
 
 def model_rows(capsys, *argv):
     """Status of the command, and its rows."""
-    status = main(["bench", *MODEL, *argv])
+    status = main(["bench", "model", *MODEL, *argv])
     shown = capsys.readouterr()
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
@@ -109,7 +115,7 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
 
 def test_train_steps_on_a_mesh(capsys, states):
     """With a batch of one's own."""
-    mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--layers", "2", "--batch", "4"]
+    mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--num-layers", "2", "--batch-size", "4"]
     schedules = ["--microbatches", "2", "--pipeline", "gpipe"]
     status, found, _ = model_rows(capsys, *mesh, *schedules, "--recipes", "none")
     assert status == 0
@@ -123,9 +129,7 @@ def test_train_steps_on_a_mesh(capsys, states):
 @pytest.mark.costly
 def test_forms_of_a_train_step_on_replicas(capsys, states):
     ways = ["--batch-parts", "2", "--wgrad-dtype", "float32", "bfloat16", "--distributed-optimizer"]
-    status, found, _ = model_rows(
-        capsys, "--mesh", "data=2", "--layers", "1", *ways, "--batch", "4", "--recipes", "none"
-    )
+    status, found, _ = model_rows(capsys, "--mesh", "data=2", *ways, "--batch-size", "4", "--recipes", "none")
     assert status == 0
     one = "none, unrolled, recompute none, 2 parts"
     assert [row["name"] for row in found] == [one, f"{one}, gradients bfloat16"]
@@ -147,12 +151,11 @@ def test_train_steps_are_profiled(capsys, states, tmp_path):
 
 def test_checkpoints(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
-    status, found, _ = model_rows(capsys, "--recipes", "delayed", "--checkpoints", str(folder), "--calls", "10")
-    assert status == 0
-    orbax, own = found
+    assert main(["bench", "checkpoint", str(folder), *SIZES, "--recipes", "delayed"]) == 0
+    orbax, own = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
     assert (orbax["name"], own["name"]) == ("delayed, Orbax", "delayed, jax_te")
     assert orbax["gib"] == own["gib"] > 0
-    for row in found:
+    for row in (orbax, own):
         assert 0 < row["blocked_s"] <= row["stalled_s"]  # of milliseconds
         assert row["blocked_s"] < row["save_s"]
         assert row["copy_s"] == orbax["copy_s"] > 0
@@ -173,7 +176,7 @@ def test_one_row_has_no_ratio():
 
 def test_what_a_row_stands_for():
     def config(way):
-        return bench.train_step_config("gpt-1.3b", "current", way, num_layers=3).transformer_config()
+        return preset_config.preset_config("gpt-1.3b", "current", way, num_layers=3).transformer_config()
 
     assert config("none").recompute_granularity is None
     assert (config("none").num_layers, jnp.dtype(config("none").compute_dtype)) == (3, jnp.bfloat16)
@@ -223,21 +226,19 @@ def test_nothing_to_measure_is_an_error(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--shape", "4", "32", "64", "4", "64"], "--model measures whole train steps at the preset's sizes"),
-        (["--hlo", "somewhere"], "leave out --modules, --shape, --context-parallel and --hlo"),
         (["--pipeline", "gpipe"], "--pipeline gpipe is for pipeline ranks, and --mesh (none) has one"),
-        (["--batch", "3", "--microbatches", "2"], "--batch-size 3 is not divisible by --microbatches 2"),
+        (["--batch-size", "3", "--microbatches", "2"], "--batch-size 3 is not divisible by --microbatches 2"),
         (["--peer", "te"], "--peer te is a GPT in GPT-2's form, and tiny is not"),
-        (["--peer", "te", "--model", "gpt-125m"], "--peer te: not here"),
+        (["--peer", "te", "--preset", "gpt-125m"], "--peer te: not here"),
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
         (["--distributed-optimizer", "--mesh", "fsdp=2"], "give --mesh with data=N"),
-        (["--checkpoints", "somewhere", "--stack", "scanned"], "--checkpoints takes no step"),
-        # MODEL has --calls.
-        (["--checkpoints", "somewhere"], "--batch, --pipeline, --profile, --microbatches and --calls"),
+        (["--reduce-gradients", "step"], "give --mesh with data=N"),
+        (["--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
+        (["--batch-parts", "3"], "--batch-parts 3"),
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
-    monkeypatch.setattr(bench.te, "available", lambda: (False, "not here"))
+    monkeypatch.setattr(bench_model.te, "available", lambda: (False, "not here"))
     status, found, error = model_rows(capsys, *argv)
     assert (status, found) == (2, [])
     assert message in error
@@ -246,71 +247,60 @@ def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--shape", "1000000", "100000", "4096", "32", "16384"],
-        ["--shape", "1", "2048", "100000000", "32", "16384"],
-        ["--shape", "1", "32", "64", "4", "2000000000", "--modules", "layernorm_linear"],
-        ["--shape", "1", "10000000", "64", "4", "128"],
-        ["--shape", "1", "10000000", "64", "4", "128", "--context-parallel", "p2p", "--mesh", "context=2"],
-        ["--shape", "1", "32", "64", "4", "128", "--microbatches", "2000000000"],
+        ["layer", "--batch-size", "1000000", "--seq-len", "100000"],
+        ["layer", "--hidden-size", "100000000"],
+        ["layer", "--ffn-hidden-size", "2000000000", "--modules", "layernorm_linear"],
+        ["layer", "--batch-size", "1", "--seq-len", "10000000"],
+        ["attention", "--batch-size", "1", "--seq-len", "10000000", "--mesh", "context=2"],
+        ["microbatches", "--microbatches", "1000000000", "--batch-size", "1000000000"],
     ],
     ids=" ".join,
 )
-def test_shapes_that_cannot_fit_are_refused_before_anything_is_allocated(argv, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "_rows", lambda args: pytest.fail("measured"))
-    assert_refused(main(["bench", *argv]), capsys.readouterr().err, "take at least", "lower --shape")
+def test_sizes_that_cannot_fit_are_refused_before_anything_is_allocated(argv, capsys, monkeypatch):
+    monkeypatch.setattr(bench_rows, "keep_compiled_programs", lambda: pytest.fail("measured"))
+    assert_refused(main(["bench", *argv]), capsys.readouterr().err, "take at least", "lower --batch-size")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_counts_its_operations(module):
+    case = layer.Case(module=module, shape=(4, 32, 64, 4, 128), recipe=None)
+    assert case.flops >= 3 * 2 * 4 * 32 * 64 * 128  # those of one of its GEMMs, and of its two gradients
 
 
 def test_a_vocabulary_that_cannot_fit_is_refused_before_anything_is_allocated(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "build_model", lambda *_, **__: pytest.fail("built"))
-    status = main(["bench", "--model", "tiny", "--vocabulary", "2000000000"])
-    assert_refused(status, capsys.readouterr().err, "take at least", "lower --layers or --vocabulary")
+    monkeypatch.setattr(bench_model, "build_model", lambda *_, **__: pytest.fail("built"))
+    status = main(["bench", "model", "--preset", "tiny", "--vocab-size", "2000000000"])
+    assert_refused(status, capsys.readouterr().err, "take at least", "lower --num-layers or --vocab-size")
 
 
 def test_recomputations_that_are_none_are_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", *MODEL, "--recompute", "mlp,full"])
+        main(["bench", "model", *MODEL, "--recompute", "mlp,full"])
     assert "must be none, one of full, save_gemms" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--stack", "scanned"], "--stack is for whole train steps of a preset; give --model"),
-        (["--loss-chunks", "2"], "--loss-chunks is for whole train steps of a preset; give --model"),
-        (["--microbatches", "2", "--mesh", "tensor=2"], "--microbatches measures whole train steps; leave out"),
-        (["--microbatches", "2", "--modules", "layernorm_mlp"], "--microbatches measures whole train steps"),
-        (["--sequence-parallel"], "--sequence-parallel shards activations over the tensor axis"),
-        (["--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
+        (["layer", "--sequence-parallel"], "--sequence-parallel shards activations over the tensor axis"),
+        (["layer", "--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
+        (["attention", "--mesh", "tensor=2"], "--mesh tensor=2 has no context axis"),
+        (["attention", "--num-query-groups", "3"], "--num-heads 32 is not divisible by --num-query-groups 3"),
+        (["microbatches", "--microbatches", "3"], "--batch-size 32 is not divisible by --microbatches 3"),
     ],
 )
-def test_options_without_effect_are_refused(capsys, argv, message):
-    assert main(["bench", *SMALL, *argv]) == 2
-    assert message in capsys.readouterr().err
+def test_what_is_refused(capsys, argv, message):
+    assert_refused(main(["bench", *argv]), capsys.readouterr().err, message)
 
 
 def test_context_parallelism(capsys):
-    ways = ["--context-parallel", "p2p", "all_gather", "a2a", "--groups", "4"]
-    found = rows(capsys, *ways, "--mesh", "context=4")
+    sizes = ["--head-dim", "16", "--num-query-groups", "4"]
+    found = rows(capsys, "attention", *sizes, "--mesh", "context=4")
     assert [row["name"] for row in found] == [f"jax_te {way}" for way in ("one device", "p2p", "all_gather", "a2a")]
     assert "collectives" not in found[0]
     ring, gather, exchange = (row["collectives"] for row in found[1:])
     assert ring == {"collective-permute": ring["collective-permute"]}
     assert set(gather) == {"all-gather", "reduce-scatter"}
     assert set(exchange) == {"all-to-all"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--context-parallel", "p2p"], "--context-parallel shards sequences over the context axis"),
-        (["--context-parallel", "p2p", "--mesh", "tensor=2"], "give --mesh with context=N"),
-        (
-            ["--context-parallel", "p2p", "--mesh", "context=2", "--recipes", "delayed"],
-            "leave out --modules, --recipes",
-        ),
-        (["--groups", "2"], "--groups is of --context-parallel"),
-    ],
-)
-def test_attention_alone_goes_with_few_options(capsys, argv, message):
-    assert main(["bench", *SMALL, *argv]) == 2
-    assert message in capsys.readouterr().err
+    (alone,) = rows(capsys, "attention", *sizes)
+    assert (alone["name"], alone["of_one_device"]) == ("jax_te one device", 1.0)

@@ -11,7 +11,7 @@ from jax_te.bench import contestants, megatron, train_steps
 from jax_te.bench.megatron import MegatronProcess, megatron_model
 from jax_te.bench.peers import megatron_gpt
 from jax_te.bench.settings import Sizes
-from jax_te.cli import bench as command
+from jax_te.cli.bench import model as command
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
 from jax_te.config import TransformerConfig
@@ -176,7 +176,7 @@ class TransformerConfig:
         self.pipeline_model_parallel_size = fields["pipeline_model_parallel_size"]
 """,
 }
-OPTIONS = ["--model", "small", "--vocabulary", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
+OPTIONS = ["--preset", "small", "--vocab-size", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +220,7 @@ def processes(monkeypatch):
 
 def bench(capsys, *argv):
     """Status of the command, its rows, and its errors."""
-    status = main(["bench", *OPTIONS, "--peer", "megatron", *argv])
+    status = main(["bench", "model", *OPTIONS, "--peer", "megatron", *argv])
     shown = capsys.readouterr()
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
@@ -290,7 +290,7 @@ def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
 
 
 def test_ranks_on_a_mesh(capsys, stand_in, processes):
-    options = ["--mesh", "data=2,fsdp=2,tensor=2", "--sequence-parallel", "--microbatches", "2", "--batch", "16"]
+    options = ["--mesh", "data=2,fsdp=2,tensor=2", "--sequence-parallel", "--microbatches", "2", "--batch-size", "16"]
     options += ["--distributed-optimizer"]
     status, rows, _ = bench(capsys, "--recipes", "none", *options)
     assert status == 0
@@ -321,7 +321,16 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
 @pytest.mark.costly
 @pytest.mark.costly
 def test_stages_of_a_pipeline(capsys, stand_in, processes):
-    options = ["--model", "two-layers", "--mesh", "pipeline=2,data=2,tensor=2", "--microbatches", "4", "--batch", "16"]
+    options = [
+        "--preset",
+        "two-layers",
+        "--mesh",
+        "pipeline=2,data=2,tensor=2",
+        "--microbatches",
+        "4",
+        "--batch-size",
+        "16",
+    ]
     status, rows, _ = bench(capsys, "--recipes", "none", *options)
     assert status == 0
     assert [row["ms"] >= 20.0 for row in rows] == [True, True]
@@ -341,7 +350,7 @@ def test_stages_of_a_pipeline(capsys, stand_in, processes):
 
 
 def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
-    options = ["--model", "two-layers", "--mesh", "pipeline=2", "--microbatches", "2"]
+    options = ["--preset", "two-layers", "--mesh", "pipeline=2", "--microbatches", "2"]
     status, _, _ = bench(capsys, "--recipes", "none", *options)
     assert status == 0
     assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
@@ -389,7 +398,7 @@ def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
 
 
 def test_a_model_of_llamas_form(capsys, stand_in, processes):
-    status, rows, _ = bench(capsys, "--recipes", "none", "--model", "small-llama")
+    status, rows, _ = bench(capsys, "--recipes", "none", "--preset", "small-llama")
     assert status == 0
     assert rows[0]["ms"] >= 20.0
     [made] = [line for line in stand_in() if "model" in line]

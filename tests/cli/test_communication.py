@@ -1,4 +1,4 @@
-"""``jax-te inspect --communication``: what it prints, and that programs of smaller meshes and models say the same."""
+"""``jax-te inspect communication``: what it prints, and that programs of smaller meshes and models say the same."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_4096_devices(capfd: pytest.CaptureFixture[str]) -> None:
     """In a process of its own, with half and a quarter of an axis."""
     options = ["--mesh", "data=2,fsdp=32,context=8,tensor=8", "--train-options=--seq-len 128 --batch-size 64"]
     sizes = " --hidden-size 1024 --num-heads 8 --sequence-parallel"
-    argv = ["inspect", "--communication", "--preset", "tiny", "--json", options[0], options[1], options[2] + sizes]
+    argv = ["inspect", "communication", "--preset", "tiny", "--json", options[0], options[1], options[2] + sizes]
     assert main(argv) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["mesh"] == {"pipeline": 1, "data": 2, "fsdp": 32, "context": 8, "tensor": 8}
@@ -163,7 +163,7 @@ def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(count_communication, "count_in_process", made)
 
 
-PRESET = ("inspect", "--communication", "--preset", "tiny")
+PRESET = ("inspect", "communication", "--preset", "tiny")
 
 
 @pytest.mark.usefixtures("without_compiling")
@@ -192,7 +192,7 @@ def test_a_run_keeps_its_examples_for_each_rank(tmp_path: Any, capsys: pytest.Ca
 
     write_config(config("fsdp=2", batch_size=12), tmp_path)
     for mesh, examples in (([], 12), (["--mesh", "data=4,fsdp=2"], 48)):
-        assert main(["inspect", "--communication", "--output", str(tmp_path), "--json", *mesh]) == 0
+        assert main(["inspect", "communication", "--output", str(tmp_path), "--json", *mesh]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["step"]["batch_size"] == examples
         assert found["sent"] == sum(row["sent"] for row in found["collectives"])
@@ -203,14 +203,12 @@ def test_a_run_keeps_its_examples_for_each_rank(tmp_path: Any, capsys: pytest.Ca
     ("argv", "message"),
     [
         (PRESET, "give a --mesh"),
-        ((*PRESET, "--mesh", "data=2", "--sharding"), "--sharding computes nothing, so leave --communication out"),
-        ((*PRESET, "--mesh", "data=2", "--recipe", "current"), "leave --recipe out (--train-options may have it)"),
+        ((*PRESET, "--mesh", "data=2", "--output", "x"), "--output names a run and --preset a preset"),
         ((*PRESET, "--mesh", "data=2", "--network", "speed=1"), "'speed' in 'speed=1' is unknown"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--mesh data=4"), "leave --mesh out"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--output x"), "leave --output out"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--sequence-parallel"), "--sequence-parallel is for tensor"),
-        (("inspect", "--network", "latency=0"), "--network is for --communication; give that too"),
-        (("inspect", "--communication", "--output", "nowhere"), "nowhere holds no run; give a --preset"),
+        (("inspect", "communication", "--output", "nowhere"), "nowhere holds no run; give a --preset"),
     ],
 )
 def test_what_is_refused(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

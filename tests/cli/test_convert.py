@@ -1,4 +1,4 @@
-"""jax-te convert, and jax-te inspect CHECKPOINT."""
+"""jax-te convert, and jax-te inspect checkpoint."""
 
 import json
 import pickle
@@ -126,8 +126,19 @@ def test_what_cannot_be_converted_is_one_line(argv, message, llama, noted, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"), [("", "JSON"), ("{", "JSON"), ("[1]", "JSON object"), ("[" * 100_000, "JSON")], ids="0123"
+)
+def test_megatron_args_that_are_no_json_object_are_refused_with_the_file(text, problem, tmp_path, capsys):
+    write_torch_file(tmp_path / "a.pt", {"model": {}})
+    (tmp_path / "args.json").write_text(text)
+    argv = ["convert", str(tmp_path / "a.pt"), str(tmp_path / "to"), "--megatron-args", str(tmp_path / "args.json")]
+    assert_refused(main(argv), capsys.readouterr().err, f"--megatron-args {tmp_path / 'args.json'} ", problem)
+    assert not (tmp_path / "to").exists()
+
+
 def shown(capsys, *argv):
-    assert main(["inspect", *map(str, argv), "--json"]) == 0
+    assert main(["inspect", "checkpoint", *map(str, argv), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -156,7 +167,7 @@ def test_checkpoints_of_all_kinds_are_listed(llama, trained, tmp_path, capsys):
     write_torch_file(tmp_path / "a.pt", {"model": {"b": [np.zeros(3, np.int8)]}, "iteration": 5})
     found = shown(capsys, tmp_path / "a.pt")
     assert (found["step"], found["arrays"][0]["name"]) == (5, "model.b.0")
-    assert main(["inspect", str(tmp_path / "a.pt")]) == 0
+    assert main(["inspect", "checkpoint", str(tmp_path / "a.pt")]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "kind torch  step 5  recipe -  arrays 1  bytes 3"
 
 
@@ -179,13 +190,16 @@ def test_shardings_are_those_that_were_saved(capsys):
     assert (found["step"], found["recipe"]) == (3, "unknown")
 
 
-def test_a_damaged_checkpoint_and_other_options_are_refused(trained, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     folder = tmp_path / "7"
     folder.mkdir()
     (folder / "_CHECKPOINT_METADATA").write_text("{}")
-    assert_refused(main(["inspect", str(folder)]), capsys.readouterr().err, "no checkpoint that can be read")
-    assert_refused(main(["inspect", str(trained), "--recipes"]), capsys.readouterr().err, "leave --recipes out")
+    assert_refused(
+        main(["inspect", "checkpoint", str(folder)]), capsys.readouterr().err, "no checkpoint that can be read"
+    )
     (tmp_path / "checkpoints").mkdir()
     folder.joinpath("_CHECKPOINT_METADATA").unlink()
     folder.rmdir()
-    assert_refused(main(["inspect", str(tmp_path)]), capsys.readouterr().err, "has saved no checkpoint yet")
+    assert_refused(
+        main(["inspect", "checkpoint", str(tmp_path)]), capsys.readouterr().err, "has saved no checkpoint yet"
+    )

@@ -23,13 +23,13 @@ def quantized(tmp_path_factory):
     return output
 
 
-def inspect(output, *argv):
-    return main(["inspect", "--output", str(output), *map(str, argv)])
+def inspect(output, report, *argv):
+    return main(["inspect", report, "--output", str(output), *map(str, argv)])
 
 
-def as_json(capsys, output, *argv):
+def as_json(capsys, output, report, *argv):
     capsys.readouterr()
-    assert inspect(output, *argv, "--json") == 0
+    assert inspect(output, report, *argv, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -43,7 +43,7 @@ def rules(folder, pattern, recipe="{}"):
 def test_a_table_of_every_quantized_tensor(quantized, capsys):
     capsys.readouterr()
     with bytes_read() as read:
-        assert inspect(quantized) == 0
+        assert inspect(quantized, "precision") == 0
     # Quantized parameters and their masters, not the optimizer's two moments.
     assert read[0] < 0.5 * stored_bytes(quantized / "checkpoints" / "4")
     shown = capsys.readouterr()
@@ -64,7 +64,7 @@ def test_a_table_of_every_quantized_tensor(quantized, capsys):
 )
 def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high, lost):
     """E2M1 loses what is below 1/24 of the largest of its block: a good part of a gradient."""
-    found = as_json(capsys, quantized, "--recipe", recipe, "--batch-size", "2")
+    found = as_json(capsys, quantized, "precision", "--recipe", recipe, "--batch-size", "2")
     assert (found["recipe"], found["step"]) == (recipe, 4)
     assert len(found["tensors"]) == 12
     for tensor in found["tensors"]:
@@ -73,7 +73,7 @@ def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high, 
 
 
 def test_recipes_and_why(quantized, tmp_path, capsys):
-    modules = {module.pop("module"): module for module in as_json(capsys, quantized, "--recipes")["modules"]}
+    modules = {module.pop("module"): module for module in as_json(capsys, quantized, "recipes")["modules"]}
     assert modules["layers.0.layernorm_mlp"] == {
         "kind": "LayerNormMLP",
         "training": "high precision",
@@ -82,16 +82,16 @@ def test_recipes_and_why(quantized, tmp_path, capsys):
     }
     assert modules["layers.1.self_attention.proj"]["why"] == "the ambient recipe"
     file = rules(tmp_path, "layers.1.*mlp", "{fp8_quantization_recipe: mxfp8}")
-    assert inspect(quantized, "--recipes", "--precision-config", file) == 0
+    assert inspect(quantized, "recipes", "--precision-config", file) == 0
     report, table = capsys.readouterr().out.split("\n\n")
     assert "layers left to the ambient recipe: layers.0.layernorm_mlp" in report
     assert any(line.split()[:4] == ["layers.1.layernorm_mlp", "LayerNormMLP", "mxfp8", "mxfp8"] for line in
                table.splitlines())  # fmt: skip
-    assert as_json(capsys, quantized, "--recipes", "--precision-config", file)["rules"][3]["matcher"] == "rule"
+    assert as_json(capsys, quantized, "recipes", "--precision-config", file)["rules"][3]["matcher"] == "rule"
 
 
 def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
-    found = as_json(capsys, quantized, "--precision-config", rules(tmp_path, "*qkv"))
+    found = as_json(capsys, quantized, "precision", "--precision-config", rules(tmp_path, "*qkv"))
     assert {tensor["module"] for tensor in found["tensors"]} == {
         "layers.1.layernorm_mlp.wi_kernel", "layers.1.layernorm_mlp.wo_kernel", "layers.1.self_attention.proj"
     }  # fmt: skip
@@ -100,7 +100,7 @@ def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
 
 def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
     file = tmp_path / "keep.yaml"
-    found = as_json(capsys, quantized, "--sensitivity", "--batches", "1", "--keep-bf16", "2", "--write", file)
+    found = as_json(capsys, quantized, "sensitivity", "--batches", "1", "--keep-bf16", "2", "--write", file)
     errors = [module["gradient_error"] for module in found["modules"]]
     assert errors == sorted(errors, reverse=True)
     assert len(errors) == 6
@@ -113,7 +113,7 @@ def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
     with contexts(run):
         check_precision(run)
     assert capsys.readouterr().err == ""
-    modules = as_json(capsys, tmp_path / "run", "--recipes")["modules"]
+    modules = as_json(capsys, tmp_path / "run", "recipes")["modules"]
     kept = {module["module"] for module in modules if module["training"] == "high precision"}
     assert kept == set(found["keep_bf16"])
     assert {module["why"] for module in modules} == {"its own rule", "the ambient recipe"}
@@ -121,7 +121,7 @@ def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
 
 def test_sensitivity_as_a_table(quantized, capsys):
     capsys.readouterr()
-    assert inspect(quantized, "--sensitivity", "--batches", "1", "--keep-bf16", "1") == 0
+    assert inspect(quantized, "sensitivity", "--batches", "1", "--keep-bf16", "1") == 0
     header, _, first, second, *_ = capsys.readouterr().out.splitlines()
     assert header.split() == ["module", "class", "keep", "gradient", "error", "loss", "increase"]
     assert first.split()[2] == "bf16"
@@ -129,43 +129,35 @@ def test_sensitivity_as_a_table(quantized, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "texts"),
+    ("report", "argv", "texts"),
     [
-        (["--output", "nowhere"], ["nowhere holds no run", "jax-te train --output nowhere"]),
-        (["--recipes", "--sensitivity"], ["--recipes and --sensitivity"]),
-        (["--batches", "2"], ["--batches is for --sensitivity"]),
-        (["--keep-bf16", "2"], ["--keep-bf16 is for --sensitivity"]),
-        (["--sensitivity", "--write", "new.yaml"], ["--write is for --keep-bf16"]),
-        (["--sensitivity", "--keep-bf16", "1", "--write", __file__], ["--write", "exists"]),
-        (["--sensitivity", "--keep-bf16", "7"], ["--keep-bf16 7", "6 layers"]),
-        (["--sensitivity", "--precision-config", "x.yaml"], ["leave --precision-config out"]),
-        (["--recipes", "--data", "."], ["--recipes computes nothing", "--data"]),
-        (["--batch-size", "1", "--recipe", "mxfp8", "--data", "no/such"], ["no such file or folder", "no/such"]),
-        (["--precision-config", "no.yaml"], ["no.yaml: No such file"]),
-        (["--mesh", "fsdp=2"], ["--mesh is for --sharding and --communication; give one of them, too"]),
-        (["--preset", "tiny"], ["--preset is for --sharding"]),
-        (["--sharding", "--recipes"], ["--sharding computes nothing, so leave --recipes out"]),
-        (["--sharding", "--batch-size", "4"], ["leave --batch-size out"]),
-        (["--sharding", "--mesh", "expert=2"], ["mesh axis 'expert' is reserved"]),
-        (["--sharding", "--output", "nowhere"], ["nowhere holds no run; give a --preset"]),
+        ("precision", ["--output", "nowhere"], ["nowhere holds no run", "jax-te train --output nowhere"]),
+        ("precision", ["--recipe", "mxfp8", "--data", "no/such"], ["no such file or folder", "no/such"]),
+        ("precision", ["--precision-config", "no.yaml"], ["no.yaml: No such file"]),
+        ("sensitivity", ["--write", "new.yaml"], ["--write", "--keep-bf16"]),
+        ("sensitivity", ["--keep-bf16", "1", "--write", __file__], ["--write", "exists"]),
+        ("sensitivity", ["--keep-bf16", "7"], ["--keep-bf16 7", "6 layers"]),
+        ("sharding", ["--mesh", "expert=2"], ["mesh axis 'expert' is reserved"]),
+        ("sharding", ["--output", "nowhere"], ["nowhere holds no run", "--preset"]),
+        ("sharding", ["--preset", "tiny"], ["--output", "--preset", "one of them"]),
     ],
 )
-def test_what_is_refused(quantized, argv, texts, capsys):
+def test_what_is_refused(quantized, report, argv, texts, capsys):
     argv = argv if "--output" in argv else ["--output", str(quantized), *argv]
-    status = main(["inspect", *argv])
+    status = main(["inspect", report, *argv])
     error = capsys.readouterr().err.removeprefix(f"{quantized}, step 4, recipe current\n")
     error = error.removeprefix(f"{quantized}, step 4, recipe mxfp8\n")
     assert_refused(status, error, *texts)
 
 
 def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
-    for argv in ([], ["--sensitivity"]):
-        status = inspect(trained, *argv)
+    for report in ("precision", "sensitivity"):
+        status = inspect(trained, report)
         error = capsys.readouterr().err.removeprefix(f"{trained}, step 12, recipe high precision\n")
         assert_refused(status, error, "--recipe")
-    found = as_json(capsys, trained, "--recipe", "current")
+    found = as_json(capsys, trained, "precision", "--recipe", "current")
     assert len(found["tensors"]) == 12
-    assert inspect(trained, "--recipes") == 0
+    assert inspect(trained, "recipes") == 0
     assert "no ambient recipe" in capsys.readouterr().out
 
 
@@ -173,13 +165,13 @@ def test_tokens_that_a_recipe_pads(trained, tmp_path, capsys):
     configured(tmp_path, *MICRO, "--seq-len", "24")
     (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")  # rotary positions: a state for every length
     capsys.readouterr()
-    assert inspect(tmp_path, "--recipe", "mxfp8", "--batch-size", "1") == 0
+    assert inspect(tmp_path, "precision", "--recipe", "mxfp8", "--batch-size", "1") == 0
     assert "mxfp8" in capsys.readouterr().err
 
 
 def test_how_a_run_is_split(quantized, capsys):
     capsys.readouterr()
-    assert inspect(quantized, "--sharding", "--mesh", "fsdp=2,context=2,tensor=2") == 0
+    assert inspect(quantized, "sharding", "--mesh", "fsdp=2,context=2,tensor=2") == 0
     shown = capsys.readouterr()
     assert shown.err == f"{quantized}, training state\n"
     table, totals, *pictures = shown.out.strip().split("\n\n")
@@ -187,7 +179,7 @@ def test_how_a_run_is_split(quantized, capsys):
     assert totals.splitlines()[0] == "8 devices: pipeline=1, data=1, fsdp=2, context=2, tensor=2"
     drawn = next(picture for picture in pictures if picture.startswith("(fsdp, -, tensor)"))
     assert drawn.splitlines()[1:] == ["        tensor=0  tensor=1", "fsdp=0  0 2       1 3", "fsdp=1  4 6       5 7"]
-    whole = as_json(capsys, quantized, "--sharding")
+    whole = as_json(capsys, quantized, "sharding")
     assert whole["mesh"] == {"pipeline": 1, "data": 1, "fsdp": 1, "context": 1, "tensor": 1}
     assert whole["bytes"] == whole["bytes_per_device"] == sum(array["bytes"] for array in whole["arrays"])
     held = next(array for array in whole["arrays"] if array["path"].startswith("params.layers.1.layernorm_mlp.wo_kern"))
@@ -199,14 +191,15 @@ def test_how_a_run_with_options_of_its_mesh_would_be_split_over_another(tmp_path
     options = ("--sequence-parallel", "--cp-load-balanced", "--cp-comm-type", "a2a", "--mesh-axis-type", "explicit")
     configured(tmp_path, "--mesh", "tensor=2,context=2", *options)
     for mesh in ([], ["--mesh", "data=2"]):
-        assert main(["inspect", "--sharding", "--output", str(tmp_path), "--json", *mesh]) == 0
+        assert main(["inspect", "sharding", "--output", str(tmp_path), "--json", *mesh]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["mesh"]["tensor"] == (1 if mesh else 2)
 
 
-def test_how_a_preset_would_be_split(tmp_path, capsys):
+def test_how_a_preset_would_be_split(tmp_path, monkeypatch, capsys):
     """It needs no run, and no devices."""
-    options = ["inspect", "--sharding", "--preset", "tiny", "--output", str(tmp_path), "--json"]
+    monkeypatch.chdir(tmp_path)
+    options = ["inspect", "sharding", "--preset", "tiny", "--json"]
     assert main([*options, "--mesh", "data=4,fsdp=16,tensor=4"]) == 0
     found = json.loads(capsys.readouterr().out)
     arrays = {array["path"]: array for array in found["arrays"]}

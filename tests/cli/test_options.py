@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from jax_te.cli.main import explain, main
-from jax_te.cli.options import Recorded, flag, options_of
-from jax_te.cli.parser import build_parser
+from jax_te.cli.option_table import flag, options_of
+from jax_te.cli.options import Recorded
+from jax_te.cli.parser import COMMANDS, build_parser, options_from
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_config import RunConfig
@@ -21,8 +22,10 @@ def parse(*argv):
 
 
 def actions(command):
-    subparsers = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return {string: action for action in subparsers.choices[command]._actions for string in action.option_strings}
+    parser = build_parser()
+    for word in command.split():
+        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
+    return {string: action for action in parser._actions for string in action.option_strings or [action.metavar]}
 
 
 def test_every_field_of_the_configuration_is_an_option():
@@ -30,17 +33,45 @@ def test_every_field_of_the_configuration_is_an_option():
     assert not names - actions("train").keys()
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "doctor"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_says_what_each_option_does_and_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
     for strings, action in actions(command).items():
         assert strings in text
-        if strings not in ("-h", "--help", "--debug"):
+        assert (action.help or " ")[0].isalnum()
+        if strings not in ("-h", "--help", "--debug") and action.option_strings:
             assert "(default: " in (action.help or ""), strings
-    assert max(map(len, text.splitlines())) <= 120
+    options, _, presets = text.partition("presets (")
+    assert max(map(len, options.splitlines())) <= 100
+    assert max(map(len, ["", *presets.splitlines()])) <= 120
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_help_begins_without_its_noun(command):
+    """A preposition or a pronoun in front would leave open what the option is."""
+    for action in actions(command).values():
+        first = (action.help or "").split()[0]
+        assert first not in ("of", "as", "in", "to", "with", "what", "how", "when", "where", "those", "that"), action
+
+
+@pytest.mark.parametrize("family", ["inspect", "bench"])
+def test_a_family_of_commands_is_listed(family, capsys):
+    assert main([family]) == 0
+    text = capsys.readouterr().out
+    members = [name.split()[1] for name in COMMANDS if name.startswith(f"{family} ")]
+    assert len(members) >= 5
+    assert all(f"\n    {name} " in text for name in members)
+
+
+def test_a_command_gets_the_options_of_its_table():
+    given = ["inspect", "sharding", "--preset", "tiny", "--json"]
+    options = options_from(build_parser().parse_args(given))
+    assert options == COMMANDS["inspect sharding"](preset="tiny", json=True)
+    several = options_from(build_parser().parse_args(["bench", "model", "--batch-parts", "1", "2"]))
+    assert several == COMMANDS["bench model"](batch_parts=(1, 2))
 
 
 def test_help_lists_the_sizes_of_every_preset(capsys):
@@ -82,8 +113,14 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--recompute-granularity", "some"], "argument --recompute-granularity: invalid choice: 'some'"),
         (["train", "--bf16-layers-start", "-1"], "argument --bf16-layers-start: must be an integer >= 0, got -1"),
         (["train", "--fp8-accumulation", "slow"], "argument --fp8-accumulation: invalid choice: 'slow'"),
-        (["inspect", "--recipe", "none"], "argument --recipe: invalid choice: 'none'"),
-        (["inspect", "--keep-bf16", "0"], "argument --keep-bf16: must be an integer >= 1, got 0"),
+        (["inspect", "precision", "--recipe", "none"], "argument --recipe: invalid choice: 'none'"),
+        (["inspect", "sensitivity", "--keep-bf16", "0"], "argument --keep-bf16: must be an integer >= 1, got 0"),
+        (["inspect", "precision", "--mesh", "data=2"], "unknown argument '--mesh'"),
+        (["inspect", "everything"], "invalid choice: 'everything'"),
+        (["inspect", "checkpoint"], "CHECKPOINT"),
+        (["bench", "layer", "--stack", "scanned"], "unknown argument '--stack'"),
+        (["bench", "checkpoint", "here", "--calls", "3"], "unknown argument '--calls'"),
+        (["convert", "a", "b", "--architecture", "Nobody"], "argument --architecture: must be one of "),
     ],
 )
 def test_a_wrong_option_is_one_line_and_status_2(argv, message, capsys):
@@ -141,13 +178,17 @@ def test_recomputation_is_the_models_and_may_change_on_resuming(tmp_path):
     assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "uniform", 1)
     write_config(first, tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
-    with pytest.raises(ValueError, match="--recompute-policy='save_gemms' says what full recomputation keeps"):
+    with pytest.raises(
+        ValueError, match=r"recompute_policy='save_gemms' .*set by --recompute-policy, --recompute-granularity"
+    ):
         resolve(parse("--recompute-granularity", "selective"), tmp_path)
     options = ("--recompute-granularity", "selective", "--recompute-modules", "mlp, layernorm")
     again, resumes = resolve(parse(*options, "--recompute-policy", "full"), tmp_path)
     assert resumes
     assert again.transformer_config().recompute_modules == ("layernorm", "mlp")
-    with pytest.raises(ValueError, match="has no effect without --recompute-granularity='selective'"):
+    with pytest.raises(
+        ValueError, match=r"has no effect without .*set by --recompute-modules, --recompute-granularity"
+    ):
         resolve(parse("--recompute-modules", "mlp"), tmp_path / "new")
 
 

@@ -22,7 +22,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_state, contexts
 from jax_te.cli.main import main
 from jax_te.cli.memory import least_memory
-from jax_te.cli.parser import build_parser
+from jax_te.cli.parser import COMMANDS, build_parser
 from jax_te.cli.precision_rules import quantization_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
@@ -69,7 +69,9 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "inspect --recipes", "inspect --sharding"])
+@pytest.mark.parametrize(
+    "command", ["train", "sample", "eval", "inspect precision", "inspect recipes", "inspect sharding"]
+)
 def test_no_file_of_a_run_makes_code_run(command, planted, trained, tmp_path, monkeypatch, capsys):
     """The rules in a run's folder name a factory. Only a command line that names its module has it imported."""
     values = json.loads((trained / CONFIG_FILE).read_text()) | {"precision_config": RULES}
@@ -109,15 +111,17 @@ def message_of(call, *errors):
     return ""
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect", "doctor", "bench", "convert"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_bad_values_of_every_option_are_one_line(command, capsys):
-    parser = build_parser(command)
-    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    places = ["from", "to"] if command == "convert" else []
-    for action in subparsers.choices[command]._actions:
+    parser = made = build_parser()
+    for word in command.split():
+        subparsers = next(action for action in made._actions if isinstance(action, argparse._SubParsersAction))
+        made = subparsers.choices[word]
+    places = ["place" for action in made._actions if not action.option_strings]
+    for action in made._actions:
         refused = 0
         for value in WORDS if action.option_strings else ():
-            argv = [command, *places, f"{action.option_strings[0]}={value}"]
+            argv = [*command.split(), *places, f"{action.option_strings[0]}={value}"]
             if message_of(lambda argv=argv: parser.parse_args(argv), SystemExit) == "2":
                 refused += 1
                 error = capsys.readouterr().err
@@ -139,10 +143,11 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
         ["train", "--output"],
         ["sample", "--output"],
         ["eval", "--output"],
-        ["inspect", "--output"],
-        ["inspect", "--sharding", "--preset=tiny", "--mesh"],
-        ["bench", "--mesh"],
-        ["bench", "--recipes"],
+        ["inspect", "precision", "--output"],
+        ["inspect", "sharding", "--preset=tiny", "--mesh"],
+        ["bench", "layer", "--mesh"],
+        ["bench", "layer", "--recipes"],
+        ["bench", "model", "--pipeline"],
     ],
     ids=" ".join,
 )

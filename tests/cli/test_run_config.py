@@ -57,7 +57,7 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"mesh": "context=3"}, r"--seq-len \d+ is not divisible by context=3 of --mesh context=3"),
         ({"mesh": "expert=2"}, r"mesh axis 'expert' is reserved"),
         ({"pipeline": "gpipe"}, r"--pipeline gpipe is for pipeline ranks, and --mesh \(none\) has one"),
-        ({"mesh": "pipeline=2", "microbatches": 2, "pipeline": "2f2b"}, r"--pipeline must be one of .*1f1b"),
+        ({"mesh": "pipeline=2", "microbatches": 2, "pipeline": "2f2b"}, r"--pipeline schedule must be one of .*1f1b"),
         ({"mesh_axis_type": "explicit"}, r"--mesh-axis-type explicit is for the axes of a --mesh"),
         ({"cp_load_balanced": True}, r"--cp-load-balanced is for context ranks, and --mesh \(none\) has one; give"),
         ({"cp_load_balanced": True, "mesh": "data=2"}, r"--mesh data=2 has one; .* or --no-cp-load-balanced"),

@@ -1,4 +1,4 @@
-"""The GPT of te.jax's own layers that ``jax-te bench --model`` measures beside ours."""
+"""The GPT of te.jax's own layers that ``jax-te bench model`` measures beside ours."""
 
 import json
 from typing import Any
@@ -65,8 +65,8 @@ def test_the_row(monkeypatch, capsys):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 128}
     values = PRESETS["gpt-125m"].values | sizes | {"seq_len": 32, "batch_size": 4}
     monkeypatch.setitem(PRESETS, "small", Preset(summary="for this test", values=values))
-    options = ["--layers", "1", "--peer", "te", "--rounds", "2", "--calls", "1", "--backend", "xla"]
-    assert main(["bench", "--model", "small", *options, "--recipes", "block"]) == 0
+    options = ["--num-layers", "1", "--peer", "te", "--rounds", "2", "--calls", "1", "--backend", "xla"]
+    assert main(["bench", "model", "--preset", "small", *options, "--recipes", "block"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == ["none, te.jax", "block, unrolled, recompute none"]
     assert all(row["ms"] > 0.0 and row["peak_gib"] > 0.0 for row in rows), rows
@@ -74,5 +74,5 @@ def test_the_row(monkeypatch, capsys):
 
 
 def test_another_form_than_gpt2s_has_no_peer(capsys):
-    assert main(["bench", "--model", "tiny", "--peer", "te"]) == 2
+    assert main(["bench", "model", "--preset", "tiny", "--peer", "te"]) == 2
     assert "--peer te is a GPT in GPT-2's form, and tiny is not" in capsys.readouterr().err

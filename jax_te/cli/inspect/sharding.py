@@ -1,33 +1,32 @@
-"""``jax-te inspect --sharding``: how the arrays of a run, or of a preset, are split over a mesh."""
+"""``jax-te inspect sharding``: how the arrays of a run, or of a preset, are split over a mesh."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
 from jax_te.cli.build import abstract_state, contexts
+from jax_te.cli.inspect.options import InspectSharding
+from jax_te.cli.inspect.trained import run_or_preset
 from jax_te.cli.resolve import new_config
-from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import read_config
 from jax_te.config import MESH_AXES, ParallelConfig
 from jax_te.sharding import ShardingReport, sharding_report
 
 MAX_DEVICES = 2**16
 
 
-def show_sharding(options: argparse.Namespace) -> int:
+def run(options: InspectSharding) -> int:
     """Return the exit status, 0, once it is printed how the training state of the run, or of a preset, is sharded.
 
     Raises:
         ValueError: for a folder without a run, and for a mesh that could not train the model.
     """
-    config, name = _config(options)
+    saved, name = run_or_preset(options.output, options.preset)
+    config = new_config({"preset": options.preset}) if saved is None else saved
     sizes = ParallelConfig.parse((config.mesh if options.mesh is None else options.mesh) or "")
     if sizes.num_devices > MAX_DEVICES:
         raise ValueError(f"a mesh of {sizes.num_devices} devices is too large to draw; at most {MAX_DEVICES}")
@@ -43,16 +42,6 @@ def show_sharding(options: argparse.Namespace) -> int:
     print(f"{name}, training state", file=sys.stderr, flush=True)
     print(json.dumps(_values(report), indent=2) if options.json else f"{report}\n\n{report.draw()}")
     return 0
-
-
-def _config(options: argparse.Namespace) -> tuple[RunConfig, str]:
-    if options.preset is not None:
-        return new_config({"preset": options.preset}), f"preset {options.preset}"
-    output = Path(options.output)
-    config = read_config(output)
-    if config is None:
-        raise ValueError(f"{output} holds no run; give a --preset, or train one with: jax-te train --output {output}")
-    return config, str(output)
 
 
 def _values(report: ShardingReport) -> dict[str, Any]:

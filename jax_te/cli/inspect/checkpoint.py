@@ -1,9 +1,7 @@
-"""``jax-te inspect CHECKPOINT``: the arrays of a checkpoint of any kind, and what it says of itself."""
+"""``jax-te inspect checkpoint``: the arrays of a checkpoint of any kind, and what it says of itself."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -14,7 +12,7 @@ import numpy as np
 
 from jax_te.checkpoint.internal import describe_checkpoint
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
-from jax_te.cli.options import InspectOptions, flag
+from jax_te.cli.inspect.options import InspectCheckpoint
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.cli.table import table
 from jax_te.huggingface.internal import open_tensors
@@ -22,7 +20,7 @@ from jax_te.torch_files import read_megatron, read_torch_distributed
 from jax_te.torch_files.internal import METADATA, StoredTensor, open_torch_file
 
 _DEPTH = 20
-"""Of nested dicts that are shown."""
+"""Depth of nested containers that are shown."""
 
 
 class _Row(NamedTuple):
@@ -36,16 +34,12 @@ class _Row(NamedTuple):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-def show_checkpoint(options: argparse.Namespace) -> int:
+def run(options: InspectCheckpoint) -> int:
     """Return the exit status, 0, once names, shapes, dtypes, shardings and sizes of a checkpoint are printed.
 
     Raises:
-        ValueError: for what is no checkpoint, and for options of the reports on a run.
+        ValueError: if CHECKPOINT is no checkpoint.
     """
-    fields = [field for field in dataclasses.fields(InspectOptions) if field.name != "json"]
-    given = [flag(field.name) for field in fields if getattr(options, field.name) != field.default]
-    if given:
-        raise ValueError(f"a CHECKPOINT is only listed, so leave {', '.join(given)} out; --output names a run")
     path = Path(options.checkpoint)
     kind = kind_of(path)
     facts, rows = _SHOWN[kind](path)
@@ -64,8 +58,8 @@ def show_checkpoint(options: argparse.Namespace) -> int:
 def _ours(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     folder = checkpoint_folder(path)
     step, arrays = describe_checkpoint(folder)
-    run = next((each for each in (folder, *folder.parents[:2]) if (each / CONFIG_FILE).is_file()), None)
-    config = None if run is None else read_config(run)
+    output = next((each for each in (folder, *folder.parents[:2]) if (each / CONFIG_FILE).is_file()), None)
+    config = None if output is None else read_config(output)
     recipe = "unknown" if config is None else config.recipe
     return {"step": step, "recipe": recipe}, [_Row(name, *each) for name, each in arrays.items()]
 

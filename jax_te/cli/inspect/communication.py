@@ -1,28 +1,28 @@
-"""``jax-te inspect --communication``: what the devices of a mesh send each other in a train step."""
+"""``jax-te inspect communication``: what the devices of a mesh send each other in a train step."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 from jax_te.cli.count_communication import counted
-from jax_te.cli.options import OPTIONS, flag
+from jax_te.cli.inspect.options import InspectCommunication
+from jax_te.cli.inspect.trained import run_or_preset
+from jax_te.cli.option_table import flag
+from jax_te.cli.options import OPTIONS
 from jax_te.cli.parser import build_parser
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import read_config
 from jax_te.config import ParallelConfig
 from jax_te.sharding import CommunicationReport, Network
 
 
-def show_communication(options: argparse.Namespace) -> int:
+def run(options: InspectCommunication) -> int:
     """Return the exit status, 0, once it is printed what a train step of the run, or of a preset, communicates.
 
     Raises:
@@ -54,25 +54,20 @@ def show_communication(options: argparse.Namespace) -> int:
 
 def _train_options(text: str) -> dict[str, Any]:
     """Return the options of jax-te train in a text, by the names of their fields."""
-    found = vars(build_parser("train").parse_args(["train", *shlex.split(text)]))
-    # "mesh" and "preset" are options of jax-te inspect, too, and an output there is none.
+    found = vars(build_parser().parse_args(["train", *shlex.split(text)]))
+    # "mesh" and "preset" are options of this command, too, and an output there is none.
     for name in ("mesh", "preset", "output", "processes", "factory_modules"):
         if name in found:
             raise ValueError(f"--train-options says what is trained; leave {flag(name)} out, or give it to inspect")
     return {name: value for name, value in found.items() if name in OPTIONS}
 
 
-def _config(options: argparse.Namespace, given: dict[str, Any]) -> tuple[RunConfig, str]:
+def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunConfig, str]:
     """Return the configuration with its mesh, and whose it is."""
     given = given | {"factory_modules": options.factory_modules}
     if "precision_config" in given:
         given["precision_config"] = read_rules(given["precision_config"])
-    if options.preset is not None:
-        name, saved = f"preset {options.preset}", None
-    else:
-        saved, name = read_config(Path(options.output)), str(options.output)
-        if saved is None:
-            raise ValueError(f"{name} holds no run; give a --preset, or train one with: jax-te train --output {name}")
+    saved, name = run_or_preset(options.output, options.preset)
     mesh = options.mesh or (saved.mesh if saved else None)
     if mesh is None:
         raise ValueError("one device sends nothing; give a --mesh, e.g. --mesh data=2,tensor=4")

@@ -1,0 +1,1 @@
+"""The measurements of ``jax-te bench``, a module for each."""

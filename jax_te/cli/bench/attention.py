@@ -1,0 +1,52 @@
+"""``jax-te bench attention``: causal attention alone, with context parallelism, beside te.jax's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_te.bench.internal import AttentionSizes, Settings, bench_attention
+from jax_te.cli.bench.options import BenchAttention
+from jax_te.cli.bench.rows import show_rows
+from jax_te.cli.memory import check_fits
+from jax_te.config import ParallelConfig
+
+
+def run(options: BenchAttention) -> int:
+    """Return the exit status, 0, once the rows are printed.
+
+    Raises:
+        ValueError: for a mesh without a context axis, and for sizes that do not divide or take more memory than there
+            is.
+    """
+    mesh = None if options.mesh is None else ParallelConfig.parse(options.mesh)
+    if mesh is not None and mesh.context == 1:
+        raise ValueError(
+            f"--mesh {options.mesh} has no context axis, over which sequences are sharded here; give context=N"
+        )
+    groups = options.num_heads if options.num_query_groups is None else options.num_query_groups
+    if options.num_heads % groups:
+        raise ValueError(f"--num-heads {options.num_heads} is not divisible by --num-query-groups {groups}")
+    _check_sizes(options, groups)
+    sizes = AttentionSizes(
+        batch=options.batch_size,
+        sequence=options.seq_len,
+        heads=options.num_heads,
+        groups=groups,
+        head_dim=options.head_dim,
+    )
+    backend: Any = options.backend  # one of the names that the option allows
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
+    return show_rows(bench_attention(options.cp_comm_type, sizes, mesh, settings), options.output)
+
+
+def _check_sizes(options: BenchAttention, groups: int) -> None:
+    """Raise ValueError, before anything is allocated, for sizes that take more memory than one device has."""
+    # In bf16: queries, keys, values, and the output's gradient.
+    tokens, heads = options.batch_size * options.seq_len, options.num_heads
+    values = tokens * options.head_dim * 2 * (heads + groups)
+    # Fused kernels of GPUs keep no attention scores.
+    if jax.default_backend() == "cpu":
+        values += tokens * heads * options.seq_len
+    check_fits(2 * values, 1, "--batch-size, --seq-len or another size")

@@ -1,0 +1,120 @@
+"""``jax-te bench model``: train steps of a preset's model, beside te.jax's or Megatron-Core's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_te.bench.internal import Row, Settings, Variant, bench_train_steps, check_megatron
+from jax_te.cli.bench.options import BenchModel
+from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
+from jax_te.cli.bench.rows import show_rows
+from jax_te.cli.build import build_model
+from jax_te.cli.presets import PRESETS
+from jax_te.cli.run_config import RunConfig
+from jax_te.config import ParallelConfig
+from jax_te.models import Execution
+from jax_te.ops.internal import te
+from jax_te.pipeline import PipelineConfig
+
+
+def run(options: BenchModel) -> int:
+    """Return the exit status, 0, once the rows are printed.
+
+    Raises:
+        ValueError: for options that do not go together, a peer that is not here, a model that takes more memory than
+            there is, and if no train step ran, with the first one's error.
+    """
+    forms = {recipe: _forms(options, recipe) for recipe in options.recipes}
+    if options.peer == "te":
+        _check_te(options)
+    elif options.peer == "megatron":
+        _check_megatron(options)
+    return show_rows(_rows(options, forms), options.output)
+
+
+def _check_te(options: BenchModel) -> None:
+    """Raise ValueError if te.jax's GPT cannot be measured beside the model."""
+    if options.mesh is not None or options.microbatches > 1:
+        raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
+    form = PRESETS[options.preset].values
+    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
+        raise ValueError(
+            f"--peer te is a GPT in GPT-2's form, and {options.preset} is not; take one of the gpt presets"
+        )
+    ok, reason = te.available()
+    if not ok:
+        raise ValueError(f"--peer te: {reason}")
+
+
+def _check_megatron(options: BenchModel) -> None:
+    """Raise ValueError if Megatron-Core's GPT cannot be measured beside the model."""
+    sizes = ParallelConfig() if options.mesh is None else ParallelConfig.parse(options.mesh)
+    if sizes.num_devices != sizes.pipeline * sizes.data * sizes.fsdp * sizes.tensor:
+        raise ValueError(f"--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh {options.mesh}")
+    check_megatron()
+
+
+def _rows(options: BenchModel, forms: dict[str, list[tuple[str, RunConfig, Execution]]]) -> Iterator[Row]:
+    profile = None if options.profile is None else Path(options.profile)
+    backend: Any = options.backend  # one of the names that the option allows
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
+    for made in forms.values():
+        variants = [_variant(*each) for each in made]
+        _, config, _ = made[-1]
+        yield from bench_train_steps(variants, sizes_of(config), settings, peer=options.peer)
+
+
+def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
+    return Variant(
+        name=name,
+        recipe=config.make_recipe(),
+        build=build_model(config, execution=execution),
+        pipeline=PipelineConfig.parse(config.pipeline),
+        wgrad_dtype=jnp.dtype(config.wgrad_dtype),
+        reduce_gradients="step" if config.reduce_gradients == "step" else "microbatch",
+    )
+
+
+def _forms(options: BenchModel, recipe: str) -> list[tuple[str, RunConfig, Execution]]:
+    """Return name, configuration and execution of every form in which the model is measured under a recipe."""
+    found = []
+    names = ("stack", "recompute", "pipeline", "batch_parts", "wgrad_dtype", "reduce_gradients")
+    for form in itertools.product(*(getattr(options, name) for name in names)):
+        stack, way, schedule, parts, wgrad, when = form
+        config = preset_config(
+            options.preset,
+            recipe,
+            way,
+            num_layers=options.num_layers,
+            vocab_size=options.vocab_size,
+            batch_size=options.batch_size,
+            microbatches=options.microbatches,
+            mesh=options.mesh,
+            sequence_parallel=options.sequence_parallel,
+            distributed_optimizer=options.distributed_optimizer,
+            pipeline=schedule,
+            batch_parts=parts,
+            wgrad_dtype=wgrad,
+            reduce_gradients=when,
+        )
+        check_parameters_fit(config)
+        execution = Execution(config.recompute_policy, stack == "scanned", options.loss_chunks, parts)
+        found.append((_name(config, stack, way), config, execution))
+    return found
+
+
+def _name(config: RunConfig, stack: str, way: str) -> str:
+    """Return the name of a form's row: the recipe, the stack, the recomputation, and what differs from the defaults."""
+    name, sizes = f"{config.recipe}, {stack}, recompute {way}", config.parallel_config()
+    if sizes is not None and sizes.pipeline > 1:
+        name += f", {config.pipeline}"
+    if config.batch_parts > 1:
+        name += f", {config.batch_parts} parts"
+    if config.wgrad_dtype != "float32":
+        name += f", gradients {config.wgrad_dtype}"
+    return name + (", reduced once a step" if config.reduce_gradients == "step" else "")

@@ -1,0 +1,247 @@
+"""The options of the measurements of ``jax-te bench``; see `jax_te.cli.option_table`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from jax_te.cli.option_table import option, positional
+from jax_te.cli.option_values import FILE, FOLDER, MESH, SCHEDULE, SIZE, SWITCH, Text, some_of
+from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded
+from jax_te.cli.presets import PRESETS
+from jax_te.config import RECOMPUTE_MODULES
+from jax_te.recipe import RECIPES
+
+MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
+STACKS = ("unrolled", "scanned")
+PEERS = ("te", "megatron")
+_COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
+_MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
+
+
+def recompute(text: str) -> str:
+    """Return a way of recomputation: an argparse type.
+
+    It is ``none``, a policy of full recomputation, a method and its layers, or modules.
+
+    >>> recompute("mlp,core_attn"), recompute("block:12")
+    ('core_attn,mlp', 'block:12')
+    """
+    if text in ("none", *POLICIES):
+        return text
+    method, colon, count = text.partition(":")
+    if colon and method in METHODS and count.isdecimal() and int(count) > 0:
+        return text
+    try:
+        return some_of(RECOMPUTE_MODULES)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be none, one of {', '.join(POLICIES)}, {_COUNTED}, or some of {_MODULE_NAMES}, each once; got "
+            f"{text!r}"
+        ) from None
+
+
+WAY = Text("WAY", recompute)
+
+
+# Functions, since every dataclass needs a field of its own.
+def _several(kind: Any, help: str, *default: Any) -> Any:
+    return option(kind, help, default, several=True, shown=" ".join(map(str, default)))
+
+
+def _recipes(*default: str) -> Any:
+    return _several(tuple(RECIPES), "precision recipes to measure", *default)
+
+
+def _backend() -> Any:
+    help = "kernels of jax_te: te (Transformer Engine's), xla (XLA's), or auto (te where it can run)"
+    return option(BACKENDS, help, "auto")
+
+
+def _mesh(shown: str = "one device") -> Any:
+    return option(MESH, "sizes of the mesh axes, e.g. tensor=4 or data=2,tensor=2", None, shown=shown)
+
+
+def _sequence_parallel() -> Any:
+    help = "sequence parallelism: activations sharded over the tensor axis of --mesh between its GEMMs"
+    return option(SWITCH, help, False)
+
+
+def _distributed_optimizer() -> Any:
+    help = "masters and optimizer state sharded over the data axis of --mesh as well"
+    return option(SWITCH, help, False)
+
+
+def _size(help: str, default: int) -> Any:
+    return option(SIZE, help, default)
+
+
+def _rounds() -> Any:
+    return option(SIZE, "rounds in which everything that is measured has its turn; the median counts", 7)
+
+
+def _calls(what: str) -> Any:
+    return option(SIZE, f"{what} in a turn", 10)
+
+
+def _rows_file() -> Any:
+    return option(FILE, "JSON file to write the rows to", None)
+
+
+def _preset() -> Any:
+    return option(tuple(PRESETS), "preset of jax-te train whose model is measured", "tiny")
+
+
+def _num_layers() -> Any:
+    return option(SIZE, "number of layers", None, shown="the preset's")
+
+
+def _vocab_size() -> Any:
+    return option(SIZE, "rows of the embedding", Recorded.vocab_size, shown=f"{Recorded.vocab_size}, bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLayer:
+    """Measure forward and backward of single layers beside te.jax's.
+
+    Layers are causal, with GELU and biases, in bf16. Those of jax_te and of te.jax are measured in turn in one
+    process; for a recipe that te.jax does not have, its bf16 layer is the peer. speed_ratio is the peer's time over
+    the row's, memory_ratio the row's temporary memory over the peer's.
+    """
+
+    modules: tuple[str, ...] = _several(MODULES, "layers to measure", MODULES[0])
+    recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
+    batch_size: int = _size("sequences of a batch", 4)
+    seq_len: int = _size("tokens of a sequence", 2048)
+    hidden_size: int = _size("size of the hidden states", 4096)
+    num_heads: int = _size("number of attention heads", 32)
+    ffn_hidden_size: int = _size("hidden size of the feed-forward block, output size of layernorm_linear", 16384)
+    backend: str = _backend()
+    mesh: str | None = _mesh()
+    sequence_parallel: bool = _sequence_parallel()
+    rounds: int = _rounds()
+    calls: int = _calls("calls")
+    output: str | None = _rows_file()
+    hlo: str | None = option(FOLDER, "folder to write the compiled programs to", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchModel:
+    """Measure train steps of a whole model, beside te.jax's or Megatron-Core's.
+
+    A step is forward, backward and AdamW on fp32 masters, with bf16 parameters. There is a row for every
+    combination of --stack, --recompute, --pipeline, --batch-parts, --wgrad-dtype and --reduce-gradients, and those
+    of a recipe step one state in turn. speed_ratio and memory_ratio are to the first row of the recipe that ran,
+    the peer's if there is one. peak_gib is a device's arguments and temporary arrays, by XLA's analysis.
+
+    --peer te is a GPT of te.jax's own layers, on one device. --peer megatron is Megatron-Core's GPT, in processes
+    of its own that start while jax_te compiles. Its peak_gib is what torch allocated. Where jax_te has the axis
+    fsdp, it shards optimizer state alone; a pipeline has equally many layers in each stage and runs 1F1B; several
+    devices or microbatches add up gradients in the first --wgrad-dtype, else in bf16.
+    """
+
+    preset: str = _preset()
+    num_layers: int | None = _num_layers()
+    vocab_size: int = _vocab_size()
+    batch_size: int | None = option(SIZE, "sequences of a step, on all devices together", None, shown="the preset's")
+    microbatches: int = _size("equal parts of a batch, one after the other, whose gradients are added up", 1)
+    recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
+    peer: str | None = option(PEERS, "library to measure beside jax_te, see above", None)
+    backend: str = _backend()
+    mesh: str | None = _mesh()
+    sequence_parallel: bool = _sequence_parallel()
+    distributed_optimizer: bool = _distributed_optimizer()
+    stack: tuple[str, ...] = _several(STACKS, "forms of the layer stack", STACKS[0])
+    recompute: tuple[str, ...] = _several(
+        WAY,
+        f"activations to compute again in backward: none; any of {_MODULE_NAMES}; or whole layers, which keep the "
+        f"arrays of a policy ({', '.join(POLICIES)}) or none ({_COUNTED})",
+        "none",
+    )
+    pipeline: tuple[str, ...] = _several(
+        SCHEDULE, "schedules of the pipeline axis: gpipe, 1f1b, 1f1b,virtual_stages=N or zero_bubble", "1f1b"
+    )
+    batch_parts: tuple[int, ...] = _several(SIZE, "numbers of parts of the batch that take turns in each layer", 1)
+    wgrad_dtype: tuple[str, ...] = _several(WGRAD_DTYPES, "dtypes in which devices sum kernel gradients", "float32")
+    reduce_gradients: tuple[str, ...] = _several(
+        REDUCTIONS,
+        "times at which data-parallel devices sum kernel gradients: after each microbatch, or once a step",
+        "microbatch",
+    )
+    loss_chunks: int = _size("parts of the sequence whose logits the loss computes one after the other", 1)
+    rounds: int = _rounds()
+    calls: int = _calls("steps")
+    output: str | None = _rows_file()
+    profile: str | None = option(
+        FOLDER,
+        "folder for traces of two steps of each row of jax_te and te.jax, shown as times by kind of kernel",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchAttention:
+    """Measure causal attention alone, with context parallelism, beside te.jax's.
+
+    Forward and backward in bf16. The first row of each library is on one device; with --mesh there is a row for
+    each --cp-comm-type, with sequences sharded over the context axis in zig-zag order. Of these te.jax has p2p and
+    all_gather. of_one_device is the rate of a device over that of the same library on one device.
+    """
+
+    batch_size: int = _size("sequences of a batch", 4)
+    seq_len: int = _size("tokens of a sequence", 2048)
+    num_heads: int = _size("number of attention heads", 32)
+    num_query_groups: int | None = option(SIZE, "number of key/value heads", None, shown="--num-heads")
+    head_dim: int = _size("size of a head", 128)
+    backend: str = _backend()
+    mesh: str | None = _mesh("one device, no context parallelism")
+    cp_comm_type: tuple[str, ...] = _several(
+        CP_COMM_TYPES, "exchanges along the context axis: ring, all-gather or all-to-all", *CP_COMM_TYPES
+    )
+    rounds: int = _rounds()
+    calls: int = _calls("calls")
+    output: str | None = _rows_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCheckpoint:
+    """Measure how a train state is saved and restored, beside Orbax alone.
+
+    The state is that of a preset: bf16 parameters, fp32 masters and AdamW's moments, with random numbers. Orbax
+    saves and restores its arrays as a list. blocked_s is the time until a save returns, stalled_s that until a
+    program has run to which the state was donated, copy_s the same with a copy to pinned memory in place of the
+    save, and beyond_copy_s their difference.
+    """
+
+    folder: str = positional(FOLDER, "folder on the file system to measure, made if missing; what is saved is removed")
+    preset: str = _preset()
+    num_layers: int | None = _num_layers()
+    vocab_size: int = _vocab_size()
+    recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
+    mesh: str | None = _mesh()
+    distributed_optimizer: bool = _distributed_optimizer()
+    rounds: int = _rounds()
+    output: str | None = _rows_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchMicrobatches:
+    """Measure train steps whose kernels are quantized once a step, beside in every microbatch.
+
+    A step is that of a GPT of 4 layers on one device (GELU, biases, bf16 parameters, Adam, 256 rows of
+    vocabulary). quantizations_in_loop and quantizations_outside count operations of the compiled program, in and
+    outside of the loop over microbatches.
+    """
+
+    microbatches: int = _size("equal parts of a batch", 8)
+    recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
+    batch_size: int = _size("sequences of a step", 32)
+    seq_len: int = _size("tokens of a sequence", 2048)
+    hidden_size: int = _size("size of the hidden states", 4096)
+    num_heads: int = _size("number of attention heads", 32)
+    ffn_hidden_size: int = _size("hidden size of the feed-forward blocks", 16384)
+    backend: str = _backend()
+    rounds: int = _rounds()
+    calls: int = _calls("steps")
+    output: str | None = _rows_file()

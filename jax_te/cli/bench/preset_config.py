@@ -1,0 +1,58 @@
+"""The configuration of a preset that ``jax-te bench`` measures, and its sizes."""
+
+from __future__ import annotations
+
+from jax_te.bench.internal import Sizes
+from jax_te.cli.memory import check_fits, least_memory
+from jax_te.cli.options import POLICIES
+from jax_te.cli.resolve import new_config
+from jax_te.cli.run_config import RunConfig
+from jax_te.sharding import make_mesh
+
+
+def preset_config(preset: str, recipe: str, way: str = "none", **fields: object) -> RunConfig:
+    """Return the configuration of a preset in bf16 under a recipe.
+
+    Args:
+        preset, recipe: their names.
+        way: way of recomputation, as `jax_te.cli.bench.options.recompute` reads it.
+        fields: other fields of `RunConfig`. None: the preset's.
+
+    Raises:
+        ValueError: for values that do not go together.
+    """
+    # The dtype of a GPU, also where this runs on a CPU.
+    given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
+    given |= {name: value for name, value in fields.items() if value is not None}
+    if way in POLICIES:
+        given |= {"recompute_granularity": "full", "recompute_policy": way}
+    elif ":" in way:
+        method, _, count = way.partition(":")
+        given |= {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": int(count)}
+    elif way != "none":
+        given |= {"recompute_granularity": "selective", "recompute_modules": way}
+    return new_config(given)
+
+
+def check_parameters_fit(config: RunConfig) -> None:
+    """Raise ValueError, before anything is allocated, for a model whose parameters take more memory than there is."""
+    sizes = config.parallel_config()
+    devices = 1 if sizes is None else sizes.num_devices
+    check_fits(
+        least_memory(config, training=False), devices, "--num-layers or --vocab-size, or take a smaller --preset"
+    )
+
+
+def sizes_of(config: RunConfig) -> Sizes:
+    """Return the sizes of a configuration's train step."""
+    parallel = config.parallel_config()
+    return Sizes(
+        config=config.transformer_config(),
+        vocabulary=config.vocab_size,
+        batch=config.batch_size,
+        sequence=config.seq_len,
+        microbatches=config.microbatches,
+        mesh=None if parallel is None else make_mesh(parallel),
+        distributed_optimizer=config.distributed_optimizer,
+        tied=config.tie_embeddings,
+    )

@@ -1,0 +1,38 @@
+"""The rows of a measurement of ``jax-te bench``: printed one by one, and written to a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from jax_te.bench.internal import Row
+from jax_te.cli.compile_cache import keep_compiled_programs
+
+
+def show_rows(rows: Iterable[Row], output: str | None) -> int:
+    """Return the exit status, 0, once the rows are printed, each when it is measured.
+
+    Args:
+        rows: iterator that measures.
+        output: JSON file for all of them, or None.
+
+    Raises:
+        ValueError: if there is none, or if none could be measured, with the first one's error.
+    """
+    keep_compiled_programs()
+    device, shown = jax.devices()[0].device_kind, []
+    print(f"{device}, jax {jax.__version__}", flush=True)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        shown.append(row)
+    if not shown:  # an empty list, which argparse of Python 3.11 makes of `--recipes=--`
+        raise ValueError("there is nothing to measure: an option that names what to measure is empty; name something")
+    # A contestant that fails is a row, so that the others go on; no row that was measured is an error.
+    if all("error" in row for row in shown):
+        raise ValueError(f"nothing could be measured; {shown[0]['name']}: {shown[0]['error']}")
+    if output is not None:
+        Path(output).write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": shown}))
+    return 0

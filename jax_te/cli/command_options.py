@@ -1,0 +1,114 @@
+"""The options of ``jax-te sample``, ``eval``, ``convert`` and ``doctor``; see `jax_te.cli.option_table`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_te.cli.option_table import option, positional
+from jax_te.cli.option_values import (
+    ARCHITECTURE,
+    COUNT,
+    FIELD_NAMES,
+    FILE,
+    FOLDER,
+    MODULE_NAMES,
+    NON_NEGATIVE,
+    PATH,
+    SEED,
+    SIZE,
+    SWITCH,
+    TEXT,
+    Text,
+)
+from jax_te.cli.options import FACTORY_MODULES, IGNORED_FIELDS
+from jax_te.config.internal import FLOAT_DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Generate text with a trained model.
+
+    Text is generated from the newest checkpoint of a run, with a key/value cache and without quantization.
+    """
+
+    output: str = option(FOLDER, "folder of the run", "runs/tiny")
+    prompt: str = option(TEXT, "text to continue", "def ", shown="'def '")
+    length: int = option(SIZE, "number of tokens to generate", 256)
+    temperature: float = option(NON_NEGATIVE, "temperature of sampling; 0 takes the likeliest token", 0.8)
+    top_k: int = option(COUNT, "number of likeliest tokens to sample from; 0 samples from all", 0)
+    seed: int = option(SEED, "seed of sampling", 0)
+    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Show the loss and the perplexity of a model on a text.
+
+    Every token of the text but the first is predicted once, in windows that follow each other without overlap,
+    under the run's recipe and on one device. The text may be of every kind that jax-te train takes.
+    """
+
+    output: str = option(FOLDER, "folder of the run", "runs/tiny")
+    step: int | None = option(COUNT, "step of the checkpoint to evaluate", None, shown="the newest")
+    init_from: str | None = option(FOLDER, "Hugging Face model folder to evaluate in place of a run", None)
+    ignore_fields: str | None = option(FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none")
+    tokenizer: str | None = option(
+        PATH, "tokenizer.json file, or a folder that has one; needs --init-from", None, shown="--init-from's"
+    )
+    data: str | None = option(
+        PATH, "text to evaluate on, a file or a folder; needed with --init-from", None, shown="the run's held-out text"
+    )
+    batch_size: int | None = option(
+        SIZE, "windows that are computed at once", None, shown="a microbatch of the run; 1 with --init-from"
+    )
+    seq_len: int | None = option(
+        SIZE, "tokens of a window", None, shown="the run's; with --init-from the model's, at most 1024"
+    )
+    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
+    json: bool = option(SWITCH, "print JSON", False, shown="lines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Convert a model to the format of Hugging Face or Megatron-LM.
+
+    FROM is a run of jax-te train or one of its checkpoints, a Hugging Face folder, a Megatron-LM folder (formats
+    torch and torch_dist) or the *.pt file of one rank. TO is a new folder, or for Megatron-LM also a new *.pt file.
+    LoRA adapters of a run are merged. Optimizer states and FP8 scales are left behind, and to and from Megatron-LM
+    tokenizers, too.
+    """
+
+    source: str = positional(Text("FROM", str), "checkpoint to read")
+    target: str = positional(Text("TO", str), "checkpoint to write, which must not exist yet")
+    to: str | None = option(
+        ("huggingface", "megatron"), "format of TO", None, shown="huggingface; megatron if FROM is Hugging Face's"
+    )
+    dtype: str | None = option(FLOAT_DTYPES, "dtype of the parameters in TO", None, shown="that of FROM")
+    step: int | None = option(
+        SIZE, "step of the checkpoint to read, if FROM is a run or a Megatron-LM folder", None, shown="the newest"
+    )
+    megatron_args: str | None = option(
+        FILE, "JSON file with arguments of Megatron-LM that its checkpoint FROM lacks", None
+    )
+    vocab_size: int | None = option(
+        SIZE, "rows of the vocabulary of a Megatron-LM checkpoint FROM, without padding", None, shown="all rows"
+    )
+    tensor_parallel: int = option(SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO", 1)
+    architecture: str | None = option(
+        ARCHITECTURE,
+        "Hugging Face architecture of TO, e.g. LlamaForCausalLM; a wrong name lists all",
+        None,
+        shown="the first that can represent the model",
+    )
+    ignore_fields: str | None = option(
+        FIELD_NAMES, IGNORED_FIELDS.format("a Hugging Face folder FROM"), None, shown="none"
+    )
+    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Show versions, devices, backends, and which recipes run here.
+
+    Every recipe is tried on a small layer with each backend; where one cannot run the line says what to do.
+    """

@@ -1,0 +1,1 @@
+"""The reports of ``jax-te inspect``, a module for each."""

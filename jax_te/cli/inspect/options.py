@@ -1,0 +1,187 @@
+"""The options of the reports of ``jax-te inspect``; see `jax_te.cli.option_table`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_te.cli.option_table import option, positional
+from jax_te.cli.option_values import FILE, FLAG, FOLDER, MESH, MODULE_NAMES, PATH, SIZE, SWITCH, TEXT, Text
+from jax_te.cli.options import FACTORY_MODULES, QUANTIZED
+from jax_te.cli.presets import PRESETS
+
+DEFAULT_RUN = "runs/tiny"
+
+
+# Functions, since every dataclass needs a field of its own.
+def _output() -> Any:
+    return option(FOLDER, "folder of the run", DEFAULT_RUN)
+
+
+def _recipe() -> Any:
+    return option(QUANTIZED, "precision recipe to quantize with, with its default fields", None, shown="the run's")
+
+
+def _precision_config() -> Any:
+    help = "YAML file with the precision of single layers, in place of the run's; what its rules do is shown, too"
+    return option(FILE, help, None, shown="the run's")
+
+
+def _factory_modules() -> Any:
+    return option(MODULE_NAMES, FACTORY_MODULES, None)
+
+
+def _data() -> Any:
+    return option(PATH, "text to take held-out batches from, a file or a folder", None, shown="the run's")
+
+
+def _batch_size() -> Any:
+    return option(SIZE, "examples of a batch", None, shown="a microbatch of the run")
+
+
+def _check_memory() -> Any:
+    return option(FLAG, "refuse a batch that by an estimate cannot fit into memory", True)
+
+
+def _json() -> Any:
+    return option(SWITCH, "print JSON", False, shown="tables")
+
+
+def _run_or_none() -> Any:
+    return option(FOLDER, "folder of the run", None, shown=f"{DEFAULT_RUN}, unless a --preset is given")
+
+
+def _preset() -> Any:
+    return option(tuple(PRESETS), "preset to look at in place of a run", None)
+
+
+def _mesh(shown: str) -> Any:
+    return option(
+        MESH, "sizes of the mesh axes, e.g. fsdp=4,tensor=2; the mesh needs no devices here", None, shown=shown
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectPrecision:
+    """Show how much precision the quantized tensors of a run lose.
+
+    One batch of held-out text runs forward and backward through the newest checkpoint of a run. For every tensor
+    that is quantized the table has its largest value, its scale, the share of values lost to 0 (underflow) or to
+    the format's largest (saturation), and the squared error over the tensor's mean square, in decibels. It runs on
+    one device, which may be a CPU, whatever the run was trained on.
+
+    With another --recipe or --precision-config delayed scaling has no history: its scales come from one pass over
+    the batch under current scaling.
+    """
+
+    output: str = _output()
+    recipe: str | None = _recipe()
+    precision_config: str | None = _precision_config()
+    factory_modules: str | None = _factory_modules()
+    data: str | None = _data()
+    batch_size: int | None = _batch_size()
+    check_memory: bool = _check_memory()
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectRecipes:
+    """List the recipe of every layer of a run, and why it has it.
+
+    Nothing is computed, and the run needs no checkpoint yet.
+    """
+
+    output: str = _output()
+    recipe: str | None = _recipe()
+    precision_config: str | None = _precision_config()
+    factory_modules: str | None = _factory_modules()
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectSensitivity:
+    """Rank the layers of a run by how much their quantization changes gradients.
+
+    Each layer is quantized alone, whatever the rules of the run say, and compared with no quantization on batches
+    of held-out text. Under delayed scaling a layer's scales come from one pass over the first batch under current
+    scaling.
+
+      gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without
+                      quantization of this layer: the noise that it adds to an update. The rows
+                      are in this order.
+      loss increase   Loss with quantization of this layer, minus loss without. It may be negative,
+                      and says little where it is small beside the loss's spread over batches
+                      (--batches).
+    """
+
+    output: str = _output()
+    recipe: str | None = _recipe()
+    factory_modules: str | None = _factory_modules()
+    data: str | None = _data()
+    batch_size: int | None = _batch_size()
+    batches: int = option(SIZE, "number of batches", 2)
+    check_memory: bool = _check_memory()
+    keep_bf16: int | None = option(Text("K", SIZE.parse), "number of worst layers to mark as kept in bf16", None)
+    write: str | None = option(
+        FILE, "new file for jax-te train --precision-config that keeps the layers of --keep-bf16 in bf16", None
+    )
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectSharding:
+    """Show how the arrays of a run or a preset are sharded over a mesh.
+
+    For every array of the training state the table has its logical axes, the mesh axes that shard it, and its
+    bytes, whole and on each device; a picture shows which device holds which part. It needs neither a checkpoint
+    nor devices:
+
+      jax-te inspect sharding --preset gpt-1.3b --mesh fsdp=8
+    """
+
+    output: str | None = _run_or_none()
+    preset: str | None = _preset()
+    mesh: str | None = _mesh("the run's, or one device")
+    factory_modules: str | None = _factory_modules()
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectCommunication:
+    """Show what the devices of a mesh send each other in a train step.
+
+    A train step of a run or a preset is compiled for as many CPU devices as the mesh has, or for fewer by rules
+    that the report names; nothing runs. For the collectives of each combination of mesh axes the table has their
+    number, the bytes of their arrays, the bytes that a device sends, and the time that the network takes for them,
+    one after the other.
+
+      jax-te inspect communication --preset gpt-1.3b --mesh data=8,tensor=4 \\
+          --train-options=--sequence-parallel
+    """
+
+    output: str | None = _run_or_none()
+    preset: str | None = _preset()
+    mesh: str | None = _mesh("the run's")
+    train_options: str | None = option(TEXT, "options of jax-te train that change the run or the preset", None)
+    network: str | None = option(
+        TEXT,
+        "speed of the network: measured times all-gathers among the GPUs here; or any of devices_per_host=N, "
+        "intra_host=X and inter_host=X (bytes/s that a device sends on its host and to others), latency=X (seconds)",
+        None,
+        shown="devices_per_host=8,intra_host=450e9,inter_host=50e9,latency=8.4e-6, hosts of eight H200s",
+    )
+    factory_modules: str | None = _factory_modules()
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectCheckpoint:
+    """List the arrays of a checkpoint of any kind.
+
+    The table has name, dtype, shape, sharding as saved and bytes of every array; no array is read. CHECKPOINT is a
+    run of jax-te train or one of its checkpoints, a folder of Hugging Face, Megatron-LM or torch.distributed, or a
+    file of torch.save (*.pt).
+    """
+
+    checkpoint: str = positional(Text("CHECKPOINT", str), "checkpoint to list")
+    json: bool = _json()

@@ -1,0 +1,83 @@
+"""A trained run to look at: its configuration and recipe, its newest state, and held-out batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
+from jax_te.cli.inspect.options import DEFAULT_RUN, InspectPrecision, InspectRecipes, InspectSensitivity
+from jax_te.cli.memory import check_memory
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_text import run_text, run_tokenizer
+from jax_te.data import heldout_batches
+from jax_te.recipe import Recipe, recipe_from_name
+from jax_te.training import TrainState
+
+
+def run_and_recipe(
+    options: InspectPrecision | InspectRecipes | InspectSensitivity,
+) -> tuple[RunConfig, Recipe | None]:
+    """Return the configuration of a run, on one device, and the recipe to look at.
+
+    Raises:
+        ValueError: for a folder without a run.
+    """
+    config = read_config(Path(options.output))
+    if config is None:
+        raise ValueError(f"{options.output} holds no run; train one with: jax-te train --output {options.output}")
+    # One device and whatever kernels there are, wherever it was trained.
+    config = config.on_one_device(options.factory_modules)
+    return config, config.make_recipe() if options.recipe is None else recipe_from_name(options.recipe)
+
+
+def run_or_preset(output: str | None, preset: str | None) -> tuple[RunConfig | None, str]:
+    """Return the configuration of a run, None for a preset, and the name of what is looked at.
+
+    Raises:
+        ValueError: for a folder without a run, and for both a run and a preset.
+    """
+    if preset is not None:
+        if output is not None:
+            raise ValueError("--output names a run and --preset a preset to look at; give one of them")
+        return None, f"preset {preset}"
+    folder = DEFAULT_RUN if output is None else output
+    config = read_config(Path(folder))
+    if config is None:
+        raise ValueError(f"{folder} holds no run; give a --preset, or train one with: jax-te train --output {folder}")
+    return config, folder
+
+
+def check_saved(output: str) -> None:
+    """Raise ValueError if the run in a folder has saved no checkpoint."""
+    if not holds_run(Path(output)):
+        raise ValueError(f"{output} has saved no checkpoint yet; let its run go on: jax-te train --output {output}")
+
+
+def newest_state(output: str, config: RunConfig) -> tuple[TrainState, int]:
+    """Return the newest state of a run, without the optimizer's, and its step."""
+    folder = Path(output) / CHECKPOINT_FOLDER
+    with contexts(config), TrainCheckpointer(folder) as checkpointer, warnings_as_lines():
+        state, _, step = checkpointer.restore(abstract_model_state(config, masters=True), allow={"unexpected"})
+    return state, step
+
+
+def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig, count: int) -> list[Any]:
+    """Return batches of held-out text on the device.
+
+    Raises:
+        ValueError: for batches that take more memory than there is.
+    """
+    size = options.batch_size or config.batch_size // config.microbatches
+    # As one step of so many examples, in as many parts as there are batches.
+    parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
+    check_memory(dataclasses.replace(config, **parts))
+    data = run_text(config, run_tokenizer(config, Path(options.output)), options.data)
+    sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+    batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)
+    return [jax.device_put(batch) for batch in batches]

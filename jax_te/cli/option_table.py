@@ -1,0 +1,96 @@
+"""Rows of the tables of options: a dataclass for each command, in which a field is an option.
+
+Everything else about options comes from the rows: the parser, ``--help``, and for ``jax-te train`` its configuration
+(`jax_te.cli.run_config.RunConfig` has the fields of all groups), ``config.json``, what a resumed run may be given anew,
+and the flags in messages. The tables import no jax, so that ``--help`` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from jax_te.cli.option_values import Kind, Text
+from jax_te.config.internal import brief
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A row of a table.
+
+    Args:
+        kind: kind of the value, see `jax_te.cli.option_values`.
+        help: noun phrase or sentence about its effect, without the default.
+        shown: default in words. None: the field's default, that of ``recipes``, or the preset's if there is neither.
+        several: one or more values are given, separated by spaces; the field is a tuple.
+        positional: it is given by its place, without a flag.
+        may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
+            trained.
+        of_mesh: it has no effect without a mesh.
+        kept: it is in ``config.json``. False for what only a command line may give, and gives anew each time.
+        recipes: names of the recipes that have this field.
+        library: the library's names for it, where they differ.
+    """
+
+    kind: Kind
+    help: str
+    shown: str | None = None
+    several: bool = False
+    positional: bool = False
+    may_change: bool = False
+    of_mesh: bool = False
+    kept: bool = True
+    recipes: tuple[str, ...] = ()
+    library: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return a value for the option ``name`` as the command line would give it.
+
+        Raises:
+            ValueError: if the command line would refuse the value.
+        """
+        if isinstance(self.kind, Text):
+            try:
+                return self.kind.parse(str(value))
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{flag(name)} {error}") from None
+        choices = self.kind if isinstance(self.kind, tuple) else (True, False)
+        if (type(value), value) not in [(type(choice), choice) for choice in choices]:  # 1 == True
+            raise ValueError(f"{flag(name)} must be {either(tuple(map(str, choices)))}, got {brief(value)}")
+        return value
+
+
+def option(kind: Kind, help: str, default: Any = MISSING, **row: Any) -> Any:
+    """Return the dataclass field of an option; without a default it is a preset's."""
+    return dataclasses.field(default=default, metadata={"option": Option(kind=kind, help=help, **row)})
+
+
+def positional(kind: Text, help: str) -> Any:
+    """Return the dataclass field of an argument that must be given, by its place."""
+    return option(kind, help, positional=True)
+
+
+def options_of(table: type) -> dict[str, Option]:
+    """Return the rows of a table by the names of their fields."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(table)}
+
+
+def flag(name: str) -> str:
+    """Return the command-line option of a field.
+
+    >>> flag("hidden_size")
+    '--hidden-size'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def either(names: tuple[str, ...]) -> str:
+    """Return names as a choice in words.
+
+    >>> either(("fprop", "dgrad", "wgrad"))
+    'fprop, dgrad or wgrad'
+    """
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,124 @@
+"""Kinds of values that options take, each read from a text by an argparse type. Imports no jax."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax_te.config.internal import brief
+from jax_te.pipeline import PipelineConfig
+from jax_te.recipe.internal import MAX_MARGIN
+
+FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"
+"""Kinds of options without a value: ``--name`` and ``--no-name``; ``--name`` alone."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A kind of option whose value is read from a text.
+
+    Args:
+        metavar: name of the value in ``--help``.
+        parse: argparse type. It gives the same again for the text of its own result.
+    """
+
+    metavar: str
+    parse: Callable[[str], Any]
+
+
+Kind = tuple[str, ...] | Text | str | type[argparse.Action]
+"""Kind of an option: names to choose from, a `Text`, `SWITCH` or `FLAG`."""
+
+
+def number(kind: type, low: Any, *, above: bool = False, below: Any = 2**31) -> Callable[[str], int | float]:
+    """Return an argparse type: a number ``>= low`` (``> low`` if ``above``) and ``< below``."""
+    wanted = f"must be {'an integer' if kind is int else 'a number'} {'>' if above else '>='} {low:g}"
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{wanted}, got {brief(text)}") from None
+        # Every comparison with nan is False, so this refuses nan, too.
+        if not (low < value < below if above else low <= value < below):
+            problem = f"must be < {below:.10g}" if value >= below else wanted
+            raise argparse.ArgumentTypeError(f"{problem}, got {text[:50]}")
+        return value
+
+    return parse
+
+
+def matching(pattern: str, wanted: str) -> Callable[[str], str]:
+    """Return an argparse type: a text that the pattern matches; ``wanted`` describes such a text."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {brief(text)}")
+        return text
+
+    return parse
+
+
+def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
+    """Return an argparse type: names separated by commas, which it puts into the order of ``allowed``."""
+
+    def parse(text: str) -> str:
+        names = [name.strip() for name in text.split(",")]
+        if any(name not in allowed or names.count(name) > 1 for name in names):
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(allowed)}, each once, got {text!r}")
+        return ",".join(name for name in allowed if name in names)
+
+    return parse
+
+
+def auto_or_flag(text: str) -> bool | str:
+    """Return ``"auto"``, or True for ``yes`` and False for ``no``: an argparse type."""
+    choices: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False, "True": True, "False": False}
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"must be auto, yes or no, got {text!r}")
+    return choices[text]
+
+
+def schedule(text: str) -> str:
+    """Return a pipeline's schedule: an argparse type.
+
+    >>> schedule("1f1b,virtual_stages=2")
+    '1f1b,virtual_stages=2'
+    """
+    try:
+        PipelineConfig.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def architecture(text: str) -> str:
+    """Return the name of an architecture of Hugging Face: an argparse type."""
+    # Imported only when a name is given: it imports jax, a second that --help does without.
+    from jax_te.huggingface import ARCHITECTURES
+
+    if text not in ARCHITECTURES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(ARCHITECTURES)}, got {brief(text)}")
+    return text
+
+
+# Counts are int32 on devices, and other numbers fp32.
+SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
+POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) for above in (True, False))
+RATE = Text("P", number(float, 0, below=1))
+MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
+SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take seeds of 32 bits, and would drop higher ones
+FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))
+FILE, TEXT = (Text(metavar, str) for metavar in ("FILE", "TEXT"))
+MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
+SCHEDULE = Text("SCHEDULE", schedule)
+STEPS = Text("START:STOP", matching(r"[1-9]\d{0,8}:[1-9]\d{0,8}", "two steps like 5:8"))
+PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none or HOST:PORT,COUNT,NUMBER"))
+MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
+FIELD_NAMES = Text("FIELDS", matching(r"[\w.-]+(,[\w.-]+)*", "names of fields like my_note,other"))
+ARCHITECTURE = Text("NAME", architecture)
+# Clocks and JAX take more, but no week is a bound.
+SECONDS = Text("SECONDS", number(float, 0, above=True, below=7 * 24 * 3600 + 1))
