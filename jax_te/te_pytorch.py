@@ -29,7 +29,7 @@ from jax_te.megatron import te_checkpoint
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
-from jax_te.typing import Array
+from jax_te.typing import Array, TensorGroup
 
 __all__ = [
     "DotProductAttention",
@@ -118,7 +118,7 @@ def checkpoint(
     distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[[], RNGStatesTracker] | None = None,
     get_cuda_rng_tracker: Callable[[], RNGStatesTracker] | None = None,
-    tp_group: str | None = None,
+    tp_group: TensorGroup = None,
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:

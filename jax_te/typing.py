@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+
+
+class Words(NamedTuple):
+    """Words of a message about an argument, beside its type in ``Annotated``.
+
+    Args:
+        words: description of an allowed value. Empty: that of the type.
+        remedy: what to give instead, for the end of the message.
+        error: type of the exception, where a reference's differs from the usual one.
+
+    >>> Words("a path", remedy="give the run's folder").words
+    'a path'
+    """
+
+    words: str
+    remedy: str = ""
+    error: type[Exception] | None = None
 
 
 @runtime_checkable
@@ -28,12 +45,29 @@ BackendName: TypeAlias = Literal["auto", "te", "xla"]
 WriterName: TypeAlias = Literal["jsonl", "tensorboard", "wandb"]
 """Names of the writers of `jax_te.metrics.MetricsLog`."""
 
+TensorGroup: TypeAlias = Annotated[
+    str | None,
+    Words(
+        "None or the mesh axis 'tensor'",
+        "JAX has no process groups: the mesh that jax.set_mesh sets says which devices split a layer",
+    ),
+]
+"""What stands in the place of Transformer Engine's tensor-parallel process group."""
+
+NoProcessGroups: TypeAlias = Annotated[
+    None,
+    Words("None", "JAX has no process groups: the mesh that jax.set_mesh sets has axes in their place"),
+]
+"""Megatron-Core's collection of process groups, which JAX does not have."""
+
+_INITIALIZER = Words("a function init(key, shape, dtype)")
+
 if TYPE_CHECKING:
     import jax
     from jax.typing import ArrayLike
 
     Array: TypeAlias = jax.Array
-    Initializer: TypeAlias = Callable[..., Array]
+    Initializer: TypeAlias = Annotated[Callable[..., Array], _INITIALIZER]
     """``init(key, shape, dtype) -> array``, as in ``jax.nn.initializers``."""
 
 
@@ -43,7 +77,23 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import jax
 
-    return {"Array": jax.Array, "ArrayLike": jax.typing.ArrayLike, "Initializer": Callable[..., jax.Array]}[name]
+    return {
+        "Array": jax.Array,
+        "ArrayLike": jax.typing.ArrayLike,
+        "Initializer": Annotated[Callable[..., jax.Array], _INITIALIZER],
+    }[name]
 
 
-__all__ = ["Array", "ArrayLike", "BackendName", "DTypeLike", "Initializer", "LogicalAxes", "PyTree", "WriterName"]
+__all__ = [
+    "Array",
+    "ArrayLike",
+    "BackendName",
+    "DTypeLike",
+    "Initializer",
+    "LogicalAxes",
+    "NoProcessGroups",
+    "PyTree",
+    "TensorGroup",
+    "Words",
+    "WriterName",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import importlib
 import inspect
@@ -9,11 +11,12 @@ import itertools
 import math
 import pkgutil
 import re
-from collections.abc import Hashable, Iterable, Sequence
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import InitVar
 from enum import Enum
 from pathlib import Path
-from types import UnionType
+from types import FrameType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
@@ -201,7 +204,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     metrics.PrecisionLog: {"directory": "metrics"},
     metrics.StepTrace: {"folder": "trace", "first": 1, "last": 2},
     models.BertModel: MODEL,
-    models.MegatronGPTModel: MODEL,
+    models.MegatronGPTModel: MODEL | {"transformer_layer_spec": None},
     models.Multipliers: {},
     pipeline.PipelineConfig: {},
     quantize.BlockQuantizer: {"dtype": jnp.float8_e4m3fn},
@@ -305,6 +308,9 @@ def misspelt(constructor: Any) -> list[str]:
 def used(constructor: Any, arguments: dict[str, Any]) -> None:
     """Construct, to the first use of the arguments."""
     made = constructor(**arguments)
+    if isinstance(made, contextlib.AbstractContextManager):
+        with made:
+            return
     if isinstance(made, linen.LinenModule):
         made.nnx_module(nnx.Rngs(0))
     if isinstance(made, layers.PackedSeqParams):
@@ -347,6 +353,60 @@ def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path
     print(f"{constructor.__name__}: {len(pairs)} bad arguments")
     assert len(pairs) >= 20
     assert [line for line in wrong if line] == []
+
+
+@contextlib.contextmanager
+def calls_of(function: Any) -> Iterator[list[str]]:
+    """Give a list to which each call of a function, or of a class's constructor, adds its name."""
+    target = inspect.unwrap(vars(function).get("__init__", function) if isinstance(function, type) else function)
+    code, entered = target.__code__, []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is code:
+            entered.append(code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(before)
+
+
+def checked_names() -> set[str]:
+    """Modules and names of what the sources decorate with ``@checked``."""
+    found = set()
+    for path in Path(jax_te.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
+            found |= {f"{path.stem}.{node.name}"} if "checked" in names else set()  # type: ignore[attr-defined]
+    return found
+
+
+# Linen modules check when their NNX module is made, in its constructor.
+CHECKED = [
+    made
+    for made in CONSTRUCTORS
+    if f"{made.__module__.split('.')[-1]}.{made.__name__}" in checked_names() and not hasattr(made, "nnx_class")
+]
+
+
+@pytest.mark.parametrize("constructor", CHECKED, ids=name_of)
+def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """One argument after the other is wrong, and the function's body is not entered."""
+    monkeypatch.chdir(tmp_path)
+    needed, said_elsewhere = needed_by(constructor), DOCUMENTED.get(constructor, {})
+    hints = {name: hint for name, hint in hints_of(constructor).items() if name not in said_elsewhere}
+    with without_type_checker():
+        for name, hint in hints.items():
+            wrong = [value for value in VALUES if not allows(hint, value)]
+            for value in wrong[:2]:
+                with calls_of(constructor) as entered, pytest.raises(allowed_errors(constructor)):
+                    constructor(**needed | {name: value})
+                assert entered == [], (name, value)
+        with calls_of(constructor) as entered, contextlib.suppress(ValueError, TypeError):  # of the body
+            used(constructor, needed)
+        assert entered != [], "calls are not seen"
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)

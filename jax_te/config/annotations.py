@@ -7,16 +7,16 @@ import functools
 import inspect
 import math
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from jax_te.config.files import brief
+from jax_te.typing import Words
 
 T = TypeVar("T")
 
@@ -25,34 +25,39 @@ class Kind(NamedTuple):
     """What an annotation allows.
 
     Args:
-        words: what a value must be, for messages.
-        holds: whether a value is that.
-        error: for a value that is not.
-        plain: it is a flag, a number or one of a few names, for which no function has words of its own.
+        words: description of an allowed value, for messages.
+        holds: test of a value.
+        error: type of the exception for any other value.
+        plain: whether it is a flag, a number or one of a few names.
+        remedy: what to give instead, for the end of a message.
     """
 
     words: str
     holds: Callable[[Any], bool]
     error: type[Exception] = TypeError
     plain: bool = False
+    remedy: str = ""
 
     def check(self, name: str, value: Any) -> None:
         """Raise the error for a value of an argument, unless it is what it must be."""
         if not self.holds(value):
             parentheses = " (did you forget the parentheses?)" if isinstance(value, type) and not self.plain else ""
-            raise self.error(f"{name} must be {self.words}, got {brief(value)}{parentheses}")
+            remedy = f"; {self.remedy}" if self.remedy else ""
+            raise self.error(f"{name} must be {self.words}, got {brief(value)}{parentheses}{remedy}")
 
 
 def checked(target: T) -> T:
-    """Return a function, or a class with a constructor, that refuses what is not as the annotations say.
+    """Return a function, or a class with a constructor, that refuses arguments that its annotations do not allow.
 
-    An annotation that holds ``Any``, a protocol (such as `DTypeLike`) or a type variable says nothing here. An array
-    may be any object with a shape and a dtype. The ranges of numbers are for the function itself to check.
+    The function's body does not run before a refusal. An annotation that holds ``Any``, a protocol (such as
+    `DTypeLike`) or a type variable allows everything. An array may be any object with a shape and a dtype. The ranges
+    of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives a message better words than
+    the type has.
 
     Raises:
         TypeError: when called, for a flag that is not True or False, and for an object of another class.
-        ValueError: when called, for an int that is none, a float that is no finite number and no array, a name that
-            ``Literal`` lacks.
+        ValueError: when called, for a non-integer, a float that is not finite, or a name that ``Literal`` does not
+            list.
 
     >>> checked(brief)(value=0.5)
     '0.5'
@@ -66,32 +71,15 @@ def checked(target: T) -> T:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given, kinds = dict(zip(names, args, strict=False)) | kwargs, _kinds(annotated)
-        wrong = [name for name in names if name in given and name in kinds and not kinds[name].holds(given[name])]
-        if wrong:
-            _refuse(functools.partial(function, *args, **kwargs), [(name, kinds[name], given[name]) for name in wrong])
+        for name in names:
+            if name in given and name in kinds:
+                kinds[name].check(name, given[name])
         return function(*args, **kwargs)
 
     if not isinstance(target, type):
         return call  # type: ignore[return-value]
     target.__init__ = call
     return target
-
-
-def _refuse(call: Callable[[], Any], wrong: list[tuple[str, Kind, Any]]) -> None:
-    """Raise the error for arguments that are not what they must be: the function's own, if it has one."""
-    for name, kind, value in wrong:
-        if kind.plain:
-            kind.check(name, value)
-    # The function's words for an argument say what to give instead, which an annotation does not know. An error that
-    # does not name the argument is one that the wrong value led to, and says nothing to the caller.
-    try:
-        call()
-    except Exception as error:
-        named = any(re.search(rf"\b{name}\b", str(error)) for name, _, _ in wrong)
-        if named and isinstance(error, TypeError | ValueError | AssertionError):
-            raise
-    for name, kind, value in wrong:
-        kind.check(name, value)
 
 
 def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> None:
@@ -111,7 +99,8 @@ def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> Non
 @functools.cache  # evaluating annotations takes longer than all checks together
 def _kinds(annotated: Any) -> dict[str, Kind]:
     """Return argument -> what it must be, without those that may be anything."""
-    kinds = {name: kind_of(hint) for name, hint in get_type_hints(annotated).items() if name != "return"}
+    hints = get_type_hints(annotated, include_extras=True)
+    kinds = {name: kind_of(hint) for name, hint in hints.items() if name != "return"}
     return {name: kind for name, kind in kinds.items() if kind is not _ANYTHING}
 
 
@@ -153,6 +142,8 @@ def kind_of(hint: Any) -> Kind:
     'an integer or None'
     """
     origin, parts = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return _in_words(kind_of(parts[0]), parts[1:])
     if origin in PLAIN:
         return PLAIN[origin]
     if isinstance(hint, dataclasses.InitVar):
@@ -163,6 +154,8 @@ def kind_of(hint: Any) -> Kind:
         return _one_of(parts)
     if origin is tuple and parts:
         return _tuple_of(parts)
+    if origin is type and parts and isinstance(parts[0], type):
+        return _class_of(parts[0])
     if origin in (None, type(None)):
         return _NONE
     # Not by importing jax: configurations do without it.
@@ -171,6 +164,14 @@ def kind_of(hint: Any) -> Kind:
     if not isinstance(origin, type) or origin is Any or getattr(origin, "_is_protocol", False):
         return _ANYTHING
     return _instance_of(origin)
+
+
+def _in_words(kind: Kind, extras: tuple[Any, ...]) -> Kind:
+    for extra in extras:
+        if isinstance(extra, Words):
+            error = kind.error if extra.error is None else extra.error
+            kind = kind._replace(words=extra.words or kind.words, remedy=extra.remedy, error=error)
+    return kind
 
 
 def _any_of(kinds: list[Kind]) -> Kind:
@@ -182,7 +183,8 @@ def _any_of(kinds: list[Kind]) -> Kind:
     if plain and others[0].words.startswith("one of "):
         words = others[0].words.replace("one of ", "one of None, ", 1)
     error = ValueError if all(kind.error is ValueError for kind in others) else TypeError
-    return Kind(words, lambda value: any(kind.holds(value) for kind in kinds), error, plain)
+    remedy = "; ".join(kind.remedy for kind in kinds if kind.remedy)
+    return Kind(words, lambda value: any(kind.holds(value) for kind in kinds), error, plain, remedy)
 
 
 def _one_of(names: tuple[Any, ...]) -> Kind:
@@ -213,6 +215,11 @@ def _instance_of(kind: type) -> Kind:
     if kind in (Sequence, Iterable):  # text would be taken apart, letter by letter
         return Kind(words, lambda value: isinstance(value, kind) and not isinstance(value, str | bytes))
     return Kind(words, lambda value: isinstance(value, kind))
+
+
+def _class_of(base: type) -> Kind:
+    words = f"{base.__name__} or a class derived from it"
+    return Kind(words, lambda value: isinstance(value, type) and issubclass(value, base))
 
 
 def literal_names(config: type, field: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from jax_te.layers.options import LinearOptions
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
 from jax_te.remat.internal import ambient_modules, run_recomputed
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 
 @checked
@@ -59,7 +59,7 @@ class LayerNormLinear(Linear):
         init_method: Initializer | None = None,
         return_layernorm_output: bool = False,
         sequence_parallel: bool = False,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
         skip_weight_param_allocation: bool = False,

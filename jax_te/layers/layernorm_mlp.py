@@ -21,7 +21,7 @@ from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe
 from jax_te.remat.internal import ambient_modules, run_recomputed
 from jax_te.sharding.internal import row_axis
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]
 _Norm: TypeAlias = tuple[Array, Array | None]
@@ -95,7 +95,7 @@ class LayerNormMLP(TensorParallelModule):
         return_layernorm_output: bool = False,
         set_parallel_mode: bool = True,
         sequence_parallel: bool = False,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         tp_size: int = 1,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,

@@ -14,7 +14,7 @@ from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import LinearOptions, LinearWeights, dense
 from jax_te.sharding.internal import activation_axis
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 _KERNEL_AXES: dict[str | None, LogicalAxes] = {
     None: ("fsdp", None),
@@ -96,7 +96,7 @@ class Linear(TensorParallelModule):
         *,
         init_method: Initializer | None = None,
         sequence_parallel: bool = False,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
         skip_weight_param_allocation: bool = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,12 @@ from jax_te.layers.parameters import leading_axes, parameter
 from jax_te.layers.quantizable import drop_cached_kernels
 from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree, Words
+
+_BASE = Words(
+    "a Linear, LayerNormLinear or LayerNormMLP of jax_te",
+    "wrap those inside of it, such as layer.self_attention.qkv; flax.nnx.LoRA is for other layers",
+)
 
 
 @checked
@@ -64,7 +69,7 @@ class LoRA(nnx.Module):
 
     def __init__(
         self,
-        base: Linear | LayerNormMLP,
+        base: Annotated[Linear | LayerNormMLP, _BASE],
         rank: int,
         *,
         alpha: float | None = None,
@@ -73,12 +78,6 @@ class LoRA(nnx.Module):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if not isinstance(base, Linear | LayerNormMLP):
-            raise TypeError(
-                "LoRA wraps a Linear, a LayerNormLinear or a LayerNormMLP of jax_te as its base, got "
-                f"{type(base).__module__}.{type(base).__qualname__}; wrap those inside it, such as "
-                "layer.self_attention.qkv and layer.layernorm_mlp; flax.nnx.LoRA is for other layers"
-            )
         check_positive(rank=rank)
         self.base = base
         self.base.frozen = freeze_base

@@ -34,7 +34,7 @@ from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import Window, layernorm
 from jax_te.ops.internal import normal_window
 from jax_te.sharding.internal import axis_ranks, row_axis
-from jax_te.typing import Array, DTypeLike, Initializer
+from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
 @checked
@@ -113,7 +113,7 @@ class MultiheadAttention(ContextParallelModule):
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
         sequence_parallel: bool = False,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         tp_size: int = 1,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
@@ -202,7 +202,7 @@ class MultiheadAttention(ContextParallelModule):
             **linear,
         )
 
-    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+    def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""
         set_tensor_parallel_group(self, tp_group)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax_te.layers.packed import PackedSeqParams
 from jax_te.ops import Window
-from jax_te.typing import Array, DTypeLike, Initializer
+from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class LinearOptions(Options):
     """Options of every linear layer; see `Linear`."""
 
     sequence_parallel: bool
-    tp_group: str | None
+    tp_group: TensorGroup
     tp_size: int
     fuse_wgrad_accumulation: bool
     params_dtype: DTypeLike

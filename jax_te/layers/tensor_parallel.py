@@ -10,7 +10,7 @@ from jax_te.config.internal import check_positive
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.sharding import constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import axis_ranks, ranks_of
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, LogicalAxes, TensorGroup
 
 TENSOR_AXIS = "tensor"
 """The mesh axis that stands for Transformer Engine's tensor-parallel process group."""
@@ -64,7 +64,7 @@ class TensorParallel:
         return constrain(x, axes) if "sequence_parallel" in axes else x
 
 
-def check_tp_group(tp_group: str | None) -> None:
+def check_tp_group(tp_group: TensorGroup) -> None:
     """Raise TypeError unless ``tp_group`` is None or the mesh's axis ``"tensor"``.
 
     >>> check_tp_group("tensor")
@@ -125,7 +125,7 @@ class TensorParallelModule(QuantizableModule):
 
     tensor_parallel: TensorParallel
 
-    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+    def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Say which mesh axis the layer is split over, if it was not said when the layer was built.
 
         There is one such axis, so the call changes nothing; Transformer Engine needs it where ``tp_size > 1``.
@@ -146,7 +146,7 @@ class TensorParallelModule(QuantizableModule):
         self.tensor_parallel = replace(self.tensor_parallel, group=tp_group)
 
 
-def set_tensor_parallel_group(module: nnx.Module, tp_group: str | None) -> None:
+def set_tensor_parallel_group(module: nnx.Module, tp_group: TensorGroup) -> None:
     """Call the method of that name of every layer inside of ``module``."""
     check_tp_group(tp_group)
     for _, layer in nnx.iter_modules(module):

@@ -25,7 +25,7 @@ from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
 from jax_te.sharding import constrain
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
@@ -123,7 +123,7 @@ class TransformerLayer(ContextParallelModule):
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
         sequence_parallel: bool = False,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         tp_size: int = 1,
         fuse_wgrad_accumulation: bool = False,
         drop_path_rate: float = 0.0,
@@ -324,7 +324,7 @@ class TransformerLayer(ContextParallelModule):
         hidden = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
         return {**hidden, "attention_dropout": attention}
 
-    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+    def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """As `Linear.set_tensor_parallel_group`, for all projections."""
         set_tensor_parallel_group(self, tp_group)
 

@@ -15,8 +15,7 @@ from jax_te.layers.internal import arbitrary_mask, check_tp_group, merge_heads, 
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
-from jax_te.megatron.te_layer import check_groups
-from jax_te.typing import Array
+from jax_te.typing import Array, NoProcessGroups, TensorGroup
 
 
 def is_layer_window_attention(
@@ -104,13 +103,12 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         v_channels: int | None = None,
         num_splits: int | None = None,
         cp_comm_type: str | None = "p2p",
-        pg_collection: None = None,
+        pg_collection: NoProcessGroups = None,
         *,
         cp_load_balanced: bool | None = None,
         padding_at_end: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
-        check_groups(pg_collection)
         # Megatron's rule: one size without the other is ignored.
         both = k_channels is not None and v_channels is not None
         channels: Any = (k_channels, v_channels) if both else config.kv_channels
@@ -218,7 +216,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         hidden, window = arbitrary_mask(mask, mask_type, self.layer_window)
         return "arbitrary", window, {"attention_mask": hidden}
 
-    def set_tensor_parallel_group(self, tp_group: str | None) -> None:
+    def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Check the argument. There is nothing to set: heads are sharded over the tensor axis of the mesh in use.
 
         Args:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from jax_te.layers.internal import check_tp_group
 from jax_te.ops import LossOptions, softmax_cross_entropy
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, LogicalAxes, TensorGroup
 
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Array,
     target: Array,
     label_smoothing: float = 0.0,
-    tp_group: str | None = None,
+    tp_group: TensorGroup = None,
     *,
     out_axes: LogicalAxes | None = None,
 ) -> Array:

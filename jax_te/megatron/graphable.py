@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +15,9 @@ from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
 from jax_te.megatron.module import MegatronModule
 from jax_te.sharding import constrain
-from jax_te.typing import Array
+from jax_te.typing import Array, Words
+
+_CONFIG = Words("a jax_te.config.TransformerConfig", error=AssertionError)  # Megatron-Core asserts this
 
 
 @checked
@@ -63,9 +65,7 @@ class GraphableMegatronModule(MegatronModule):
     ((2, 4, 8), 1)
     """
 
-    def __init__(self, config: TransformerConfig, vp_stage: int | None = None):
-        if not isinstance(config, TransformerConfig):
-            raise AssertionError(f"config must be a jax_te.config.TransformerConfig, got {type(config).__name__}")
+    def __init__(self, config: Annotated[TransformerConfig, _CONFIG], vp_stage: int | None = None):
         super().__init__(config)
         self.vp_stage = vp_stage
         self.cuda_graphs = nnx.static(CapturedGraphs())

@@ -2,13 +2,11 @@
 
 from jax_te.megatron.layout import Layout
 from jax_te.megatron.state_dict import load_variables
-from jax_te.megatron.te_layer import check_groups
 from jax_te.megatron.transformer_layer import layer_options, layer_precision
 from jax_te.megatron.yaml_file import parse_yaml
 
 __all__ = [
     "Layout",
-    "check_groups",
     "layer_options",
     "layer_precision",
     "load_variables",

@@ -11,8 +11,8 @@ from jax_te.config.internal import checked
 from jax_te.layers import LayerNormLinear
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_kwargs import in_dtype_of
-from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_groups, refuse
-from jax_te.typing import Array, Initializer, LogicalAxes
+from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_stride, refuse
+from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, TensorGroup
 
 
 @checked
@@ -60,14 +60,14 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
         is_expert: bool,
         skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         stride: int = 1,
         name: str | None = None,
-        pg_collection: None = None,
+        pg_collection: NoProcessGroups = None,
         kernel_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
-        check_groups(pg_collection, stride)
+        check_stride(stride)
         refuse(
             gather_output=gather_output,
             is_expert=is_expert,

@@ -13,9 +13,9 @@ from jax_te.config.internal import checked
 from jax_te.layers import Linear
 from jax_te.layers.internal import check_context_size, sequence_axes
 from jax_te.megatron.te_kwargs import in_dtype_of
-from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_groups, refuse
+from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_stride, refuse
 from jax_te.ops import LinearOptions
-from jax_te.typing import Array, Initializer, LogicalAxes
+from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, TensorGroup
 
 
 @checked
@@ -87,7 +87,7 @@ class TELinear(TELayer, Linear):
         tp_comm_buffer_name: str | None = None,
         is_expert: bool = False,
         symmetric_ar_type: str | None = None,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         name: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -188,14 +188,14 @@ class TEColumnParallelLinear(TELinear):
         is_expert: bool,
         skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         stride: int = 1,
         name: str | None = None,
-        pg_collection: None = None,
+        pg_collection: NoProcessGroups = None,
         kernel_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
-        check_groups(pg_collection, stride)
+        check_stride(stride)
         refuse(gather_output=gather_output, skip_weight_param_allocation=skip_weight_param_allocation)
         options = TELayerOptions(
             "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
@@ -242,13 +242,12 @@ class TERowParallelLinear(TELinear):
         skip_bias_add: bool,
         is_expert: bool,
         tp_comm_buffer_name: str | None = None,
-        tp_group: str | None = None,
+        tp_group: TensorGroup = None,
         name: str | None = None,
-        pg_collection: None = None,
+        pg_collection: NoProcessGroups = None,
         kernel_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
-        check_groups(pg_collection)
         if not input_is_parallel:
             raise ValueError(
                 "input_is_parallel=False is not supported: the input of a row-parallel layer is split over the tensor "

@@ -10,6 +10,7 @@ from jax_te.config.internal import checked
 from jax_te.layers.internal import check_tp_group
 from jax_te.random import RNGStatesTracker, StreamState
 from jax_te.remat import remat
+from jax_te.typing import TensorGroup
 
 
 @checked
@@ -17,7 +18,7 @@ def te_checkpoint(
     forward_func: Callable[..., Any],
     distribute_saved_activations: bool,
     get_rng_state_tracker: Callable[[], RNGStatesTracker] | None,
-    tp_group: str | None,
+    tp_group: TensorGroup,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -15,7 +15,7 @@ from jax_te.layers.internal import CachedKernel, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear
 from jax_te.megatron.norm import TENorm
-from jax_te.typing import Initializer
+from jax_te.typing import Initializer, TensorGroup
 
 _COPIED = (
     "is_first_microbatch",
@@ -32,7 +32,7 @@ def split_te_layernorm_column_parallel_linear(
     fused_layer: TELayerNormColumnParallelLinear,
     config: TransformerConfig,
     init_method: Initializer | None = None,
-    tp_group: str | None = None,
+    tp_group: TensorGroup = None,
 ) -> tuple[LayerNorm | RMSNorm, TEColumnParallelLinear]:
     """Return the norm and the linear layer that a fused layer is made of, with copies of its arrays.
 

@@ -21,7 +21,7 @@ from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
 from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import axis_ranks
-from jax_te.typing import Initializer
+from jax_te.typing import Initializer, TensorGroup
 
 
 class TELayerOptions(NamedTuple):
@@ -33,7 +33,7 @@ class TELayerOptions(NamedTuple):
     is_expert: bool
     tp_comm_buffer_name: str | None
     symmetric_ar_type: str | None
-    tp_group: str | None
+    tp_group: TensorGroup
     name: str | None
 
 
@@ -173,16 +173,11 @@ def _expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
     return nnx.Rngs(params=jax.random.fold_in(rngs.params(), zlib.crc32(EXPERT_PARALLEL_RNG.encode())))
 
 
-def check_groups(pg_collection: None, stride: int = 1) -> None:
-    """Raise for arguments that only have their defaults: TypeError for ``pg_collection``, ValueError for ``stride``.
+def check_stride(stride: int) -> None:
+    """Raise ValueError for a stride other than 1.
 
-    >>> check_groups(None)
+    >>> check_stride(1)
     """
-    if pg_collection is not None:
-        raise TypeError(
-            "pg_collection must be None: there are no process groups in JAX; the mesh that jax.set_mesh sets has axes "
-            "'tensor' and 'data' in their place"
-        )
     if stride != 1:
         raise ValueError(
             f"stride must be 1, got {stride!r}: a kernel is one array, whose parts do not interleave over the tensor "

@@ -12,7 +12,6 @@ from jax_te.config import TransformerConfig
 from jax_te.config.internal import checked
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
-from jax_te.megatron.internal import check_groups
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
 from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
@@ -21,7 +20,7 @@ from jax_te.models.stack import layer_keys
 from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
-from jax_te.typing import Array
+from jax_te.typing import Array, NoProcessGroups
 
 _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache")
@@ -126,7 +125,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
         mtp_block_spec: None = None,
-        pg_collection: None = None,
+        pg_collection: NoProcessGroups = None,
         vp_stage: int | None = None,
         *,
         execution: Execution = _EXECUTION,
@@ -135,15 +134,9 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     ):
         GraphableMegatronModule.__init__(self, config, vp_stage)
         layer_class = TransformerLayer if transformer_layer_spec is None else transformer_layer_spec
-        if not (isinstance(layer_class, type) and issubclass(layer_class, TransformerLayer)):
-            raise TypeError(
-                "transformer_layer_spec must be None, jax_te.megatron.TransformerLayer or a class derived from it, got "
-                f"{layer_class!r}; a derived class builds other submodules, which a ModuleSpec would name"
-            )
         _check_fixed({name: value for name, value in locals().items() if name in _FIXED})
         if rope_scaling and seq_len_interpolation_factor is not None:
             raise ValueError("rope_scaling and seq_len_interpolation_factor both scale rotation; give one of the two")
-        check_groups(pg_collection)
         self._configure(config, vocab_size, max_sequence_length, execution, follows=_FOLLOWED)
         self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
         numbers = range(config.num_layers) if stage_layers is None else stage_layers
