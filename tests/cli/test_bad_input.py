@@ -75,7 +75,7 @@ def test_what_transformer_engine_leaves_to_xla_on_meshes(tmp_path, capsys, argv,
     ],
 )
 def test_what_transformer_engine_runs_on_meshes(tmp_path, argv):
-    config, _ = resolve(build_parser("train").parse_args(["train", *MICRO, *argv]), tmp_path)
+    config, _ = resolve(build_parser().parse_args(["train", *MICRO, *argv]), tmp_path)
     with contexts(config):
         check_te_on_mesh(config)
 

@@ -169,7 +169,7 @@ def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
     from jax_te.cli.build import abstract_state
 
     options = ["train", "--init-from", str(folder), *STEPS, "--lora-rank", "2"]
-    config, _ = resolve(build_parser("train").parse_args(options), tmp_path)
+    config, _ = resolve(build_parser().parse_args(options), tmp_path)
     with contexts(config):
         state = abstract_state(config)
     adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(state.model, nnx.LoRAParam)))
@@ -179,7 +179,7 @@ def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
 
 def test_defaults_of_fine_tuning(folder, tmp_path):
     def made(*argv):
-        return resolve(build_parser("train").parse_args(["train", "--init-from", str(folder), *argv]), tmp_path)[0]
+        return resolve(build_parser().parse_args(["train", "--init-from", str(folder), *argv]), tmp_path)[0]
 
     full, adapted = made(), made("--lora-rank", "8")
     assert (full.learning_rate, adapted.learning_rate) == (2e-5, 2e-4)

@@ -45,7 +45,7 @@ def configured(output, *argv):
     To the commands that compute nothing it is a run, and with a folder in ``checkpoints/`` also one to resume.
     """
     output.mkdir(exist_ok=True)
-    run, _ = resolve(build_parser("train").parse_args(["train", *map(str, argv)]), output)
+    run, _ = resolve(build_parser().parse_args(["train", *map(str, argv)]), output)
     write_config(run, output)
     return run
 
