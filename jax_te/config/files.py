@@ -15,10 +15,13 @@ _REPR.maxstring = _REPR.maxother = 100
 def brief(value: object) -> str:
     """Return ``repr(value)``, shortened: a message holds no file's whole content, however often aliases repeat it.
 
+    Of an object whose text has several lines, such as a module, it is the type's name.
+
     >>> brief(["a"] * 1000)
     "['a', 'a', 'a', 'a', 'a', 'a', ...]"
     """
-    return _REPR.repr(value)
+    text = _REPR.repr(value)
+    return type(value).__name__ if "\n" in text else text
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

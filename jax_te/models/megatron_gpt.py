@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,16 +20,16 @@ from jax_te.models.stack import layer_keys
 from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
-from jax_te.typing import Array, NoProcessGroups
+from jax_te.typing import Array, NoProcessGroups, Words
 
 _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache")
 _CACHE = "give cache=model.init_cache(batch, length)"
+_LOGITS = Words("None", "logits are in config.compute_dtype", ValueError)
+_NO_MTP = Words("None", "there is no multi-token prediction", ValueError)
 _FIXED: dict[str, tuple[Any, str]] = {
     "fp16_lm_cross_entropy": (False, "the loss is in fp32"),
-    "logit_dtype": (None, "logits are in config.compute_dtype"),
     "scatter_embedding_sequence_parallel": (True, "config.sequence_parallel says how activations are sharded"),
-    "mtp_block_spec": (None, "there is no multi-token prediction"),
     "inference_context": (None, _CACHE),
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
@@ -114,7 +114,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         fp16_lm_cross_entropy: bool = False,
-        logit_dtype: None = None,
+        logit_dtype: Annotated[None, _LOGITS] = None,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
@@ -124,7 +124,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: None = None,
+        mtp_block_spec: Annotated[None, _NO_MTP] = None,
         pg_collection: NoProcessGroups = None,
         vp_stage: int | None = None,
         *,

@@ -30,9 +30,11 @@ def refuse_derivatives(arrays: Any, inputs: Any, why: str) -> Any:
     >>> squares = lambda x: refuse_derivatives(x * x, (), "x * x has no derivative")
     >>> jax.grad(lambda x: x + jnp.sign(squares(x)))(2.0).item()
     1.0
-    >>> jax.grad(squares)(2.0)
-    Traceback (most recent call last):
-    TypeError: x * x has no derivative
+    >>> try:
+    ...     jax.grad(squares)(2.0)
+    ... except TypeError as error:
+    ...     print(error)
+    x * x has no derivative
     """
     leaves, treedef = jax.tree.flatten(arrays)
     refused = {i: leaf for i, leaf in enumerate(leaves) if _is_float(leaf)}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
 from jax_te.config.internal import RECOMPUTE_POLICIES, checked
 from jax_te.remat.sharded_input import remat_with_sharded_input
-from jax_te.typing import Array
+from jax_te.typing import Array, Words
 
 CHECKPOINT_NAMES = ("quantized", "gemm", "ffn1", "ffn2", "norm", "activation", "context")
 """Names that this package gives to arrays: ``"quantized"``, operands of backward's GEMMs; ``"gemm"``, outputs of linear
@@ -21,6 +21,7 @@ and ``"context"``, outputs of norms, of activation functions and of attention co
 WITNESS = "witness"
 """Name of arrays without elements, which every policy with names saves: see `jax_te.ops.sharded_vjp`."""
 
+_NAMES = Words("a tuple of names")
 _GEMMS = ("gemm", "ffn1", "ffn2", "context")
 
 
@@ -50,15 +51,11 @@ class RecomputePolicy:
     RecomputePolicy(save=('gemm', 'context'), save_all_but=None, offload=())
     """
 
-    save: tuple[str, ...] = ()
-    save_all_but: tuple[str, ...] | None = None
-    offload: tuple[str, ...] = ()
+    save: Annotated[tuple[str, ...], _NAMES] = ()
+    save_all_but: Annotated[tuple[str, ...] | None, _NAMES] = None
+    offload: Annotated[tuple[str, ...], _NAMES] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            names = getattr(self, field.name)
-            if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
-                raise TypeError(f"{field.name} must be a tuple of names, got {names!r}")
         if (self.save or self.offload) and self.save_all_but is not None:
             raise ValueError("save_all_but goes without save and offload: it says what becomes of every name")
         twice = set(self.offload) & set(self.save)

@@ -274,7 +274,7 @@ def test_errors() -> None:
         without_type_checker(),
         pytest.raises(
             TypeError,
-            match=r"LoRA wraps a Linear, .*, got jax_te.*\.TransformerLayer; wrap .* layer\.layernorm_mlp; flax",
+            match=r"base must be a Linear, .*, got TransformerLayer; wrap .* layer\.self_attention\.qkv; flax",
         ),
     ):
         LoRA(block, R, rngs=nnx.Rngs(0))  # type: ignore[arg-type]

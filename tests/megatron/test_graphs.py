@@ -76,7 +76,7 @@ def test_what_it_is_made_with():
         [],
         0,
     )
-    message = r"config must be a jax_te\.config\.TransformerConfig, got NoneType"
+    message = r"config must be a jax_te\.config\.TransformerConfig, got None"
     with without_type_checker(), pytest.raises(AssertionError, match=message):
         Block(None)
     with pytest.raises(NotImplementedError, match="GraphableMegatronModule must define forward"):

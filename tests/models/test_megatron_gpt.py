@@ -471,7 +471,7 @@ def test_a_layer_class_of_ones_own():
         ({"logit_dtype": jnp.float32}, ValueError, "logit_dtype must be None"),
         ({"rope_scaling": True, "seq_len_interpolation_factor": 2.0}, ValueError, "both scale rotation; give one"),
         ({"position_embedding_type": "yarn"}, ValueError, "position_embedding_type must be one of"),
-        ({"layers": nnx.Module}, TypeError, "transformer_layer_spec must be None, jax_te.megatron.TransformerLayer"),
+        ({"layers": nnx.Module}, TypeError, "transformer_layer_spec must be TransformerLayer or a class derived"),
         ({"config": dataclasses.replace(LLAMA, fp8="hybrid")}, ValueError, "asks for the recipe"),
     ],
 )
