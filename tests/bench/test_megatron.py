@@ -176,7 +176,7 @@ class TransformerConfig:
         self.pipeline_model_parallel_size = fields["pipeline_model_parallel_size"]
 """,
 }
-OPTIONS = ["--preset", "small", "--vocab-size", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
+OPTIONS = ["--preset", "gpt-125m", "--vocab-size", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
 
 
 @pytest.fixture(autouse=True)
@@ -196,10 +196,8 @@ def stand_in(tmp_path, monkeypatch):
 def small(monkeypatch):
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 128}
     sizes |= {"seq_len": 32, "batch_size": 4}
-    forms = {"small": ("gpt-125m", {}), "small-llama": ("llama-1b", {"num_query_groups": 2})}
-    forms["two-layers"] = ("gpt-125m", {"num_layers": 2})
-    for name, (preset, other) in forms.items():
-        values = PRESETS[preset].values | sizes | other
+    for name, other in {"gpt-125m": {}, "llama-1b": {"num_query_groups": 2}}.items():
+        values = PRESETS[name].values | sizes | other
         monkeypatch.setitem(PRESETS, name, Preset(summary="for this test", values=values))
 
 
@@ -350,7 +348,7 @@ def test_stages_of_a_pipeline(capsys, stand_in, processes):
 
 
 def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
-    options = ["--preset", "two-layers", "--mesh", "pipeline=2", "--microbatches", "2"]
+    options = ["--num-layers", "2", "--mesh", "pipeline=2", "--microbatches", "2"]
     status, _, _ = bench(capsys, "--recipes", "none", *options)
     assert status == 0
     assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
@@ -398,7 +396,7 @@ def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
 
 
 def test_a_model_of_llamas_form(capsys, stand_in, processes):
-    status, rows, _ = bench(capsys, "--recipes", "none", "--preset", "small-llama")
+    status, rows, _ = bench(capsys, "--recipes", "none", "--preset", "llama-1b")
     assert status == 0
     assert rows[0]["ms"] >= 20.0
     [made] = [line for line in stand_in() if "model" in line]

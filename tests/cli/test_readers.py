@@ -128,7 +128,7 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
                 assert error.startswith("jax-te: error: "), argv
                 assert error.count("\n") == 1, argv
         # Names of files and the like are looked at later.
-        names = action.choices is None and action.metavar in (None, "FILE", "DIR", "PATH", "AXES", "SIZES", "TEXT")
+        names = action.choices is None and action.metavar in (None, "FILE", "DIR", "PATH", "AXES", "TEXT", "FIELDS")
         assert refused >= 20 or (names and action.nargs != 0) or not action.option_strings, action
 
 
