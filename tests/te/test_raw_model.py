@@ -64,9 +64,9 @@ def test_the_step_learns_a_batch_by_heart(recipe):
 def test_the_row(monkeypatch, capsys):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 128}
     values = PRESETS["gpt-125m"].values | sizes | {"seq_len": 32, "batch_size": 4}
-    monkeypatch.setitem(PRESETS, "small", Preset(summary="for this test", values=values))
+    monkeypatch.setitem(PRESETS, "gpt-125m", Preset(summary="for this test", values=values))
     options = ["--num-layers", "1", "--peer", "te", "--rounds", "2", "--calls", "1", "--backend", "xla"]
-    assert main(["bench", "model", "--preset", "small", *options, "--recipes", "block"]) == 0
+    assert main(["bench", "model", "--preset", "gpt-125m", *options, "--recipes", "block"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == ["none, te.jax", "block, unrolled, recompute none"]
     assert all(row["ms"] > 0.0 and row["peak_gib"] > 0.0 for row in rows), rows
