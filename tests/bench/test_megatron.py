@@ -317,18 +317,8 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
 
 
 @pytest.mark.costly
-@pytest.mark.costly
 def test_stages_of_a_pipeline(capsys, stand_in, processes):
-    options = [
-        "--preset",
-        "two-layers",
-        "--mesh",
-        "pipeline=2,data=2,tensor=2",
-        "--microbatches",
-        "4",
-        "--batch-size",
-        "16",
-    ]
+    options = ["--num-layers", "2", "--mesh", "pipeline=2,data=2,tensor=2", "--microbatches", "4", "--batch-size", "16"]
     status, rows, _ = bench(capsys, "--recipes", "none", *options)
     assert status == 0
     assert [row["ms"] >= 20.0 for row in rows] == [True, True]
@@ -442,7 +432,9 @@ def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     assert status == 0
     own = ["jax", "jax"]  # before it starts its clock, and before it stops it
     one, two = ([count, "answer"] for count in (1, 2))
-    assert turns == ["answer", *own, "answer", "model", "answer", *one, *(3 * [*one, *two, *own, *own])]
+    # The peer makes its model while jax_te only compiles; then each takes the step that does not count.
+    made = ["answer", "answer", "model", "answer"]
+    assert turns == [*made, *own, *one, *(3 * [*one, *two, *own, *own])]
 
 
 @pytest.mark.parametrize(
