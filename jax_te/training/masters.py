@@ -139,21 +139,25 @@ def updated(
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.
     """
-    values, split = dict(nnx.to_flat_state(nnx.as_pure(new))), dict(nnx.to_flat_state(masters))
+    split = dict(nnx.to_flat_state(masters))
     layers = {path: (module, kernel) for path, module, kernel in quantizable_kernels(model)}
+    values = dict(nnx.to_flat_state(nnx.as_pure(new)))
+    kept = {path: select(finite, values[path], master.get_value()) for path, master in split.items()}
     stored = []
     for path, variable in nnx.to_flat_state(params):
-        before, after = variable.get_value(), values[path]
+        before = variable.get_value()
         if isinstance(before, QuantizedKernel):
             module, kernel = layers[path]
-            after = module.requantized(kernel, after, before)
+            after = module.requantized(kernel, values[path], before)
         else:
-            after = after.astype(before.dtype)
+            # Rounded from the selected master, which is written in any case: for a second use of the values before the
+            # selection, XLA keeps them in fp32.
+            after = kept.get(path, values[path]).astype(before.dtype)
             # Replicas select what they have of it, and all-gather the result.
             before = _as_split(before, split[path]) if path in split else before
         stored.append((path, variable.replace(select(finite, after, before))))
-    kept = [(path, master.replace(select(finite, values[path], master.get_value()))) for path, master in split.items()]
-    return nnx.from_flat_state(stored), nnx.from_flat_state(kept)
+    written = [(path, master.replace(kept[path])) for path, master in split.items()]
+    return nnx.from_flat_state(stored), nnx.from_flat_state(written)
 
 
 def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -63,7 +63,7 @@ def _rows(options: BenchModel, forms: dict[str, list[tuple[str, RunConfig, Execu
     profile = None if options.profile is None else Path(options.profile)
     backend: Any = options.backend  # one of the names that the option allows
     settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
-    for made in forms.values():
+    for made in filter(None, forms.values()):  # no form of a model where an option that names some is empty
         variants = [_variant(*each) for each in made]
         _, config, _ = made[-1]
         yield from bench_train_steps(variants, sizes_of(config), settings, peer=options.peer)
