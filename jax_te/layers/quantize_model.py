@@ -200,7 +200,8 @@ def quantize_model(
         their own, the head; print it.
 
     Raises:
-        TypeError: for a rule that is no recipe, a model that is no NNX module, or no arguments of a call.
+        TypeError: for a rule that is no recipe, a model that is no NNX module or has no ``__call__``, or a call without
+            arguments.
         ValueError: if no layer is reached; the report of what was seen is in the message.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 16, rngs=nnx.Rngs(0)))
@@ -211,6 +212,11 @@ def quantize_model(
     """
     check_flax(model, nnx.Module)
     check_inputs(model, args, kwargs)
+    if method is None and not callable(model):
+        raise TypeError(
+            f"{type(model).__name__} has no __call__: give quantize_model the function that takes the model and the "
+            "arguments, method=..."
+        )
     rules, layers, chosen = check_rules(rules), [], []
     gemms = _gemms(model, method or type(model).__call__, args, kwargs)  # type: ignore[operator]
     for parts, module in nnx.iter_modules(model):

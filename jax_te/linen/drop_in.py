@@ -36,7 +36,7 @@ from jax_te.linen.module import LinenModule
 from jax_te.recipe import autocast
 from jax_te.typing import Array
 
-# A user context takes part in the jit cache key: what was traced without this choice is traced again with them.
+# A user context takes part in the jit cache key: what was traced without this choice is traced again with it.
 _choice_in_force = jax.make_user_context(None)
 
 
