@@ -149,7 +149,7 @@ def main():
         plain = train(LM(config, nnx.Rngs(0)))
         model = LM(config, nnx.Rngs(0))
         with autocast(DelayedScaling(amax_history_len=16)):
-            print(quantize_model(model))  # the one line
+            print(quantize_model(model, next(batches(1))[:, :-1]))  # the one line
             losses = train(model)
     for name, values in (("bf16", plain), ("FP8", losses)):
         print(f"{name:5}", *(f"{value:.3f}" for value in values[:: STEPS // 6]), f"{values[-1]:.3f}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -140,15 +140,40 @@ class EinsumOp(DotGeneral):
         """
         if self.recipe is None:
             return jnp.einsum(equation, lhs, rhs, out_sharding=out_sharding, **options)
-        x, kernel, out, why = read_einsum(equation, lhs.ndim)
-        if why is not None:
-            raise ValueError(f"no recipe can quantize {equation!r}: {why}. Leave it to jnp.einsum")
-        summed = [name for name in x if name in kernel]
-        numbers = [x.index(name) for name in summed], [kernel.index(name) for name in summed]
-        y = super().__call__(lhs, rhs, (numbers, ((), ())), **options)
-        order = [name for name in (*x, *kernel) if name not in summed]
-        y = jnp.transpose(y, [order.index(name) for name in out])
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+        return _einsum(super().__call__, equation, lhs, rhs, out_sharding=out_sharding, **options)
+
+
+def dot_general_as_placed(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+) -> Array:
+    """Return ``lax.dot_general`` of an input and a kernel, placed on an Explicit mesh as a `DotGeneral` places it.
+
+    Without that, JAX refuses operands that are both split along an axis of the sum.
+
+    >>> dot_general_as_placed(jnp.ones((2, 4)), jnp.ones((4, 8)), (((1,), (0,)), ((), ()))).shape
+    (2, 8)
+    """
+    (summed, kernel_summed), _ = dimension_numbers
+    if out_sharding is None:
+        out_sharding = _out_spec(lhs, rhs, _others(lhs, summed), _others(rhs, kernel_summed))
+    return jax.lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+    )
+
+
+def einsum_as_placed(equation: str, lhs: Array, rhs: Array, *, out_sharding: Any = None, **options: Any) -> Array:
+    """Return ``jnp.einsum`` of one GEMM by `dot_general_as_placed`.
+
+    >>> einsum_as_placed("sd,fd->fs", jnp.ones((2, 4)), jnp.ones((8, 4))).shape
+    (8, 2)
+    """
+    return _einsum(dot_general_as_placed, equation, lhs, rhs, out_sharding=out_sharding, **options)
 
 
 class FlaxLinear(NamedTuple):
@@ -158,6 +183,7 @@ class FlaxLinear(NamedTuple):
         summed, features: sizes of the kernel's axes that are summed over, and of the others.
         why: why no recipe can quantize it, or None.
         op: the class that quantizes it.
+        as_placed: what computes it without a recipe, see `dot_general_as_placed`.
         default: what its attribute ``op.attribute`` is if the user gave nothing.
         stack: sizes of the axes that ``nnx.vmap`` put before the kernel's.
     """
@@ -166,6 +192,7 @@ class FlaxLinear(NamedTuple):
     features: Sequence[int]
     why: str | None = None
     op: type[DotGeneral] = DotGeneral
+    as_placed: Callable[..., Array] = dot_general_as_placed
     default: Any = None
     stack: tuple[int, ...] = ()
 
@@ -205,7 +232,7 @@ def einsum_linear(kernel: str, out: str, shape: Sequence[int], why: str | None) 
     summed, features = (
         [n for name, n in zip(kernel, shape, strict=False) if (name in out) is k] for k in (False, True)
     )
-    return FlaxLinear(summed, features, why, EinsumOp, jnp.einsum)
+    return FlaxLinear(summed, features, why, EinsumOp, einsum_as_placed, jnp.einsum)
 
 
 def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe | None) -> str | None:
@@ -255,6 +282,21 @@ def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, 
     elif len({*x}) < len(x) or len({*kernel}) < len(kernel) or {*x} ^ {*kernel} != {*out} or "." in kernel:
         why = f"{equation!r} is more than a sum over axes that input and kernel share"
     return x, kernel, out, why
+
+
+def _einsum(
+    dot_general: Callable[..., Array], equation: str, lhs: Array, rhs: Array, *, out_sharding: Any, **options: Any
+) -> Array:
+    """Return the result of an equation that is one GEMM, by ``dot_general``."""
+    x, kernel, out, why = read_einsum(equation, lhs.ndim)
+    if why is not None:
+        raise ValueError(f"no recipe can quantize {equation!r}: {why}. Leave it to jnp.einsum")
+    summed = [name for name in x if name in kernel]
+    numbers = [x.index(name) for name in summed], [kernel.index(name) for name in summed]
+    y = dot_general(lhs, rhs, (numbers, ((), ())), **options)
+    order = [name for name in (*x, *kernel) if name not in summed]
+    y = jnp.transpose(y, [order.index(name) for name in out])
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
 def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:

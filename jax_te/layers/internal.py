@@ -3,6 +3,7 @@
 from jax_te.layers.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.norm import norm_spec
 from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
 from jax_te.layers.parameters import parameter
@@ -17,28 +18,43 @@ from jax_te.layers.quantizable import (
     set_grad_sinks,
     use_cached_kernels,
 )
-from jax_te.layers.quantize_model import Rules, decide, report_of
+from jax_te.layers.quantize_model import (
+    Rules,
+    check_flax,
+    check_inputs,
+    check_rules,
+    decide,
+    other_module,
+    report_of,
+)
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
 
 __all__ = [
     "CachedKernel",
     "FlaxLinear",
+    "ModelGemms",
     "Rules",
     "TensorParallel",
     "TrainingMode",
     "arbitrary_mask",
+    "as_inputs",
     "cache_name",
     "check_context_size",
+    "check_flax",
+    "check_inputs",
+    "check_rules",
     "check_tp_group",
     "components",
     "decide",
     "drop_cached_kernels",
     "einsum_linear",
+    "gemms_of_model",
     "layer_output",
     "merge_heads",
     "natural_order",
     "norm_spec",
+    "other_module",
     "padding_pair",
     "parameter",
     "precision_reason",

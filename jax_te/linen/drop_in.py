@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,28 @@ from flax import linen as nn
 
 from jax_te import layers
 from jax_te.layers import DropInLayer, DropInReport
-from jax_te.layers.internal import FlaxLinear, Rules, decide, einsum_linear, precision_reason, read_einsum, report_of
+from jax_te.layers.internal import (
+    FlaxLinear,
+    ModelGemms,
+    Rules,
+    as_inputs,
+    check_flax,
+    check_inputs,
+    check_rules,
+    decide,
+    einsum_linear,
+    gemms_of_model,
+    other_module,
+    precision_reason,
+    read_einsum,
+    report_of,
+)
 from jax_te.linen.module import LinenModule
-from jax_te.recipe import ModuleRecipe, Recipe
+from jax_te.recipe import autocast
 from jax_te.typing import Array
 
-# A user context takes part in the jit cache key: what was traced without these rules is traced again with them.
-_rules_in_force = jax.make_user_context(None)
+# A user context takes part in the jit cache key: what was traced without this choice is traced again with it.
+_choice_in_force = jax.make_user_context(None)
 
 
 class DotGeneral(LinenModule, nnx_class=layers.DotGeneral, init=False):
@@ -49,7 +64,7 @@ class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
     """
 
 
-def quantize_model(model: nn.Module, rules: Rules | None = None) -> Any:
+def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **kwargs: Any) -> Any:
     """Return a model written in plain Flax Linen, in which recipes quantize the linear layers.
 
     Every ``nn.Dense``, ``nn.DenseGeneral`` (with it the projections of Flax's attention modules) and ``nn.Einsum`` that
@@ -58,32 +73,40 @@ def quantize_model(model: nn.Module, rules: Rules | None = None) -> Any:
     that checkpoints and optimizer states still fit, and where no recipe is in force the model computes what it computed
     before. The state of a recipe is in the collection ``_overwrite_with_gradient``, which ``init`` makes under
     the recipe, and `prepare_quantization` for parameters that exist; list it in ``variable_axes`` of ``nn.scan`` and
-    ``nn.vmap``.
+    ``nn.vmap``. Heads stay in high precision unless a rule fits them, see `jax_te.layers.quantize_model`.
 
     Args:
         model: not changed. The result is an instance of a subclass of its class, with the same fields.
+        args, kwargs: arguments of ``model.init`` after its ``rngs``, arrays or their shapes (``jax.ShapeDtypeStruct``).
+            The call is traced, not run.
         rules: glob pattern of paths (``"block_*.mlp.up"``: the names of the parameters' scopes, joined by dots) -> a
-            recipe, a `ModuleRecipe`, or None for high precision, as in `jax_te.layers.quantize_model`.
+            recipe, a `ModuleRecipe`, ``"ambient"``, or None for high precision, as in `jax_te.layers.quantize_model`.
 
     Raises:
-        TypeError: when called, for a rule that is no recipe.
-        ValueError: for a model that is bound to variables.
+        TypeError: for a rule that is no recipe, a model that is no module of Linen, or no arguments of a call.
+        ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message.
 
-    >>> model, x = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(10)])), jnp.ones((16, 32))
+    >>> x = jnp.ones((16, 32))
+    >>> model = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(16)]), x)
     >>> print(quantization_report(model, x))
     layer     class  precision
     layers_0  Dense  the ambient recipe
-    layers_1  Dense  high: its output size 10 is no multiple of 16
+    layers_1  Dense  high: it is a head: no other GEMM takes its result; a rule quantizes it
     """
+    check_flax(model, nn.Module)
+    check_inputs(model, args, kwargs)
     if model.scope is not None:
         raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
-    return _as_class(model, _quantized_class(_original(type(model)), tuple((rules or {}).items())))
+    plain = dequantize_model(model)
+    choice = _Choice(tuple(check_rules(rules).items()), _gemms(plain, args, kwargs))
+    _report(plain, choice, args, kwargs, quantize=False)
+    return _as_class(plain, _quantized_class(type(plain), choice))
 
 
 def dequantize_model(model: nn.Module) -> Any:
     """Return the model from which `quantize_model` made ``model``, or ``model``.
 
-    >>> type(dequantize_model(quantize_model(nn.Dense(16)))) is nn.Dense
+    >>> type(dequantize_model(quantize_model(nn.Dense(16), jnp.ones((16, 32))))) is nn.Dense
     True
     """
     return _as_class(model, _original(type(model)))
@@ -92,34 +115,99 @@ def dequantize_model(model: nn.Module) -> Any:
 def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
     """Return which layers of a model recipes quantize, and why others stay in high precision.
 
-    Call it under the recipe that is to be in force. It warns of rules that fit no layer, which `quantize_model` cannot:
-    a Linen model has its layers when it is called.
+    Call it under the recipe that is to be in force. It warns of rules that fit no layer.
 
     Args:
         model: of `quantize_model`. It is traced, not run.
         args, kwargs: arguments of ``model.init`` after its ``rngs``.
 
     Raises:
-        ValueError: for a model that `quantize_model` did not make.
+        ValueError: for a model that `quantize_model` did not make; if no layer is reached.
 
-    >>> quantization_report(quantize_model(nn.Dense(16), {"*": None}), jnp.ones((16, 32))).left
-    {'': "the rule '*'"}
+    >>> x = jnp.ones((16, 32))
+    >>> model = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(16)]), x, rules={"layers_1": None})
+    >>> quantization_report(model, x).left
+    {'layers_1': "the rule 'layers_1'"}
     """
-    if not hasattr(type(model), "quantization_rules"):
+    choice = getattr(type(model), "quantization_choice", None)
+    if choice is None:
         raise ValueError(f"{type(model).__name__} is not quantized; call jax_te.linen.quantize_model first")
-    rules = dict(type(model).quantization_rules)
-    found: dict[str, DropInLayer | None] = {}
-    with _quantizing(rules, found):
-        variables = jax.eval_shape(functools.partial(model.init, **kwargs), jax.random.key(0), *args)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_unboxed(variables.get("params", {}))):
-        owner = ".".join(str(part.key) for part in path[:-1])
-        ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
-        if leaf.ndim > 1 and str(path[-1].key) not in ("scale", "bias") and not ours and owner not in found:
-            found[owner] = DropInLayer(owner, "-", why="it is none of Flax's linear layers")
-    report = report_of([layer for layer in found.values() if layer is not None], rules)
+    report = _report(model, choice, args, kwargs, quantize=True)
     if report.unused_rules:
         warnings.warn(f"rules that fit no layer: {', '.join(report.unused_rules)}", stacklevel=2)
     return report
+
+
+class _Choice(NamedTuple):
+    """What decides about the layers of a model: hashable, since it is part of the jit cache key.
+
+    Args:
+        rules: patterns and what they give, in order.
+        gemms: of the model.
+    """
+
+    rules: tuple[tuple[str, Any], ...]
+    gemms: ModelGemms
+
+
+def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bool) -> DropInReport:
+    """Return the report of a traced ``model.init``.
+
+    Args:
+        quantize: whether the layers are quantized in it, so that one without its state raises.
+
+    Raises:
+        ValueError: if no layer is reached.
+    """
+    rules, found = dict(choice.rules), dict[str, DropInLayer | None]()
+    arrays, fill = as_inputs((args, kwargs))
+
+    def init(key: Any, arrays: Any) -> Any:
+        given, named = fill(arrays)
+        return model.init(key, *given, **named)
+
+    with _quantizing(choice, found, quantize=quantize):
+        variables = jax.eval_shape(init, jax.random.key(0), arrays)
+    others: dict[str, list[str]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_unboxed(variables.get("params", {}))):
+        *parts, name = (str(part.key) for part in path)
+        owner = ".".join(parts)
+        ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
+        if leaf.ndim > 1 and name not in ("scale", "bias") and not ours and owner not in found:
+            others.setdefault(owner, []).append(name)
+    entries = [layer for layer in found.values() if layer is not None]
+    # Linen's variables do not tell the classes of the modules that made them.
+    entries += [other_module(owner, "-", names, choice.gemms) for owner, names in others.items()]
+    report = report_of(entries, rules)
+    if not report.quantized:
+        raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
+    return report
+
+
+def _gemms(model: Any, args: Any, kwargs: Any) -> ModelGemms:
+    """Return the GEMMs of a call, which are the same under every recipe, and without one can be read."""
+    arrays, fill = as_inputs((args, kwargs))
+
+    def init(key: Any, arrays: Any) -> Any:
+        given, named = fill(arrays)
+        return model.init(key, *given, **named)
+
+    def apply(variables: Any, key: Any, arrays: Any) -> None:
+        given, named = fill(arrays)
+        # Flax draws from "params" what other keys would be for.
+        model.apply(variables, *given, rngs={"params": key}, **{**named, "mutable": True})
+
+    with autocast(None):
+        key = jax.random.key(0)
+        variables = jax.eval_shape(init, key, arrays)
+        jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
+    parameters = {}
+    for variable, (path, _) in zip(jaxpr.invars, jax.tree_util.tree_leaves_with_path(variables), strict=False):
+        # A box's own part of the path is that of an attribute.
+        collection, *names = (str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
+        if collection == "params":
+            parameters[variable] = ".".join(names)
+    return gemms_of_model(jaxpr, parameters)
 
 
 def _unboxed(tree: Any) -> Any:
@@ -132,7 +220,7 @@ def _unboxed(tree: Any) -> Any:
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
 @functools.lru_cache(maxsize=512)
-def _quantized_class(cls: type[nn.Module], rules: tuple[tuple[str, Recipe | ModuleRecipe | None], ...]) -> Any:
+def _quantized_class(cls: type[nn.Module], choice: _Choice) -> Any:
     """Return a subclass of ``cls`` all of whose methods run under `_quantizing`."""
 
     def quantizing(name: str, method: Any) -> Any:
@@ -140,7 +228,7 @@ def _quantized_class(cls: type[nn.Module], rules: tuple[tuple[str, Recipe | Modu
         @nn.nowrap
         @functools.wraps(method, updated=())
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _quantizing(dict(rules)):
+            with _quantizing(choice):
                 return getattr(super(made, self), name)(*args, **kwargs)
 
         return run
@@ -149,14 +237,14 @@ def _quantized_class(cls: type[nn.Module], rules: tuple[tuple[str, Recipe | Modu
     names = {name for base in own for name, value in vars(base).items() if inspect.isfunction(value)}
     public = {name for name in names if not name.startswith("_")} - {"setup", *vars(nn.Module)} | {"__call__"}
     methods = {name: quantizing(name, getattr(cls, name)) for name in (*public, "apply", "init_with_output")}
-    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "quantization_rules": rules, **methods}
+    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "quantization_choice": choice, **methods}
     made: Any = type(cls.__name__, (cls,), namespace)
     return made
 
 
 def _original(cls: Any) -> Any:
     """Return the class of which `_quantized_class` made ``cls``, or ``cls``."""
-    return cls.__bases__[0] if hasattr(cls, "quantization_rules") else cls
+    return cls.__bases__[0] if hasattr(cls, "quantization_choice") else cls
 
 
 def _as_class(model: nn.Module, cls: type[nn.Module]) -> Any:
@@ -165,18 +253,21 @@ def _as_class(model: nn.Module, cls: type[nn.Module]) -> Any:
 
 
 @contextlib.contextmanager
-def _quantizing(rules: Rules, found: dict[str, DropInLayer | None] | None = None) -> Iterator[None]:
-    """Quantize the linear layers that run inside and that ``rules`` do not exclude; note in ``found`` what is done."""
+def _quantizing(
+    choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
+) -> Iterator[None]:
+    """Quantize the linear layers that run inside as ``choice`` says; note in ``found`` what is done."""
+    rules = dict(choice.rules)
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path, entry, own = context.module, ".".join(context.module.path), None, None
         layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
         if layer is not None:
-            entry, own = decide(path, type(module).__name__, rules, layer)
+            entry, own = decide(path, type(module).__name__, rules, layer, choice.gemms)
         # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
         if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
             found.setdefault(path, entry)
-        if entry is None or entry.why is not None:
+        if not quantize or entry is None or entry.why is not None:
             return run(*args, **kwargs)
         if isinstance(module, nn.Einsum):
             return _einsum(module, own, *args, **kwargs)
@@ -187,9 +278,8 @@ def _quantizing(rules: Rules, found: dict[str, DropInLayer | None] | None = None
         finally:
             object.__setattr__(module, "dot_general_cls", None)
 
-    pairs = tuple(rules.items())
-    again = _rules_in_force.value == pairs  # in a method that another one called
-    with _rules_in_force(pairs), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
+    again = _choice_in_force.value == choice  # in a method that another one called
+    with _choice_in_force(choice), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
         yield
 
 

@@ -160,11 +160,11 @@ def test_deferred_gradients_and_drop_ins_refuse_them() -> None:
         with pytest.raises(TypeError, match=REFUSED):
             jax.grad(lambda x: jnp.sum(deferred_vjp(lambda m, x: m(x), model, x)[1](jnp.cos(x)).inputs[0] ** 2))(x)
         own = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
-        quantize_model(own)
+        quantize_model(own, x, rules={"*": "ambient"})
         loss, params = loss_of(own)
         with pytest.raises(TypeError, match=REFUSED):
             jax.grad(penalty(loss))(params, x)
-        dropped = linen.quantize_model(nn.Dense(32))
+        dropped = linen.quantize_model(nn.Dense(32), x)
         variables = dropped.init(jax.random.key(0), x)
         with pytest.raises(TypeError, match=REFUSED):
             jax.grad(penalty(lambda variables, x: jnp.sum(dropped.apply(variables, x))))(variables, x)

@@ -31,13 +31,14 @@ def test_a_quantized_layer_of_flax_is_the_layer_of_this_package(recipe):
     with autocast(recipe), use_backend("te"):
         library = Linear(64, 64, bias=False, rngs=nnx.Rngs(0))
         library.kernel.set_value(flax.kernel.get_value())
-        quantize_model(flax)
+        quantize_model(flax, x)
         assert explain_backend("dense", recipe=recipe).backend == "te"
         values = [nnx.jit(value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))(m, x) for m in (flax, library)]
     for one, other in zip(*map(jax.tree.leaves, values), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
+ALL = {"*": "ambient"}  # the heads, too
 RULES = (("batch", "data"), ("embed", None), ("mlp", "model"))
 
 
@@ -77,12 +78,12 @@ def test_layers_of_flax_run_in_te_on_a_mesh_as_on_one_device(kind):
     with autocast(recipe), use_backend("te"):
         with nnx.use_eager_sharding(False):
             plain = MLP(nnx.Rngs(0))
-            quantize_model(plain)
+            quantize_model(plain, x, rules=ALL)
             expected = run(plain, x)
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
             split = MLP(nnx.Rngs(0))
-            quantize_model(split)
+            quantize_model(split, x, rules=ALL)
             actual = run(split, jax.device_put(x, jax.P("data")))
             assert split.up.kernel.get_value().sharding.spec == jax.P(None, "model")
     for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
@@ -94,7 +95,8 @@ def test_layers_of_flax_run_in_te_on_a_mesh_as_on_one_device(kind):
 
 
 def test_layers_of_linen_run_in_te_on_a_mesh_as_on_one_device():
-    x, model = jax.random.normal(jax.random.key(0), (8, 32, 64)), te.quantize_model(LinenMLP())
+    x = jax.random.normal(jax.random.key(0), (8, 32, 64))
+    model = te.quantize_model(LinenMLP(), x, rules=ALL)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with autocast(Float8CurrentScaling(amax_scope="whole")), use_backend("te"):
         variables = model.init(jax.random.key(0), x)
@@ -110,7 +112,7 @@ def test_layers_of_linen_run_in_te_on_a_mesh_as_on_one_device():
 def test_what_keeps_a_layer_of_flax_from_te_on_a_mesh():
     x, types = jnp.ones((8, 32, 64)), {"axis_types": (AxisType.Auto,) * 2}
     model = MLP(nnx.Rngs(0), names=None)
-    quantize_model(model)
+    quantize_model(model, x, rules=ALL)
     with autocast(Float8CurrentScaling()), use_backend("te"):
         with jax.set_mesh(jax.make_mesh((8, 1), ("data", "model"), **types)):
             model(x)  # kernels without names are whole where the batch has all devices
@@ -156,7 +158,7 @@ def test_whole_models_of_flax_run_in_te_on_a_mesh():
     ):
         with nnx.logical_axis_rules(nnx_lm.RULES):
             model = nnx_lm.LM(nnx_lm.Config(**sizes), nnx.Rngs(0))
-            assert len(quantize_model(model).quantized) == 8
+            assert len(quantize_model(model, rows[:, :-1], rules=ALL).quantized) == 8
             graphdef, state = nnx.split(model)
 
             def derivative(state):
@@ -165,7 +167,8 @@ def test_whole_models_of_flax_run_in_te_on_a_mesh():
             jaxpr = str(jax.make_jaxpr(derivative)(state))
         with nn.logical_axis_rules(linen_lm.RULES):
             # Flax fails to initialize a DenseGeneral over several axes that have names.
-            model = te.quantize_model(linen_lm.LM(linen_lm.Config(**sizes)), {"*.attention.out": None})
+            plain, rules = linen_lm.LM(linen_lm.Config(**sizes)), {"*.attention.out": None, **ALL}
+            model = te.quantize_model(plain, rows[:, :-1], rules=rules)
             variables = jax.eval_shape(model.init, jax.random.key(0), rows[:, :-1])
             loss = jax.grad(lambda variables: model.apply(variables, rows[:, :-1]).astype(jnp.float32).sum())
             linen_jaxpr = str(jax.make_jaxpr(loss)(variables))
