@@ -26,7 +26,7 @@ from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.signs import Signs
+from jax_te.checkpoint.signs import Signs, shortened
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
 from jax_te.config.internal import check_choice, check_positive, checked
@@ -511,7 +511,7 @@ class TrainCheckpointer:
             full = any("No space left" in text or "ENOSPC" in text for text in texts)
             last = max(self._steps(), default=None)
             good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
-            cause = "no space left on the disk" if full else texts[-1][:300]
+            cause = "no space left on the disk" if full else shortened(texts[-1])
             advice = "Free some space, or save elsewhere"
             if isinstance(error, TimeoutError):  # `_raise_if_lost`'s
                 advice = "End this process and start all again" if texts[0].startswith("process") else advice

@@ -21,6 +21,16 @@ _BUSY = 0.05
 _LONGEST_INTERVAL = 2.0
 
 
+def shortened(text: str, length: int = _TEXT) -> str:
+    """Return a text of at most so many characters, without its middle: the reason stands at the end of an error.
+
+    >>> shortened("Failed writing in a/very/long/path: File too large", 33)
+    'Failed writing … File too large'
+    """
+    half = (length - 3) // 2
+    return text if len(text) <= length else f"{text[:half].rstrip()} … {text[-half:].lstrip()}"
+
+
 class Sign(NamedTuple):
     """What a process says of itself.
 
@@ -202,7 +212,7 @@ class Signs:
     def _take_error(self, text: str) -> None:
         """Keep the first error: others follow from it."""
         with self._of_own:
-            self._own = self._own._replace(error=self._own.error or text[:_TEXT])
+            self._own = self._own._replace(error=self._own.error or shortened(text))
 
     def _watch(self) -> None:
         """Count the time, and see what it means: without files, which may be what hangs."""
