@@ -204,6 +204,7 @@ def _call_of(nnx_class: Any) -> Any:
         *before, last = signature.parameters.values()
         several = [*before, deterministic, last] if last.kind is last.VAR_KEYWORD else [*before, last, deterministic]
         __call__.__signature__ = signature.replace(parameters=several)  # type: ignore[attr-defined]
+        del __call__.__wrapped__  # whose source has other defaults than this signature, and the pages read both
     return __call__
 
 
