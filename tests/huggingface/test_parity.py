@@ -113,6 +113,13 @@ def make(name: str, folder: Path, **sizes: Any) -> Any:
     return model
 
 
+def loaded(folder: Path) -> Any:
+    """The model of a folder, in evaluation, as transformers gives its models: those with dropout draw nothing."""
+    model = load_huggingface(folder)
+    model.eval()
+    return model
+
+
 def tokens_of(model: Any, length: int = 12) -> np.ndarray:
     return np.random.default_rng(0).integers(0, model.config.vocab_size, (2, length))
 
@@ -136,7 +143,7 @@ def said_by(model: T5Model, tokens: jax.Array, steps: int) -> jax.Array:
 def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = make(name, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
-    ours = load_huggingface(tmp_path)
+    ours = loaded(tmp_path)
     tokens = tokens_of(theirs)
     expected = logits_of(theirs, tokens)
     prompt = jnp.asarray(tokens, jnp.int32)
@@ -252,7 +259,7 @@ def test_a_checkpoint_in_bf16(tmp_path: Path) -> None:
     for path in tmp_path.glob("model*"):
         path.unlink()
     theirs.save_pretrained(tmp_path)
-    ours = load_huggingface(tmp_path)
+    ours = loaded(tmp_path)
     assert ours.config.params_dtype == jnp.bfloat16
     save_huggingface(ours, tmp_path / "back")
     back = type(theirs).from_pretrained(tmp_path / "back")
@@ -278,12 +285,12 @@ def test_a_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     tokens = tokens_of(theirs)
     logits = logits_of(theirs, tokens)
-    assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits, 2.0**-18)
+    assert_close(loaded(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits, 2.0**-18)
     names = {
         name if name.startswith("transformer.") else f"transformer.{name}": value for name, value in tensors.items()
     }
     save_file(names | {"lm_head.weight": tensors["wte.weight"].clone()}, tmp_path / "model.safetensors")
-    assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits, 2.0**-18)
+    assert_close(loaded(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits, 2.0**-18)
     save_file(names | {"lm_head.weight": tensors["wte.weight"] + 1.0}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head\.weight is unexpected"):
         load_huggingface(tmp_path)
@@ -297,7 +304,7 @@ def test_older_fields_of_rotary_positions(tmp_path: Path) -> None:
     values |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(values))
     tokens = tokens_of(theirs)
-    assert_close(load_huggingface(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits_of(theirs, tokens), 2.0**-18)
+    assert_close(loaded(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits_of(theirs, tokens), 2.0**-18)
 
 
 def test_padding_token_types_and_pooler_of_bert(tmp_path: Path) -> None:
@@ -310,13 +317,13 @@ def test_padding_token_types_and_pooler_of_bert(tmp_path: Path) -> None:
         out = theirs(torch.tensor(tokens), attention_mask=mask, token_type_ids=torch.tensor(types)).logits.numpy()
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(types, jnp.int32), jnp.asarray(lengths, jnp.int32)
     run = quick_jit(lambda model, tokens, types, lengths: model(tokens, tokentypes=types, lengths=lengths))
-    actual = np.asarray(run(load_huggingface(tmp_path), *arrays))
+    actual = np.asarray(run(loaded(tmp_path), *arrays))
     for row, length in enumerate(lengths):
         assert_close(actual[row, :length], out[row, :length], 2.0**-18)
 
     encoder = transformers.BertModel(theirs.config).eval()
     encoder.save_pretrained(tmp_path / "encoder")
-    ours = load_huggingface(tmp_path / "encoder")
+    ours = loaded(tmp_path / "encoder")
     with torch.no_grad():
         pooled = encoder(torch.tensor(tokens), token_type_ids=torch.tensor(types)).pooler_output.numpy()
     assert_close(ours.pool(ours.encode(arrays[0], tokentypes=arrays[1])), pooled, 2.0**-18)
@@ -335,4 +342,4 @@ def test_padding_token_types_and_pooler_of_bert(tmp_path: Path) -> None:
     for path in tmp_path.glob("model*"):
         path.unlink()
     save_file(tensors, tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(run(load_huggingface(tmp_path), *arrays), actual)
+    np.testing.assert_array_equal(run(loaded(tmp_path), *arrays), actual)
