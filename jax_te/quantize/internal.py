@@ -1,6 +1,7 @@
 """Names of `jax_te.quantize` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK
+from jax_te.quantize.guard import Guard
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.nvfp4 import rounding_key
 from jax_te.quantize.observe import ambient_observer, current_observer
@@ -16,6 +17,7 @@ __all__ = [
     "MX_BLOCK",
     "ROLES",
     "Gemm",
+    "Guard",
     "OpaqueTree",
     "Operand",
     "Precision",
