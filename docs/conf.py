@@ -55,7 +55,7 @@ PARTS = [
         "models",
         "checkpoint",
     ),
-    *("checkpoint", "huggingface", "torch_files", "training", "data", "metrics", "linen"),
+    *("checkpoint", "interop.huggingface", "interop.torch", "interop.megatron", "training", "data", "metrics", "linen"),
 ]
 HOMES: dict[str, str] = {}
 for part in PARTS:

@@ -21,10 +21,10 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.config.internal import read_text
 from jax_te.data.internal import FILE_NAME
-from jax_te.huggingface import load_huggingface, save_huggingface
-from jax_te.huggingface.internal import CONFIG
+from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface.internal import CONFIG
+from jax_te.interop.megatron import load_megatron, save_megatron
 from jax_te.metrics.internal import counting
-from jax_te.torch_files import load_megatron, save_megatron
 from jax_te.training import exact_model
 
 

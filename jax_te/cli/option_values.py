@@ -98,7 +98,7 @@ def schedule(text: str) -> str:
 def architecture(text: str) -> str:
     """Return the name of an architecture of Hugging Face: an argparse type."""
     # Imported only when a name is given: it imports jax, a second that --help does without.
-    from jax_te.huggingface import ARCHITECTURES
+    from jax_te.interop.huggingface import ARCHITECTURES
 
     if text not in ARCHITECTURES:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(ARCHITECTURES)}, got {brief(text)}")
