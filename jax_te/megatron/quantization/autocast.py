@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import contextlib
 
-from jax_te.megatron.quant_params import TEQuantizationParams
-from jax_te.megatron.quant_recipe import TEQuantizationRecipe
+from jax_te.megatron.quantization.te_params import TEQuantizationParams
+from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe
 from jax_te.recipe import autocast, current_recipe
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_te.config import PrecisionConfig
 from jax_te.config.internal import checked, log_hints
-from jax_te.megatron.quant_recipe import resolve_factory
+from jax_te.megatron.quantization.te_recipe import resolve_factory
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from tests.megatron.test_quant_config import EXAMPLE
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import (
@@ -26,13 +27,12 @@ from jax_te.megatron import (
     apply_quantization_config,
     load_quantization_recipe,
 )
-from jax_te.megatron.quant_paths import megatron_path
+from jax_te.megatron.quantization.gemm_paths import megatron_path
 from jax_te.models import Execution, GPTModel
 from jax_te.ops import activation, layernorm
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, ModuleRecipe, autocast
 from tests.megatron.test_float16 import BF16
-from tests.megatron.test_quant_config import EXAMPLE
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, quick_jit, relative_l2
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)

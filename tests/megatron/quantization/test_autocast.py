@@ -1,4 +1,4 @@
-"""Every row of the table in `jax_te.megatron.quant_autocast`, in each of the four places that know it."""
+"""Every row of the table in `jax_te.megatron.quantization.autocast`, in each of the four places that know it."""
 
 from __future__ import annotations
 

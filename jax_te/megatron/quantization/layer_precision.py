@@ -7,8 +7,8 @@ from typing import Any
 from flax import nnx
 
 from jax_te.layers import QuantizableModule
-from jax_te.megatron.quant_config import QuantizationConfig
-from jax_te.megatron.quant_params import TEQuantizationParams
+from jax_te.megatron.quantization.rules import QuantizationConfig
+from jax_te.megatron.quantization.te_params import TEQuantizationParams
 from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 
 _ANY_RECIPE = Float8CurrentScaling()  # stands for a quantized ambient context; which recipe it is does not matter

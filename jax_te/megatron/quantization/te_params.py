@@ -8,8 +8,8 @@ from typing import Any
 
 from jax_te.config.internal import brief, checked
 from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigType
-from jax_te.megatron.quant_config import QuantizationConfig
-from jax_te.megatron.quant_recipe import TEQuantizationRecipe
+from jax_te.megatron.quantization.rules import QuantizationConfig
+from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe
 from jax_te.recipe import ModuleRecipe, Recipe
 
 _FLAGS = ("override_quantized_autocast", "override_nonquantized_autocast")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_te.config.internal import brief, check_annotations, checked
-from jax_te.megatron.yaml_file import read_yaml
+from jax_te.megatron.quantization.yaml_file import read_yaml
 from jax_te.recipe.internal import first_rule
 
 _logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from flax import nnx
 
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron.float16 import Float16Module
-from jax_te.megatron.quant_config import RecipeConfig, get_quant_config_or_none, match_context
-from jax_te.megatron.quant_layer import own_recipe
-from jax_te.megatron.quant_params import TwoModeRecipe
-from jax_te.megatron.quant_paths import kernel_paths
+from jax_te.megatron.quantization.gemm_paths import kernel_paths
+from jax_te.megatron.quantization.layer_precision import own_recipe
+from jax_te.megatron.quantization.rules import RecipeConfig, get_quant_config_or_none, match_context
+from jax_te.megatron.quantization.te_params import TwoModeRecipe
 from jax_te.recipe import ModuleRecipe, Recipe
 
 _logger = logging.getLogger(__name__)
