@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, check_rate, checked, log_hints
-from jax_te.layers.context_parallel import ContextParallelModule
-from jax_te.layers.packed import PackedSeqParams
+from jax_te.layers.attention.context_parallel import ContextParallelModule
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.parameters import constant
-from jax_te.layers.qkv import HEAD_AXES
 from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
 from jax_te.ops.internal import QKV, AttentionArrays, normal_window

@@ -9,16 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import check_positive, checked
-from jax_te.layers.attention import DotProductAttention, check_heads
-from jax_te.layers.context_parallel import ContextParallelModule
-from jax_te.layers.kv_cache import KVCache, WindowKVCache
-from jax_te.layers.layernorm_linear import LayerNormLinear
-from jax_te.layers.linear import Linear
-from jax_te.layers.norm import make_norm
-from jax_te.layers.options import AttentionOptions, CoreCall, CoreOptions, LinearOptions, NormOptions
-from jax_te.layers.packed import PackedSeqParams
-from jax_te.layers.parameters import value_or_none
-from jax_te.layers.qkv import (
+from jax_te.layers.attention.context_parallel import ContextParallelModule
+from jax_te.layers.attention.dot_product_attention import DotProductAttention, check_heads
+from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.attention.qkv import (
     HEAD_AXES,
     merge_heads,
     pack_qkv,
@@ -28,8 +23,13 @@ from jax_te.layers.qkv import (
     split_qkv,
     split_query,
 )
+from jax_te.layers.attention.rotary import Rotary
+from jax_te.layers.layernorm_linear import LayerNormLinear
+from jax_te.layers.linear import Linear
+from jax_te.layers.norm import make_norm
+from jax_te.layers.options import AttentionOptions, CoreCall, CoreOptions, LinearOptions, NormOptions
+from jax_te.layers.parameters import value_or_none
 from jax_te.layers.results import layer_output
-from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import Window, layernorm
 from jax_te.ops.internal import normal_window

@@ -7,7 +7,7 @@ from math import prod
 
 import jax.numpy as jnp
 
-from jax_te.layers.rotary import Rotary, apply_rotary
+from jax_te.layers.attention.rotary import Rotary, apply_rotary
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 

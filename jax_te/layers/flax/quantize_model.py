@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from jax_te.layers.drop_in import DotGeneral, FlaxLinear, flax_linear, size_reason
-from jax_te.layers.drop_in_mesh import kernel_names
-from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
+from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, flax_linear, size_reason
+from jax_te.layers.flax.drop_in_mesh import kernel_names
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule, natural_order
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe
@@ -100,7 +100,7 @@ def check_flax(model: Any, kind: type) -> None:
     if any(name.startswith("flax.linen.") for name in bases):
         way = "call jax_te.linen.quantize_model for a model of Flax Linen"
     elif any(name.startswith("flax.nnx.") for name in bases):
-        way = "call jax_te.layers.quantize_model for a model of Flax NNX"
+        way = "call jax_te.layers.flax.quantize_model for a model of Flax NNX"
     else:
         of = "a module of Equinox" if any(name.startswith("equinox.") for name in bases) else "it"
         way = (

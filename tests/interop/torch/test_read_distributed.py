@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.interop.torch.test_read_file import Runs, message_of
 
 from jax_te.interop.torch import read_torch_distributed
+from tests.interop.torch.test_read_file import Runs, message_of
 from tests.support.distributed_folder import write_distributed
 
 ARRAYS = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b.c": np.arange(3), "d": np.ones((), np.float16)}

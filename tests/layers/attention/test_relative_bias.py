@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import RelativePositionBias
-from jax_te.layers.relative_bias import relative_buckets
+from jax_te.layers.attention.relative_bias import relative_buckets
 from tests.support.meshes import shard
 from tests.support.numerics import assert_bitwise, draw
 
