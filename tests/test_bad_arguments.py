@@ -46,8 +46,8 @@ from jax_te import (
     te_pytorch,
     training,
 )
+from jax_te._validation import brief, checked
 from jax_te.config import ModelParallelConfig, TransformerConfig
-from jax_te.config.internal import brief, checked
 from jax_te.recipe import DelayedScaling
 from tests.support.numerics import NO_DROPOUT, without_type_checker
 

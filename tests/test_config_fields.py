@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jax_te._validation.checks import _log_hint, log_once
 from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
-from jax_te.config.checks import _log_hint, log_once
 from jax_te.config.internal import scaled_normal_init
 from jax_te.config.megatron_fields import parsed
 from jax_te.layers import normal_init

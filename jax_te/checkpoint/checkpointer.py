@@ -21,6 +21,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
@@ -29,7 +30,6 @@ from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.signs import Signs, shortened
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
-from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.typing import PyTree
 
 SIGNS = ".processes"

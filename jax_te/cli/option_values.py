@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te.config.internal import brief
+from jax_te._validation import brief
 from jax_te.pipeline import PipelineConfig
 from jax_te.recipe.internal import MAX_MARGIN
 

@@ -8,7 +8,7 @@ import difflib
 import functools
 from typing import Any, TypeVar
 
-from jax_te.config.checks import log_hints
+from jax_te._validation import log_hints
 
 T = TypeVar("T", bound=type)
 

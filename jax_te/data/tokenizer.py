@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.internal import checked, require_extra
+from jax_te._validation import checked, require_extra
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 2**28

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive, check_rate, checked, log_hints
 from jax_te.config import ActivationLike
-from jax_te.config.internal import check_positive, check_rate, checked, log_hints
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention

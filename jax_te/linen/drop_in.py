@@ -73,14 +73,14 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     that checkpoints and optimizer states still fit, and where no recipe is in force the model computes what it computed
     before. The state of a recipe is in the collection ``_overwrite_with_gradient``, which ``init`` makes under
     the recipe, and `prepare_quantization` for parameters that exist; list it in ``variable_axes`` of ``nn.scan`` and
-    ``nn.vmap``. Heads stay in high precision unless a rule fits them, see `jax_te.layers.flax.quantize_model`.
+    ``nn.vmap``. Heads stay in high precision unless a rule fits them, see `jax_te.layers.quantize_model`.
 
     Args:
         model: not changed. The result is an instance of a subclass of its class, with the same fields.
         args, kwargs: arguments of ``model.init`` after its ``rngs``, arrays or their shapes (``jax.ShapeDtypeStruct``).
             The call is traced, not run.
         rules: glob pattern of paths (``"block_*.mlp.up"``: the names of the parameters' scopes, joined by dots) -> a
-            recipe, a `ModuleRecipe`, ``"ambient"``, or None for high precision, as in `jax_te.layers.flax.quantize_model`.
+            recipe, a `ModuleRecipe`, ``"ambient"``, or None for high precision, as in `jax_te.layers.quantize_model`.
 
     Raises:
         TypeError: for a rule that is no recipe, a model that is no module of Linen, or no arguments of a call.

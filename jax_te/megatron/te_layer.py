@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jax_te._validation import log_hints
 from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import SYMMETRIC_AR_TYPES, log_hints
+from jax_te.config.internal import SYMMETRIC_AR_TYPES
 from jax_te.layers import QuantizableModule
 from jax_te.layers.internal import TensorParallel, check_context_size
 from jax_te.megatron.quantization.layer_precision import finish_init, will_execute_quantized

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel

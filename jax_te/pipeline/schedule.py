@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_te.config.internal import check_choice, check_positive, checked
+from jax_te._validation import check_choice, check_positive, checked
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 """Names of `make_schedule`."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked, float_dtype
+from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.pipeline import PipelineConfig
 from jax_te.pipeline.internal import pipeline_stages, stage_rules
 from jax_te.quantize import frozen_scales, write_back

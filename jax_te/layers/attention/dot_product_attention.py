@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, check_rate, checked, log_hints
+from jax_te._validation import check_positive, check_rate, checked, log_hints
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.qkv import HEAD_AXES

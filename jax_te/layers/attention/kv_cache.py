@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive, float_dtype
+from jax_te._validation import check_positive, float_dtype
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked
+from jax_te._validation import check_positive, checked
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, check_heads
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache

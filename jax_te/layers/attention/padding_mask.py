@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import log_once
+from jax_te._validation import log_once
 from jax_te.ops import Window
 from jax_te.ops.internal import normal_window
 from jax_te.typing import Array

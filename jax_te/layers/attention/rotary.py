@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import check_float
+from jax_te._validation import check_float
 from jax_te.layers.attention.rotary_scaling import RotaryScaling
 from jax_te.typing import Array
 

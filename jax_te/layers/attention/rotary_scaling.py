@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_te.config.internal import check_annotations, check_positive
+from jax_te._validation import check_annotations, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule

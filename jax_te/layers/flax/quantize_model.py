@@ -100,7 +100,7 @@ def check_flax(model: Any, kind: type) -> None:
     if any(name.startswith("flax.linen.") for name in bases):
         way = "call jax_te.linen.quantize_model for a model of Flax Linen"
     elif any(name.startswith("flax.nnx.") for name in bases):
-        way = "call jax_te.layers.flax.quantize_model for a model of Flax NNX"
+        way = "call jax_te.layers.quantize_model for a model of Flax NNX"
     else:
         of = "a module of Equinox" if any(name.startswith("equinox.") for name in bases) else "it"
         way = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_te._validation import checked, log_hints
 from jax_te.config import PrecisionConfig
-from jax_te.config.internal import checked, log_hints
 from jax_te.megatron.quantization.te_recipe import resolve_factory
 from jax_te.recipe import (
     CustomRecipe,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_te.config.internal import brief, check_annotations, checked
+from jax_te._validation import brief, check_annotations, checked
 from jax_te.megatron.quantization.yaml_file import read_yaml
 from jax_te.recipe.internal import first_rule
 

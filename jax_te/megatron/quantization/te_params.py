@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te.config.internal import brief, checked
+from jax_te._validation import brief, checked
 from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigType
 from jax_te.megatron.quantization.rules import QuantizationConfig
 from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe

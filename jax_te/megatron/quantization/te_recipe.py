@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jax_te.config.internal import brief, checked, log_once
+from jax_te._validation import brief, checked, log_once
 from jax_te.megatron.enums import Fp4Recipe, Fp8Recipe
 from jax_te.recipe import (
     CustomRecipe,

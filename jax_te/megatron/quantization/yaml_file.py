@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from jax_te.config.internal import brief, read_text
+from jax_te._validation import brief, read_text
 
 MAX_CHARACTERS = 2**18
 """Of a YAML text, which PyYAML reads in some seconds. A rule for each of 1,000 layers takes half of it."""

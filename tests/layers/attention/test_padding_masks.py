@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.config.checks import log_once
+from jax_te._validation import log_once
 from jax_te.layers import TransformerLayer
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw
 

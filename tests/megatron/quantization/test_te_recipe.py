@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jax_te.config.checks import log_once
+from jax_te._validation import log_once
 from jax_te.megatron import (
     Fp4Recipe,
     Fp8Recipe,

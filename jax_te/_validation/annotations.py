@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Unio
 
 import numpy as np
 
-from jax_te.config.files import brief
+from jax_te._validation.files import brief
 from jax_te.typing import Words
 
 T = TypeVar("T")

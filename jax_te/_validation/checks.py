@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
 import numpy as np
 
-from jax_te.config.annotations import PLAIN, is_integer
-from jax_te.config.files import brief
+from jax_te._validation.annotations import PLAIN, is_integer
+from jax_te._validation.files import brief
 from jax_te.typing import DTypeLike
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
