@@ -55,7 +55,7 @@ PARTS = [
         "models",
         "checkpoint",
     ),
-    *("checkpoint", "interop.huggingface", "interop.torch", "interop.megatron", "training", "data", "metrics", "linen"),
+    *("checkpoint", "interop.huggingface", "interop.torch", "interop.megatron", "training", "training.pipeline", "data", "metrics", "linen"),
 ]
 HOMES: dict[str, str] = {}
 for part in PARTS:

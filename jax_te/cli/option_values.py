@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te._validation import brief
-from jax_te.pipeline import PipelineConfig
+from jax_te.config import PipelineConfig
 from jax_te.recipe.internal import MAX_MARGIN
 
 FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"

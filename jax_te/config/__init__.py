@@ -9,6 +9,7 @@ from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.initializers import NormalInit
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
 from jax_te.config.model_parallel import ModelParallelConfig
+from jax_te.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from jax_te.config.precision import PrecisionConfig
 from jax_te.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
 from jax_te.config.transformer import TransformerConfig
@@ -17,6 +18,7 @@ __all__ = [
     "ACTIVATIONS",
     "CP_COMM_TYPES",
     "MESH_AXES",
+    "PIPELINE_SCHEDULES",
     "RECOMPUTE_MODULES",
     "ActivationLike",
     "ActivationParams",
@@ -25,6 +27,7 @@ __all__ = [
     "ModelParallelConfig",
     "NormalInit",
     "ParallelConfig",
+    "PipelineConfig",
     "PrecisionConfig",
     "RecomputeConfig",
     "TransformerConfig",

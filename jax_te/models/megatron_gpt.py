@@ -74,7 +74,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         vp_stage: stored; ``stage_layers`` says which layers the stage has.
         execution: as in `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
-            process groups, of which JAX has none; `jax_te.pipeline.split_layers` counts them.
+            process groups, of which JAX has none; `jax_te.training.pipeline.split_layers` counts them.
         rngs: the ``params`` stream draws all weights.
 
     Raises:

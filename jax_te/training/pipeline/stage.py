@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.pipeline.internal import AXIS, Flat
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.sharding import constrain
 from jax_te.training.gradients import Gradients, WeightedMean, as_created
 from jax_te.training.kernel_gradients import Summands
 from jax_te.training.loss_scale import ConstantLossScale
-from jax_te.training.stage_model import StageModel, arguments
-from jax_te.training.stage_residuals import Residuals
+from jax_te.training.pipeline.cut import AXIS, Flat
+from jax_te.training.pipeline.stage_model import StageModel, arguments
+from jax_te.training.pipeline.stage_residuals import Residuals
 from jax_te.typing import Array
 
 

@@ -11,14 +11,15 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from jax_te.layers.internal import quantize_kernels, use_cached_kernels
-from jax_te.pipeline import Schedule
-from jax_te.pipeline.internal import AXIS, Cut, Flat, StackCall, call_of_stack, is_array_tree, replace_stack
+from jax_te.models.internal import StackCall, call_of_stack, replace_stack
 from jax_te.quantize import QuantizerState
 from jax_te.training import gradients
 from jax_te.training.deferred import deferred_vjp, with_summands
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean
 from jax_te.training.kernel_gradients import KernelGradients, Path, Summands
 from jax_te.training.loss_scale import LossScale
+from jax_te.training.pipeline.cut import AXIS, Cut, Flat, is_array_tree
+from jax_te.training.pipeline.schedule import Schedule
 from jax_te.typing import Array, PyTree
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.training.stage_model import StageModel, arguments, depends
+from jax_te.training.pipeline.stage_model import StageModel, arguments, depends
 from jax_te.typing import Array, PyTree
 
 

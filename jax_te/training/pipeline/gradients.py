@@ -11,16 +11,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_te.pipeline import PipelineConfig, Schedule, make_schedule
-from jax_te.pipeline.internal import AXIS, Cut, Flat, cut_model, pipeline_stages, replace_stack, stage_rules
+from jax_te.config import PipelineConfig
+from jax_te.models.internal import replace_stack
 from jax_te.quantize import merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, use_rules
 from jax_te.sharding.internal import leaves_with_axes
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import like_full_precision
-from jax_te.training.stage import Stage, Sums
-from jax_te.training.stage_model import Program, StageModel, as_state, depends
+from jax_te.training.pipeline.cut import AXIS, Cut, Flat, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.schedule import Schedule, make_schedule
+from jax_te.training.pipeline.stage import Stage, Sums
+from jax_te.training.pipeline.stage_model import Program, StageModel, as_state, depends
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 

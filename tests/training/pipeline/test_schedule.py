@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_te.pipeline import PipelineConfig, make_schedule, split_layers
+from jax_te.config import PipelineConfig
+from jax_te.training.pipeline import make_schedule, split_layers
 
 SIZES = [(2, 2, 1), (2, 3, 1), (3, 8, 1), (4, 8, 1), (4, 8, 2), (2, 4, 3)]
 CASES = [

@@ -4,64 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jax_te._validation import check_choice, check_positive, checked
-
-SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
-"""Names of `make_schedule`."""
-
-
-@checked
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How the layers of a model run as the stages of a pipeline, see `make_schedule` and `split_layers`.
-
-    Args:
-        schedule: one of `SCHEDULES`.
-        virtual_stages: chunks of layers on each stage (Megatron's ``virtual_pipeline_model_parallel_size``).
-        first_layers, last_layers: layers of the first and of the last chunk, which run the embedding and the loss as
-            well. None: as many as any other.
-
-    Raises:
-        ValueError: for another schedule, and numbers below 1.
-
-    >>> PipelineConfig(schedule="zero_bubble").virtual_stages
-    1
-    """
-
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    first_layers: int | None = None
-    last_layers: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choice(SCHEDULES, schedule=self.schedule)
-        layers = {"first_layers": self.first_layers, "last_layers": self.last_layers}
-        check_positive(virtual_stages=self.virtual_stages, **{k: v for k, v in layers.items() if v is not None})
-
-    @classmethod
-    def parse(cls, text: str) -> PipelineConfig:
-        """Return the configuration in ``"1f1b,virtual_stages=2,last_layers=3"``: a schedule, then what differs.
-
-        Raises:
-            ValueError: for another schedule, an unknown or repeated name, and a value that is no integer >= 1.
-
-        >>> PipelineConfig.parse("zero_bubble,last_layers=3")
-        PipelineConfig(schedule='zero_bubble', virtual_stages=1, first_layers=None, last_layers=3)
-        """
-        schedule, *pieces = [piece.strip() for piece in text.split(",")]
-        sizes: dict[str, Any] = {}
-        for piece in pieces:
-            name, _, value = piece.partition("=")
-            if name not in ("virtual_stages", "first_layers", "last_layers") or name in sizes or not value.isdigit():
-                raise ValueError(
-                    f"{piece!r} in {text!r} must be virtual_stages=N, first_layers=N or last_layers=N, and given once"
-                )
-            sizes[name] = int(value)
-        return cls(schedule=schedule, **sizes)
+from jax_te._validation import check_choice, check_positive
+from jax_te.config import PIPELINE_SCHEDULES
 
 
 class Slots(NamedTuple):
@@ -160,7 +108,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     ``(p - 1) / (3 m + p - 1)`` for the last.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `PIPELINE_SCHEDULES`.
         stages: p, at least 2.
         microbatches: m; a multiple of ``p`` with several virtual stages.
         virtual_stages: v, chunks of layers on each stage.
@@ -175,7 +123,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     >>> make_schedule("zero_bubble", stages=4, microbatches=8).ticks
     17
     """
-    check_choice(SCHEDULES, schedule=name)
+    check_choice(PIPELINE_SCHEDULES, schedule=name)
     check_positive(stages=stages, microbatches=microbatches, virtual_stages=virtual_stages)
     if virtual_stages > 1 and name == "zero_bubble":
         raise ValueError("zero_bubble has one chunk of layers a stage; take virtual_stages=1, or the schedule '1f1b'")
