@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_te import install_te
+from jax_te.cli import install_te
 
 ROOT = Path(__file__).resolve().parents[1]
 

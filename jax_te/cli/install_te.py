@@ -1,4 +1,4 @@
-"""Transformer Engine for JAX with pip alone: ``python -m jax_te.install_te``, the recipe of docs/install.md.
+"""Transformer Engine for JAX with pip alone: ``python -m jax_te.cli.install_te``, the recipe of docs/install.md.
 
 TE's JAX extension is on PyPI as source only, and is compiled against the headers in the CUDA wheels of the environment.
 So these come first, with the versions that the extension is built for, and the build sees them.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     >>> main(["--cuda", "13", "--dry-run"])  # doctest: +SKIP
     """
-    parser = argparse.ArgumentParser(prog="python -m jax_te.install_te", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jax_te.cli.install_te", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--cuda", choices=sorted(REQUIREMENTS), default="13", help="CUDA version (default: %(default)s)"
     )
