@@ -1,8 +1,5 @@
 """Configuration dataclasses: frozen, keyword-only, checked once when built. They import without jax."""
 
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
 from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
@@ -32,6 +29,3 @@ __all__ = [
     "RecomputeConfig",
     "TransformerConfig",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = late_names(__name__)  # names that moved
