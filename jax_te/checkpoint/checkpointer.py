@@ -258,8 +258,8 @@ class TrainCheckpointer:
             FileNotFoundError: if there is no checkpoint, or none of ``step``.
             CheckpointMismatchError: if the newest readable one, or that of ``step``, differs from ``abstract_state`` in
                 names, shapes or dtypes.
-            ValueError: if there are checkpoints and none can be read, if that of ``step`` cannot, if it has a newer
-                format than this version of the package knows, or for a dimension that does not divide over its mesh
+            ValueError: if there are checkpoints and none can be read, if that of ``step`` cannot, if it has another
+                format than this version of the package writes, or for a dimension that does not divide over its mesh
                 axes.
 
         >>> import optax, tempfile
