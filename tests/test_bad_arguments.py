@@ -27,6 +27,7 @@ import pytest
 from flax import nnx
 
 import jax_te
+import jax_te.interop
 from jax_te import (
     checkpoint,
     config,
@@ -448,7 +449,9 @@ def make_abstract(constructor: Any, arguments: dict[str, Any]) -> None:
 def test_no_public_class_is_left_out() -> None:
     known = {*CONSTRUCTORS, *itertools.chain(*NOT_MADE_BY_USERS.values())}
     missing = []
-    for info in pkgutil.iter_modules(jax_te.__path__, "jax_te."):
+    interop = pkgutil.iter_modules(jax_te.interop.__path__, "jax_te.interop.")
+    rooms = [*pkgutil.iter_modules(jax_te.__path__, "jax_te."), *interop]
+    for info in rooms:
         module = importlib.import_module(info.name) if info.name != "jax_te.typing" else None
         for name in getattr(module, "__all__", ()):
             made: Any = getattr(module, name)

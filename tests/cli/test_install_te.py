@@ -11,7 +11,7 @@ import pytest
 
 from jax_te.cli import install_te
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
