@@ -28,6 +28,7 @@ from flax import nnx
 
 import jax_te
 import jax_te.interop
+import jax_te.training.pipeline
 from jax_te import (
     checkpoint,
     config,
@@ -38,7 +39,6 @@ from jax_te import (
     metrics,
     models,
     ops,
-    pipeline,
     quantize,
     random,
     recipe,
@@ -207,7 +207,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     models.BertModel: MODEL,
     models.MegatronGPTModel: MODEL | {"transformer_layer_spec": None},
     models.Multipliers: {},
-    pipeline.PipelineConfig: {},
+    config.PipelineConfig: {},
     quantize.BlockQuantizer: {"dtype": jnp.float8_e4m3fn},
     quantize.MXQuantizer: {"dtype": jnp.float8_e4m3fn},
     quantize.NVFP4Quantizer: {},
@@ -247,7 +247,7 @@ def name_of(constructor: Any) -> str:
 NOT_MADE_BY_USERS: dict[str, list[type]] = {
     "what a function found, to be read": [
         layers.DropInLayer, layers.DropInReport, megatron.ModuleQuantization, megatron.QuantizationReport,
-        metrics.KernelTime, metrics.KernelTimes, ops.BackendChoice, pipeline.Schedule, recipe.Support,
+        metrics.KernelTime, metrics.KernelTimes, ops.BackendChoice, training.pipeline.Schedule, recipe.Support,
         sharding.ArrayPlacement, sharding.CollectiveCount, sharding.CommunicationReport, sharding.ShardingReport,
         training.ModuleSensitivity, training.TensorStatistics,
     ],

@@ -16,7 +16,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.huggingface.test_folder import FUZZ, JSON, change, llama
 
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
@@ -24,6 +23,7 @@ from jax_te.interop.huggingface.safetensors import TensorFile, write_file
 from jax_te.quantize import BlockQuantizer, QuantizedKernel
 from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.training import create_train_state
+from tests.interop.huggingface.test_folder import FUZZ, JSON, change, llama
 from tests.support.meshes import use_mesh
 from tests.support.numerics import assert_bitwise, assert_close, quick_jit, relative_l2
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tests.megatron.test_quant_config import EXAMPLE
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import (
@@ -32,6 +31,7 @@ from jax_te.models import Execution, GPTModel
 from jax_te.ops import activation, layernorm
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format, ModuleRecipe, autocast
+from tests.megatron.quantization.test_rules import EXAMPLE
 from tests.megatron.test_float16 import BF16
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, quick_jit, relative_l2
 
