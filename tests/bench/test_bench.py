@@ -113,6 +113,7 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     assert states[0].step.is_deleted()
 
 
+@pytest.mark.costly
 def test_train_steps_on_a_mesh(capsys, states):
     """With a batch of one's own."""
     mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--num-layers", "2", "--batch-size", "4"]
@@ -138,6 +139,7 @@ def test_forms_of_a_train_step_on_replicas(capsys, states):
     assert "data" in state.masters["embedding"]["embedding"].get_value().sharding.spec
 
 
+@pytest.mark.costly
 def test_train_steps_are_profiled(capsys, states, tmp_path):
     forms = ["--recipes", "none", "--stack", "unrolled", "scanned"]
     status, found, shown = model_rows(capsys, *forms, "--profile", str(tmp_path))
@@ -149,6 +151,7 @@ def test_train_steps_are_profiled(capsys, states, tmp_path):
         assert json.loads(kept.read_text())["kinds"].keys() == row["kinds"].keys()
 
 
+@pytest.mark.costly
 def test_checkpoints(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
     assert main(["bench", "checkpoint", str(folder), *SIZES, "--recipes", "delayed"]) == 0
@@ -293,6 +296,7 @@ def test_what_is_refused(capsys, argv, message):
     assert_refused(main(["bench", *argv]), capsys.readouterr().err, message)
 
 
+@pytest.mark.costly
 def test_context_parallelism(capsys):
     sizes = ["--head-dim", "16", "--num-query-groups", "4"]
     found = rows(capsys, "attention", *sizes, "--mesh", "context=4")

@@ -129,6 +129,7 @@ FORMS = {f"{s} {f}": {"stacked": s == "stacked", "fused": f == "fused"}
          for s in ("unrolled", "stacked") for f in ("fused", "separate")}  # fmt: skip
 
 
+@pytest.mark.costly("unrolled fused-stacked separate")
 @pytest.mark.wide("unrolled fused-stacked separate", "unrolled separate-stacked fused")
 @pytest.mark.parametrize("target", FORMS)
 @pytest.mark.parametrize("source", FORMS)

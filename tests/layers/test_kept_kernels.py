@@ -48,7 +48,7 @@ def forward(layer, x, **options):
     return y[0] if isinstance(y, tuple) else y
 
 
-@pytest.mark.costly("nvfp4-LayerNormLinear")
+@pytest.mark.costly("nvfp4-LayerNormLinear", "nvfp4-returning the norm", "delayed-LayerNormMLP")
 @pytest.mark.wide
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])

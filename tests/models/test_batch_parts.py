@@ -111,7 +111,7 @@ def masked(model):
     return model.encode(TOKENS[:, :-1], lengths=jnp.arange(1, B + 1))
 
 
-@pytest.mark.costly("bert")
+@pytest.mark.costly("bert", "t5")
 @pytest.mark.parametrize(
     ("build", "call"),
     [

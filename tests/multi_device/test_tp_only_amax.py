@@ -35,6 +35,7 @@ def run(x, w, g, recipe, state):
     return y, *vjp(g)
 
 
+@pytest.mark.costly
 def test_an_amax_spans_context_and_tensor_ranks():
     """As in Megatron, whose group for it is tensor and context ranks: one scale for each part of the batch."""
     x, w, g = operands()
@@ -81,6 +82,7 @@ def test_dense_equals_each_part_alone(mode):
     assert len(np.unique(np.asarray(after["x"]["scale"]))) == PARTS
 
 
+@pytest.mark.costly
 def test_training_and_meshes_that_split_the_batch_otherwise():
     tx = optax.adam(1e-2)
 

@@ -139,11 +139,10 @@ def test_what_computes_nothing_passes(name: str) -> None:
     assert_bitwise(forward(same), forward(kernel))
 
 
-@pytest.mark.parametrize("layers", [0, 3])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_recipe(recipe: Recipe, layers: int) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("delayed", 0), ("current", 3), ("block", 3), ("mxfp8", 0), ("nvfp4", 3)])
+def test_every_recipe(name: str, layers: int) -> None:
     """In a stack each layer by itself."""
-    p, q = stored(0, recipe, layers), stored(1, recipe, layers)
+    p, q = stored(0, RECIPES[name], layers), stored(1, RECIPES[name], layers)
     with pytest.raises(TypeError, match="codes"):
         optax.incremental_update(p, q, 0.1)
     summed = jax.tree.map(operator.add, p, q)

@@ -172,7 +172,7 @@ def reader(
     """
     _, guard, constant = path.rpartition("/guard/")
     if guard:
-        return lambda index, dtype: np.asarray(getattr(Guard.new(), constant), dtype)[index]
+        return lambda index, dtype: np.asarray(getattr(Guard.new(), constant), dtype)[..., *index]
     name, kept, part = path.partition("/form/rowwise/")
     entry = entries[name]
     # The tensors of this parameter alone: what is multiplied out is in memory no longer than it is read.
