@@ -88,6 +88,7 @@ def model_rows(capsys, *argv):
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
 
+@pytest.mark.costly
 def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     steps = []
 
@@ -191,6 +192,7 @@ def test_what_a_row_stands_for():
     assert (block.recompute_granularity, block.recompute_method, block.recompute_num_layers) == ("full", "block", 3)
 
 
+@pytest.mark.costly
 def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, monkeypatch):
     """One that cannot be compiled, and one that takes the state with it when it runs."""
     begin, steps = bench_contestants.CompiledStep._begin, bench_contestants.CompiledStep._steps

@@ -317,6 +317,7 @@ HALVES = {
 }
 
 
+@pytest.mark.costly("all-explicit-another form")
 @pytest.mark.wide("context-auto-same form", "all-explicit-another form")
 @pytest.mark.parametrize("form", [{}, {"stacked": True, "fused": False}], ids=["same form", "another form"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

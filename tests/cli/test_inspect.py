@@ -152,6 +152,7 @@ def test_what_is_refused(quantized, report, argv, texts, capsys):
     assert_refused(status, error, *texts)
 
 
+@pytest.mark.costly
 def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     for report in ("precision", "sensitivity"):
         status = inspect(trained, report)

@@ -201,7 +201,7 @@ def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
         assert_close(state, same, 64 * EPS, what=str(path))
 
 
-@pytest.mark.costly("llama-delayed-auto", "gpt2-none-auto", "gpt2-none-explicit")
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize(("form", "recipe"), [("llama", "delayed"), ("gpt2", "none")])
 def test_on_a_mesh_of_tensor_and_sequence_parallelism(form: str, recipe: str, mode: Any):

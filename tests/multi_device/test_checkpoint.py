@@ -172,6 +172,7 @@ def test_a_sharded_state_comes_back_on_one_device(saved):
     assert np.array_equal(restored["params"]["both"], np.arange(64.0).reshape(8, 8) + 2)
 
 
+@pytest.mark.costly
 def test_damage_is_agreed_upon(saved, tmp_path):
     for case in CASES:
         shutil.copytree(saved / "host", tmp_path / case)

@@ -48,6 +48,7 @@ def test_an_amax_spans_context_and_tensor_ranks():
         assert_bitwise(np.asarray(after[role]["amax_history"][:, 0]), parts, what=role)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_dense_equals_each_part_alone(mode):

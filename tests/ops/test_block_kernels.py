@@ -181,6 +181,7 @@ def test_gemm_dtypes_and_bias(dtypes, out_dtype):
     assert_close(out, expected, {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[out_dtype])
 
 
+@pytest.mark.costly
 @interpreted
 def test_quantized_operands_fit_the_gemm():
     x, w = draw("x", (144, 256)), draw("w", (256, 272))

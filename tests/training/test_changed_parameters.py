@@ -149,7 +149,9 @@ def test_equal_nans_and_zeros_of_either_sign_are_no_change():
     np.testing.assert_array_equal(bits(optimizer.masters["kernel"].get_value()), bits(small))
 
 
-@pytest.mark.costly("mxfp8-Optimizer", "block-Optimizer", "delayed-make_train_step", "current-Optimizer")
+@pytest.mark.costly(
+    "mxfp8-Optimizer", "block-Optimizer", "delayed-make_train_step", "current-Optimizer", "mxfp8-make_train_step"
+)
 @KINDS
 @pytest.mark.parametrize(
     "recipe",

@@ -156,6 +156,7 @@ def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(na
         assert quantizations(depth_body, shape) == 0
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     "name",
