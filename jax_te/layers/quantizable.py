@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.config.internal import check_bool
 from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
-from jax_te.ops.internal import WgradProbe
+from jax_te.ops.internal import Probe
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for
 from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe
@@ -21,7 +21,10 @@ from jax_te.typing import Array, LogicalAxes
 
 
 class CachedKernel(nnx.Variable):
-    """NNX Variable that caches a kernel's quantized form between microbatches, and its ``grad_sink``."""
+    """NNX Variable ``(quantized, sink)``: a kernel's quantized form between microbatches, and its ``grad_sink``.
+
+    A sink without arrays, a `Probe`, stands in the metadata ``probe``, which is part of the graph definition.
+    """
 
 
 class QuantizableModule(TrainingMode):
@@ -170,6 +173,8 @@ class QuantizableModule(TrainingMode):
         if first is None and cache is None:
             return LinearWeights(value, bias, state)
         cached, grad_sink = (None, None) if cache is None else cache.get_value()
+        if cache is not None and cache.has_metadata("probe"):
+            grad_sink = cache.get_metadata("probe")
         quantizer = None if first is None or isinstance(value, QuantizedKernel) else self.kernel_quantizer(kernel)
         if quantizer is None:
             return LinearWeights(value, bias, state, grad_sink)
@@ -348,17 +353,18 @@ def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
     """Give kernels of `quantizable_kernels` the sinks that stand under their paths; cached kernels stay."""
     for path, module, kernel in quantizable_kernels(model):
         name, sink = cache_name(kernel), sinks.get(path)
-        if isinstance(sink, WgradProbe):
-            # The cached kernel goes on, since devices may be unable to run an op on its form.
-            cache = getattr(module, name)
-            sink.cached = None if cache is None else cache.get_value()[0]
+        if sink is None:
+            continue
+        cache = getattr(module, name)
+        # The cached kernel goes on, since devices may be unable to run an op on its form.
+        cached = None if cache is None else cache.get_value()[0]
+        if isinstance(sink, Probe):
             # In the graph definition: layers with different probes differ, so that no loop runs them as one.
-            setattr(module, name, nnx.static(sink))
-            if sink.cached is None:
+            setattr(module, name, CachedKernel((cached, None), probe=sink))
+            if cached is None:
                 module.is_first_microbatch = None
-        elif sink is not None:
-            cache = getattr(module, name)
-            setattr(module, name, CachedKernel((None if cache is None else cache.get_value()[0], sink)))
+        else:
+            setattr(module, name, CachedKernel((cached, sink)))
 
 
 def drop_cached_kernels(model: nnx.Module) -> None:

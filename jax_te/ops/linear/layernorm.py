@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jax_te.config.internal import check_float
-from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.dense import norm_backward
+from jax_te.ops.linear.norm_and_activation import NormSpec
 from jax_te.ops.linear.plan import Plan, row_plan
 from jax_te.ops.linear.resolve import LinearArgs, check_norm
-from jax_te.ops.linear.spec import NormSpec
+from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import REPLICATED

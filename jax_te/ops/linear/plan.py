@@ -214,6 +214,19 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
     return replace(plan, rows=tokens).without_mesh(precision.split_misfit(tokens, local_kernel))
 
 
+def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
+    """Return whether the layers of a feed-forward block may run on rows in the order in which devices gather them.
+
+    Nothing in such a block depends on the order of rows but blocks of scales, and along another axis than the first,
+    such as the sequence, XLA transposes what NCCL gathers and scatters. The rows must come back in the order they had.
+    """
+    come_back_in_order = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
+    gathered_once = not last.x_all_gather
+    along_a_later_axis = any(first.x_all_gather[1:])
+    has_rows = prod(first.rows or (0,)) > 0
+    return come_back_in_order and gathered_once and along_a_later_axis and has_rows
+
+
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
     """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
 
