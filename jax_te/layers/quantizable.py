@@ -157,29 +157,21 @@ class QuantizableModule(TrainingMode):
             TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
         first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
-        # Asked here, so that the usual call makes no call of its own.
-        if not (first is None or isinstance(first, bool)):
+        if first is not None:
             check_bool(is_first_microbatch=first)
-        state, own = nnx.as_pure(getattr(self, self.kernels[kernel])), getattr(self, kernel)
-        if own is None or given is not None:
-            value: Any = given
-            if own is not None:
-                return LinearWeights(value, bias, state)
-        else:
-            value = own.get_value()
-            if isinstance(value, QuantizedKernel):
-                value = value.of_layer(len(self.axes_of(kernel)))
-        cache: Any = getattr(self, f"{kernel}_cache")
-        if first is None and cache is None:
-            return LinearWeights(value, bias, state)
-        cached, grad_sink = (None, None) if cache is None else cache.get_value()
-        if cache is not None and cache.has_metadata("probe"):
-            grad_sink = cache.get_metadata("probe")
-        quantizer = None if first is None or isinstance(value, QuantizedKernel) else self.kernel_quantizer(kernel)
+        state, own = self.gemm_state(kernel), getattr(self, kernel)
+        if own is not None and given is not None:
+            return LinearWeights(given, bias, state)
+        value: Any = given if own is None else own.get_value()
+        if own is not None and isinstance(value, QuantizedKernel):
+            value = value.of_layer(len(self.axes_of(kernel)))
+        cached, grad_sink = self._kept(kernel)
+        may_be_cached = first is not None and not isinstance(value, QuantizedKernel)
+        quantizer = self.kernel_quantizer(kernel) if may_be_cached else None
         if quantizer is None:
             return LinearWeights(value, bias, state, grad_sink)
         if first:
-            cached = self.quantized(kernel, value)  # type: ignore[arg-type]
+            cached = self.quantized(kernel, value)
             setattr(self, cache_name(kernel), CachedKernel((cached, None)))
             # Armed for one call, as Megatron's layers: the last kernel's use disarms it, since all are of one call.
             if is_first_microbatch is None and kernel == tuple(self.kernels)[-1]:
@@ -189,11 +181,19 @@ class QuantizableModule(TrainingMode):
                 f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
                 "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
             )
-        if cached.quantizer == quantizer:
-            # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
-            grad_sink = value if grad_sink is None else grad_sink
-            value = cached.of_layer(len(self.axes_of(kernel)))
-        return LinearWeights(value, bias, state, grad_sink)
+        if cached.quantizer != quantizer:
+            return LinearWeights(value, bias, state, grad_sink)
+        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
+        sink = value if grad_sink is None else grad_sink
+        return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
+
+    def _kept(self, kernel: str) -> tuple[QuantizedKernel | None, Any]:
+        """Return the cached form of a kernel and its ``grad_sink``, each None if there is none."""
+        cache: Any = getattr(self, cache_name(kernel))
+        if cache is None:
+            return None, None
+        cached, sink = cache.get_value()
+        return cached, cache.get_metadata("probe") if cache.has_metadata("probe") else sink
 
 
 def cache_name(kernel: str) -> str:

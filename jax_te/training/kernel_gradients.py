@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -77,7 +76,7 @@ class SummandPlace(NamedTuple):
             own = jnp.squeeze(own, self.lead).astype(dtype)
             return reduce_sum(own, self.over, ((),) * self.lead + scatter).astype(jnp.float32)
 
-        out = PartitionSpec(*[None] * self.lead, *map(operator.add, self.dims, scatter))
+        out = PartitionSpec(*[None] * self.lead, *(own + more for own, more in zip(self.dims, scatter, strict=True)))
         return jax.shard_map(
             on_device, in_specs=self.spec, out_specs=out, axis_names=set(free_axes(mesh)), check_vma=False
         )(summands)

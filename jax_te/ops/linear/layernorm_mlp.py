@@ -117,6 +117,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
 def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
     """Return the activated tensor as the second layer's GEMMs read it."""
     linear = spec.layers[1]
+    assert spec.activation is not None
     how = gemms.fused_quantization(linear, state, "x")
     if how is None:
         return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), state, axis=-1)
@@ -143,6 +144,7 @@ def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState |
     ``state`` is the first layer's.
     """
     linear = spec.layers[0]
+    assert spec.activation is not None
     if linear.plan.constrained:
         dz = constrain(dz, spec.layers[1].options.x_axes)
     how = gemms.fused_quantization(linear, state, "grad")
