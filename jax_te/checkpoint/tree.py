@@ -89,6 +89,18 @@ def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
     return root
 
 
+def part_of(name: Name, version: int = FORMAT) -> str:
+    """Return the tree in which a format of checkpoints stores a leaf.
+
+    >>> part_of(("params", "a")), part_of(("params", "a"), version=2), part_of(("step",), version=2)
+    ('state', 'params', 'train')
+    """
+    # One tree, because Orbax writes the first of several while it copies the next from the devices, in Python.
+    if version > 2:
+        return STATE
+    return PARAMETERS if name[0] == PARAMETERS else "train"
+
+
 def stored_parts(leaves: dict[Name, Any], *, version: int = FORMAT) -> dict[str, Any]:
     """Return the trees in which leaves are stored by a format of checkpoints.
 
@@ -99,9 +111,7 @@ def stored_parts(leaves: dict[Name, Any], *, version: int = FORMAT) -> dict[str,
     """
     parts: dict[str, dict[Name, Any]] = {}
     for name, leaf in leaves.items():
-        # One tree, because Orbax writes the first of several while it copies the next from the devices, in Python.
-        part = STATE if version > 2 else PARAMETERS if name[0] == PARAMETERS else "train"
-        parts.setdefault(part, {})[name] = leaf
+        parts.setdefault(part_of(name, version), {})[name] = leaf
     return {part: nest(content) for part, content in parts.items()}
 
 

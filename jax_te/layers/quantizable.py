@@ -166,8 +166,9 @@ class QuantizableModule(TrainingMode):
         if own is not None and isinstance(value, QuantizedKernel):
             value = value.of_layer(len(self.axes_of(kernel)))
         cached, grad_sink = self._kept(kernel)
-        may_be_cached = first is not None and not isinstance(value, QuantizedKernel)
-        quantizer = self.kernel_quantizer(kernel) if may_be_cached else None
+        if first is None or isinstance(value, QuantizedKernel):
+            return LinearWeights(value, bias, state, grad_sink)
+        quantizer = self.kernel_quantizer(kernel)
         if quantizer is None:
             return LinearWeights(value, bias, state, grad_sink)
         if first:
