@@ -47,16 +47,20 @@ class Part:
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE}})
         self._base = {"driver": "file", "path": f"{path}/"}
         database = tensorstore.KvStore.open({"driver": "ocdbt", "base": self._base}, context=self._context).result()
-        self._keys = {key.decode() for key in database.list().result()}
+        keys = {key.decode() for key in database.list().result()}
+        files = {f"/{file}": driver for driver, file in _METADATA.items()}
+        self._drivers = {
+            key.removesuffix(file): driver for key in keys for file, driver in files.items() if key.endswith(file)
+        }
 
-    def open(self, name: Name) -> tensorstore.Future | None:
-        """Return an array that is being opened; None if there is none of this name."""
-        key = ".".join(name)  # Orbax's
-        driver = next((driver for driver, file in _METADATA.items() if f"{key}/{file}" in self._keys), None)
-        if driver is None:
-            return None
-        store = {"driver": "ocdbt", "base": self._base, "path": f"{key}/"}
-        return tensorstore.open({"driver": driver, "kvstore": store}, context=self._context, open=True, read=True)
+    def __contains__(self, name: Name) -> bool:
+        return _key(name) in self._drivers
+
+    def open(self, name: Name) -> tensorstore.Future:
+        """Return an array that is being opened."""
+        store = {"driver": "ocdbt", "base": self._base, "path": f"{_key(name)}/"}
+        spec = {"driver": self._drivers[_key(name)], "kvstore": store}
+        return tensorstore.open(spec, context=self._context, open=True, read=True)
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: int) -> dict[Name, Array]:
@@ -71,12 +75,17 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: i
         ValueError: if an array is not there, is another than described, or cannot be read.
     """
     parts = {part: Part(path / part) for part in dict.fromkeys(part_of(name, version) for name in wanted)}
-    opened = {name: parts[part_of(name, version)].open(name) for name in wanted}
-    absent = ["/".join(name) for name, store in opened.items() if store is None]
+    absent = ["/".join(name) for name in wanted if name not in parts[part_of(name, version)]]
     if absent:
-        raise ValueError(f"{len(absent)} of {len(opened)} arrays are not there, first {absent[0]}")
-    begun = ((name, _begin(opened[name], _as_stored(leaf), "/".join(name))) for name, leaf in wanted.items())
+        raise ValueError(f"{len(absent)} of {len(wanted)} arrays are not there, first {absent[0]}")
+    opening = {name: parts[part_of(name, version)].open(name) for name in wanted}
+    begun = ((name, _begin(opening[name], _as_stored(leaf), "/".join(name))) for name, leaf in wanted.items())
     return {name: _arrived(reads, wanted[name]) for name, reads in _ahead(begun, wanted)}
+
+
+def _key(name: Name) -> str:
+    """Return Orbax's name of an array."""
+    return ".".join(name)
 
 
 def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:
