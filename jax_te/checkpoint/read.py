@@ -111,10 +111,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
-    # Older formats do not say it.
-    if str(stored.get("step", path.name)) != path.name:
+    if str(stored.get("step", path.name)) != path.name:  # one that says no step has another format, too
         raise DamagedError(f"it is that of step {stored['step']}, in a folder of another name; rename it back")
-    return {"format": 1, **stored}
+    return stored
 
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
@@ -164,10 +163,10 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
         raise ValueError(f"{path} is no checkpoint that can be read ({error})") from None
 
 
-def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: int) -> dict[Name, Any]:
-    """Return arrays of a checkpoint of format ``version``, in the shardings of ``wanted``; others are not read.
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
+    """Return arrays of a checkpoint, in the shardings of ``wanted``; others are not read.
 
     Raises:
         DamagedError: if one cannot be read.
     """
-    return _reading(stored_arrays.read_arrays, path, wanted, version)
+    return _reading(stored_arrays.read_arrays, path, wanted)

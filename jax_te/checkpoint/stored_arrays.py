@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import tensorstore
 
-from jax_te.checkpoint.tree import Name, part_of
+from jax_te.checkpoint.tree import STATE, Name
 from jax_te.typing import Array
 
 IN_FLIGHT = 2**32
@@ -26,18 +26,15 @@ IN_FLIGHT = 2**32
 _INDEX_CACHE = 2**27
 """Bytes of the database's index that are kept in memory."""
 
-_METADATA = {"zarr3": "zarr.json", "zarr": ".zarray"}
-"""Driver -> the file in which it describes an array."""
-
 Reads = dict[tuple[tuple[int, ...], ...], tensorstore.Future]
 """The parts of an array that this process needs, by their place."""
 
 
-class Part:
-    """The arrays of one tree of a checkpoint.
+class Database:
+    """The arrays of a checkpoint, which are not read yet.
 
     Args:
-        path: folder of the tree.
+        path: folder of the tree of all arrays.
 
     Raises:
         ValueError: if its index cannot be read.
@@ -47,38 +44,33 @@ class Part:
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE}})
         self._base = {"driver": "file", "path": f"{path}/"}
         database = tensorstore.KvStore.open({"driver": "ocdbt", "base": self._base}, context=self._context).result()
-        keys = {key.decode() for key in database.list().result()}
-        files = {f"/{file}": driver for driver, file in _METADATA.items()}
-        self._drivers = {
-            key.removesuffix(file): driver for key in keys for file, driver in files.items() if key.endswith(file)
-        }
+        files = (key.decode().rpartition("/") for key in database.list().result())
+        self._names = {array for array, _, file in files if file == "zarr.json"}
 
     def __contains__(self, name: Name) -> bool:
-        return _key(name) in self._drivers
+        return _key(name) in self._names
 
     def open(self, name: Name) -> tensorstore.Future:
         """Return an array that is being opened."""
         store = {"driver": "ocdbt", "base": self._base, "path": f"{_key(name)}/"}
-        spec = {"driver": self._drivers[_key(name)], "kvstore": store}
-        return tensorstore.open(spec, context=self._context, open=True, read=True)
+        return tensorstore.open({"driver": "zarr3", "kvstore": store}, context=self._context, open=True, read=True)
 
 
-def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: int) -> dict[Name, Array]:
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Array]:
     """Return arrays of a checkpoint, each in the sharding of its description; this process reads its own parts alone.
 
     Args:
         path: folder of the checkpoint.
         wanted: descriptions of the arrays.
-        version: format of the checkpoint.
 
     Raises:
         ValueError: if an array is not there, is another than described, or cannot be read.
     """
-    parts = {part: Part(path / part) for part in dict.fromkeys(part_of(name, version) for name in wanted)}
-    absent = ["/".join(name) for name in wanted if name not in parts[part_of(name, version)]]
+    database = Database(path / STATE)
+    absent = ["/".join(name) for name in wanted if name not in database]
     if absent:
         raise ValueError(f"{len(absent)} of {len(wanted)} arrays are not there, first {absent[0]}")
-    opening = {name: parts[part_of(name, version)].open(name) for name in wanted}
+    opening = {name: database.open(name) for name in wanted}
     begun = ((name, _begin(opening[name], _as_stored(leaf), "/".join(name))) for name, leaf in wanted.items())
     return {name: _arrived(reads, wanted[name]) for name, reads in _ahead(begun, wanted)}
 
