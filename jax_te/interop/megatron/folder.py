@@ -179,7 +179,7 @@ def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of each tensor and pipeline rank in the folder of a checkpoint or of a rank, or the file given."""
+    """Return the file of each tensor and pipeline rank: in a checkpoint's folder or a rank's, or the one given."""
     if path.is_file():
         return {(0, 0): path}
     if (path / RANK_FILE).is_file():
