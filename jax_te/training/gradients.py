@@ -272,8 +272,15 @@ def _of_batch(
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
     parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
-    how = (state.scaler, cached, (), kernels, full)
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, *how)
+    return differentiate(
+        lambda model: (loss_fn(model, batch, key), None),
+        parts,
+        split_model,
+        state.scaler,
+        cached=cached,
+        kernels=kernels,
+        like=full,
+    )
 
 
 def differentiate(

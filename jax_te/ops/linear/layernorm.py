@@ -79,7 +79,8 @@ def _fwd(spec: _Spec, args: LinearArgs) -> tuple[Array, Any]:
 
 
 def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[LinearArgs, None]:
-    return LinearArgs(*norm_backward(spec, residuals, spec.constrain(dy), spec.norm), ()), None
+    dx, dnorm = norm_backward(spec.backend, spec.plan, residuals, spec.constrain(dy), spec.norm)
+    return LinearArgs(dx, dnorm, ()), None
 
 
 _layernorm = sharded_vjp(_fwd, _bwd, name="norm", once=lambda spec: why_backend(spec.backend.NAME))

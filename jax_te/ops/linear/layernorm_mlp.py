@@ -134,7 +134,8 @@ def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     dz, dwo, wo_sink = gemms.backward(wo, wo_residuals, grad, dbias, after=g)
     dpre, dbias = _activation_backward(spec, pre, dz, wi_residuals.state)
     dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
-    dx, dnorm = norm_backward(wi, normed, dy, spec.norm)
+    assert spec.norm is not None
+    dx, dnorm = norm_backward(wi.backend, wi.plan, normed, dy, spec.norm)
     return LinearArgs(_as_planned(spec, dx, shape[:-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 

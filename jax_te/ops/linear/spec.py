@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class LinearWeights(NamedTuple):
     kernel: Array | QuantizedKernel
     bias: Array | None = None
     state: GemmState | None = None
-    grad_sink: Array | OpaqueTree | Probe | None = None
+    grad_sink: GivenSink | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +196,16 @@ class Probe:
         self.operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gemm.operands())
 
 
-GradSink = Whole | Summands | Deferred | Probe
+GradSink: TypeAlias = Whole | Summands | Deferred | Probe
 """What the gradient of a kernel goes to: the kinds of sinks that an op can have in place of the kernel itself."""
 
 
+GivenSink: TypeAlias = Array | OpaqueTree | Probe
+"""A ``grad_sink`` as a call is given it, see `LinearWeights`."""
+
+
 def grad_sink_of(
-    given: Array | OpaqueTree | Probe | None,
+    given: GivenSink | None,
     plan: Plan,
     kernel_axes: LogicalAxes | PartitionSpec | None,
     kernel_rank: int,
