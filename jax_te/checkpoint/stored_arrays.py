@@ -11,7 +11,7 @@ import collections
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ IN_FLIGHT = 2**32
 _INDEX_CACHE = 2**27
 """Bytes of the database's index that are kept in memory."""
 
-Reads = dict[tuple[tuple[int, ...], ...], tensorstore.Future]
+Reads: TypeAlias = dict[tuple[tuple[int, ...], ...], tensorstore.Future]
 """The parts of an array that this process needs, by their place."""
 
 
@@ -41,9 +41,11 @@ class Database:
     """
 
     def __init__(self, path: Path):
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE}})
-        self._base = {"driver": "file", "path": f"{path}/"}
-        database = tensorstore.KvStore.open({"driver": "ocdbt", "base": self._base}, context=self._context).result()
+        # Of the database alone: values are read once.
+        self._context = tensorstore.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_CACHE}})
+        base = {"driver": "file", "path": f"{path}/"}
+        self._spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
+        database = tensorstore.KvStore.open(self._spec, context=self._context).result()
         files = (key.decode().rpartition("/") for key in database.list().result())
         self._names = {array for array, _, file in files if file == "zarr.json"}
 
@@ -52,8 +54,8 @@ class Database:
 
     def open(self, name: Name) -> tensorstore.Future:
         """Return an array that is being opened."""
-        store = {"driver": "ocdbt", "base": self._base, "path": f"{_key(name)}/"}
-        return tensorstore.open({"driver": "zarr3", "kvstore": store}, context=self._context, open=True, read=True)
+        spec = {"driver": "zarr3", "kvstore": {**self._spec, "path": f"{_key(name)}/"}}
+        return tensorstore.open(spec, context=self._context, open=True, read=True)
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Array]:
@@ -66,6 +68,8 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Na
     Raises:
         ValueError: if an array is not there, is another than described, or cannot be read.
     """
+    if not wanted:
+        return {}
     database = Database(path / STATE)
     absent = ["/".join(name) for name in wanted if name not in database]
     if absent:
