@@ -1,8 +1,8 @@
 """Reading the arrays of a checkpoint with TensorStore, in the format that Orbax writes: Zarr in an OCDBT database.
 
-Not through Orbax. It reads all arrays of a tree at once, and where one cannot be read, leaves the others to an event
-loop that it has closed: errors of these then come in threads, at any time, for which only hooks of the whole process
-could tell them from others. Nothing here starts a thread or a loop that Python knows of.
+Orbax itself would read all arrays of a tree at once in an event loop, which it closes when one read fails. The other
+reads then report their errors from TensorStore's threads at any later time, and only a hook of the whole process could
+keep these from the screen. Here a failed read is an exception of this call, and nothing of the process is changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDEX_CACHE = 2**27
 """Bytes of the database's index that are kept in memory."""
 
 Reads: TypeAlias = dict[tuple[tuple[int, ...], ...], tensorstore.Future]
-"""The parts of an array that this process needs, by their place."""
+"""Reads under way of the parts of one array that this process needs, by place."""
 
 
 class Database:
@@ -41,7 +41,7 @@ class Database:
     """
 
     def __init__(self, path: Path):
-        # Of the database alone: values are read once.
+        # The index alone is cached: values are read once.
         self._context = tensorstore.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_CACHE}})
         base = {"driver": "file", "path": f"{path}/"}
         self._spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
@@ -85,7 +85,7 @@ def _key(name: Name) -> str:
 
 
 def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:
-    """Return the parts of an array that this process needs, which are being read."""
+    """Return the reads of an array's parts, begun, after a check of what is stored."""
     store = opening.result()
     found = store.dtype.numpy_dtype, tuple(store.shape)
     if found != (stored.dtype, stored.shape):
