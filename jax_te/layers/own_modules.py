@@ -121,8 +121,12 @@ def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterG
         def traced(state: Any) -> Any:
             with nnx.merge_context(tag, inner=True) as context:
                 inner, given = context.merge(graphdef, state)
+            before = nnx.split((inner, given))
             inner_args, inner_kwargs = jax.tree.unflatten(treedef, _filled(leaves, dynamic, given))
             arrays = static.take(function(inner, *inner_args, **inner_kwargs))
+            if _same(before, nnx.split((inner, given))):
+                # Nothing is to be written: the module's Variables may be of a trace outside of this one.
+                return arrays, None
             with nnx.split_context(tag) as context:
                 static.graphdef, after = context.split((inner, given))
             return arrays, after
@@ -130,9 +134,17 @@ def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterG
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state)
         results = compute(closed, jax.tree.leaves(state), _kernels(module, gemms, state), _visitor(gemms))
         arrays, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        with nnx.merge_context(tag, inner=False) as context:
-            context.merge(static.graphdef, after)
+        if after is not None:
+            with nnx.merge_context(tag, inner=False) as context:
+                context.merge(static.graphdef, after)
     return static.give(arrays)
+
+
+def _same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    """Whether two graph definitions are equal, and their states hold the same tracers."""
+    (graphdef, state), (other, others) = before, after
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(others), strict=False)
+    return graphdef == other and all(one is two for one, two in leaves)
 
 
 class _Static:

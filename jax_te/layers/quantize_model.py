@@ -148,7 +148,7 @@ def rule_of_parameter(rules: Rules, path: str) -> str | None:
     'layers.*.q'
     """
     module = path.rpartition(".")[0]
-    return next((pattern for pattern in rules if any(first_rule([pattern], one) for one in (path, module))), None)
+    return next((one for one in rules if first_rule([one], path) == one or first_rule([one], module) == one), None)
 
 
 def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bool) -> tuple[DropInLayer, Any] | None:
@@ -286,7 +286,7 @@ def quantize_model(
             "arguments, method=..."
         )
     rules, layers, chosen, reached = check_rules(rules), [], [], []
-    gemms, seen = _look(model, method or type(model).__call__, rules, args, kwargs)  # type: ignore[operator]
+    gemms, seen = _look(model, method or _call, rules, args, kwargs)
     for parts, module in nnx.iter_modules(model):
         path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
         if layer is not None:
@@ -310,6 +310,10 @@ def quantize_model(
     if report.unused_rules:
         warnings.warn(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}", stacklevel=2)
     return report
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
 
 def dequantize_model(model: nnx.Module) -> nnx.Module:
