@@ -96,7 +96,7 @@ CALLS = {
     "jnp.dot": (Dot, (48, 32), "btd,fd->btf", lambda y: y),
     "lax.dot_general": (DotGeneral, (32, 48), "btd,df->btf", lambda y: y),
     "the parameter first": (KernelFirst, (32, 48), "btd,df->fbt", lambda y: y),
-    "a reshaped parameter": (Reshaped, (32, 32), "btd,df->btf", lambda y: y.reshape(2, 16, 2, 16)),
+    "a reshaped parameter": (Reshaped, (32, 32), "btd,fd->btf", lambda y: y.reshape(2, 16, 2, 16)),
     "jit and checkpoint": (Compiled, (32, 48), "btd,df->btf", jnp.tanh),
 }
 
@@ -246,7 +246,7 @@ def test_a_model_of_own_modules_trains_under_delayed_scaling():
         assert newest == jnp.max(jnp.abs(X))
         state = create_train_state(model, optax.adam(1e-2), key=jax.random.key(0))
         step = make_train_step(square, optax.adam(1e-2), microbatches=2)
-        state, metrics = step(state, jnp.concatenate([X, 2.0 * X]))
+        state, _ = step(state, jnp.concatenate([X, 2.0 * X]))
         history = state.model.block.up_gemm.quantizers["x"]["amax_history"]
         np.testing.assert_array_equal(history, [2.0 * newest, newest])
         np.testing.assert_array_equal(make_eval_step(square)(state, X), square(state.model))

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from jax_te.layers.contractions import Contraction, Kernel, Visitor, compute
-from jax_te.layers.drop_in import ParameterGemm, size_reason
+from jax_te.layers.drop_in import ParameterGemm
 from jax_te.layers.drop_in_mesh import kernel_names
 from jax_te.typing import Array
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,8 +176,8 @@ def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bo
     if why is not None:
         raise ValueError(
             f"the rule {pattern!r} fits {path} ({kind}), and no recipe can quantize a contraction of it: {why}. Put "
-            f"{{{path!r}: None}} before it in rules, or let the module compute one sum over axes that one input and the "
-            "parameter share, without a precision of its own"
+            f"{{{path!r}: None}} before it in rules, or let the module compute one sum over axes that one input and "
+            "the parameter share, without a precision"
         )
     if not seen.contractions:
         return None
@@ -253,9 +253,9 @@ def quantize_model(
         args, kwargs: arguments of a call of ``model``, arrays or their shapes (``jax.ShapeDtypeStruct``). The call is
             traced, not run.
         rules: glob pattern of paths (``"layers.*.mlp.up"``, see `jax_te.megatron.GlobMatcher`) -> the recipe of the
-            layers and modules that it fits, whatever the ambient one is; a `ModuleRecipe`, which says when it is in force;
-            ``"ambient"`` for the ambient recipe; or None for high precision. The first pattern that fits a layer
-            counts. Layers that none fits follow the ambient recipe.
+            layers and modules that it fits, whatever the ambient one is; a `ModuleRecipe`, which says when it is in
+            force; ``"ambient"`` for the ambient recipe; or None for high precision. The first pattern that fits a layer
+            counts. Layers of Flax that none fits follow the ambient recipe.
             `jax_te.megatron.apply_quantization_config` applies a quantization file afterwards.
         method: function that is called with the model and the arguments, for a model that is used otherwise than by
             ``__call__``.
