@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_te.layers.drop_in import precision_reason
 from jax_te.layers.drop_in_mesh import GemmOrder
+from jax_te.layers.model_gemms import split_leaves
 from jax_te.typing import Array
 
 # What leaves a parameter the same matrix: another dtype, shape, order of axes or place.
@@ -73,6 +74,23 @@ class Contraction(NamedTuple):
     why: str | None
 
 
+class Seen(NamedTuple):
+    """What calls of a module's ``__call__`` do with one of its parameters.
+
+    Args:
+        contractions: those with an input.
+        others: names of the other operations that take it.
+    """
+
+    contractions: tuple[Contraction, ...] = ()
+    others: frozenset[str] = frozenset()
+
+    @property
+    def why(self) -> str | None:
+        """Why no recipe can quantize one of the contractions, or None."""
+        return next((one.why for one in self.contractions if one.why is not None), None)
+
+
 class Visitor(NamedTuple):
     """What `compute` calls.
 
@@ -83,22 +101,55 @@ class Visitor(NamedTuple):
     """
 
     gemm: Callable[[Contraction, Array, Array, Any, Any], Array | None]
-    other: Callable[[Kernel, str], None]
+    other: Callable[[Kernel, str], None] = lambda kernel, operation: None
 
 
-def compute(closed: Any, args: Sequence[Any], kernels: Sequence[Kernel | None], visitor: Visitor) -> list[Any]:
-    """Return the results of a traced call whose contractions ``visitor`` computes; the rest is computed as JAX does.
+def noting(seen: dict[str, Seen], path: Callable[[str], str]) -> Visitor:
+    """Return a visitor that quantizes nothing, and notes what it is called with.
+
+    Args:
+        seen: path of each parameter -> what was seen; changed in place.
+        path: function that returns a parameter's path for its name.
+    """
+
+    def note(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> None:
+        before = seen.get(path(contraction.kernel.name), Seen())
+        contractions = (*before.contractions, contraction)
+        seen[path(contraction.kernel.name)] = before._replace(contractions=contractions)
+
+    def note_other(kernel: Kernel, operation: str) -> None:
+        before = seen.get(path(kernel.name), Seen())
+        seen[path(kernel.name)] = before._replace(others=before.others | {operation})
+
+    return Visitor(note, note_other)
+
+
+def compute(
+    function: Callable[[Any], Any], tree: Any, kernel_of: Callable[[Any, Any], Kernel | None], visitor: Visitor
+) -> Any:
+    """Return ``function(tree)``, whose contractions ``visitor`` computes; the rest is computed as JAX does.
 
     Contractions in functions under ``jax.jit`` and ``jax.checkpoint`` are found, too; those in loops, branches and
     functions with derivatives of their own are not.
 
     Args:
-        closed: jaxpr of the call.
-        args: its arguments.
-        kernels: for each argument, the parameter that it is, or None.
-        visitor: called in the order of the jaxpr.
+        function: function of a pytree of arrays. It is traced.
+        tree: its argument.
+        kernel_of: function of a key path and an array in ``tree`` that returns the parameter that this is, or None.
+        visitor: called in the order of the traced operations.
     """
-    return _Run(visitor).jaxpr(closed.jaxpr, closed.consts, args, kernels)[0]
+    fill: Callable[[Sequence[Any]], Any] = lambda arrays: arrays  # noqa: E731
+
+    def arrays_of(tree: Any) -> list[Any]:
+        nonlocal fill
+        arrays, fill = split_leaves(function(tree), lambda leaf: isinstance(leaf, jax.Array))
+        return arrays
+
+    closed = jax.make_jaxpr(arrays_of)(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    kernels = [kernel_of(path, leaf) for path, leaf in leaves]
+    results, _ = _Run(visitor).jaxpr(closed.jaxpr, closed.consts, [leaf for _, leaf in leaves], kernels)
+    return fill(results)
 
 
 Results = tuple[list[Any], Sequence[Kernel | None]]

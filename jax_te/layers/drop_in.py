@@ -185,7 +185,7 @@ class ParameterGemm(DotGeneral):
         """Path of the parameter."""
         return (*path[:-1], self.parameter)
 
-    def product(
+    def __call__(  # type: ignore[override]
         self, x: Array, kernel: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
     ) -> Array:
         """Return the product of an input and the parameter, or what casts, reshapes and transpositions made of it.

@@ -6,35 +6,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jax_te.layers.contractions import Contraction, Kernel, Visitor, compute
+from jax_te.layers.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
 from jax_te.layers.drop_in import ParameterGemm
 from jax_te.layers.drop_in_mesh import kernel_names
+from jax_te.layers.model_gemms import split_leaves
 from jax_te.typing import Array
-
-
-@dataclass
-class Seen:
-    """What calls of a module's ``__call__`` do with one of its parameters.
-
-    Args:
-        contractions: those with an input.
-        others: names of the other operations that take it.
-    """
-
-    contractions: list[Contraction] = field(default_factory=list)
-    others: set[str] = field(default_factory=set)
-
-    @property
-    def why(self) -> str | None:
-        """Why no recipe can quantize one of the contractions, or None."""
-        return next((one.why for one in self.contractions if one.why is not None), None)
-
 
 # While `watching`: path of a parameter -> what was seen.
 _watched: ContextVar[dict[str, Seen] | None] = ContextVar("_watched", default=None)
@@ -109,35 +90,35 @@ def _reached(cls: Any) -> Any:
 
 def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterGemm], args: Any, kwargs: Any) -> Any:
     """Return what ``function`` returns for ``module``, whose contractions ``gemms`` compute."""
-    graph_nodes = (nnx.Pytree, nnx.Variable)
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda node: isinstance(node, graph_nodes))
-    dynamic = [place for place, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, *graph_nodes))]
+    nodes = (nnx.Pytree, nnx.Variable)
+    given, fill = split_leaves(
+        (args, kwargs), lambda leaf: isinstance(leaf, (jax.Array, *nodes)), lambda node: isinstance(node, nodes)
+    )
     # As nnx.jit does: the traced function gets a copy of the module, whose changes are then made to the module itself.
-    tag, static = object(), _Static()
+    tag, changed = object(), None
     with nnx.update_context(tag):
         with nnx.split_context(tag) as context:
-            graphdef, state = context.split((module, [leaves[place] for place in dynamic]))
+            graphdef, state = context.split((module, given))
 
-        def traced(state: Any) -> Any:
+        def traced(state: Any) -> tuple[Any, Any]:
+            nonlocal changed
             with nnx.merge_context(tag, inner=True) as context:
-                inner, given = context.merge(graphdef, state)
-            before = nnx.split((inner, given))
-            inner_args, inner_kwargs = jax.tree.unflatten(treedef, _filled(leaves, dynamic, given))
-            arrays = static.take(function(inner, *inner_args, **inner_kwargs))
-            if _same(before, nnx.split((inner, given))):
+                copy, copied = context.merge(graphdef, state)
+            before = nnx.split((copy, copied))
+            inner_args, inner_kwargs = fill(copied)
+            out = function(copy, *inner_args, **inner_kwargs)
+            if _same(before, nnx.split((copy, copied))):
                 # Nothing is to be written: the module's Variables may be of a trace outside of this one.
-                return arrays, None
+                return out, None
             with nnx.split_context(tag) as context:
-                static.graphdef, after = context.split((inner, given))
-            return arrays, after
+                changed, after = context.split((copy, copied))
+            return out, after
 
-        closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state)
-        results = compute(closed, jax.tree.leaves(state), _kernels(module, gemms, state), _visitor(gemms))
-        arrays, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        if after is not None:
+        out, after = compute(traced, state, functools.partial(_kernel_of, module, gemms), _visitor(gemms))
+        if changed is not None:
             with nnx.merge_context(tag, inner=False) as context:
-                context.merge(static.graphdef, after)
-    return static.give(arrays)
+                context.merge(changed, after)
+    return out
 
 
 def _same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
@@ -147,65 +128,24 @@ def _same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
     return graphdef == other and all(one is two for one, two in leaves)
 
 
-class _Static:
-    """Parts of a traced function's results that are no arrays."""
-
-    graphdef: Any
-    treedef: Any
-    leaves: list[Any]
-    arrays: list[int]
-
-    def take(self, out: Any) -> list[Any]:
-        """Return the arrays in ``out``, and keep the rest."""
-        leaves, self.treedef = jax.tree.flatten(out)
-        self.arrays = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-        self.leaves = _filled(leaves, self.arrays, [None] * len(self.arrays))  # no tracers
-        return [leaves[place] for place in self.arrays]
-
-    def give(self, arrays: list[Any]) -> Any:
-        """Return what `take` got, with other arrays."""
-        return jax.tree.unflatten(self.treedef, _filled(self.leaves, self.arrays, arrays))
-
-
-def _filled(leaves: list[Any], places: list[int], values: list[Any]) -> list[Any]:
-    filled = list(leaves)
-    for place, value in zip(places, values, strict=True):
-        filled[place] = value
-    return filled
-
-
-def _kernels(module: nnx.Module, gemms: dict[str, ParameterGemm], state: Any) -> list[Kernel | None]:
-    """Return for each array in ``state`` which parameter with a GEMM it is, or None."""
-    kernels: list[Kernel | None] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        # The module is the first of what was split. A Variable's own part of the path is that of an attribute.
-        first, *names = [part.key for part in path if hasattr(part, "key")]
-        name = names[0] if str(first) == "0" and len(names) == 1 else None
-        if name in gemms:
-            kernels.append(Kernel(name, leaf.ndim, kernel_names(getattr(module, name), leaf.ndim)))
-        else:
-            kernels.append(None)
-    return kernels
+def _kernel_of(module: Any, gemms: dict[str, ParameterGemm], path: Any, leaf: Any) -> Kernel | None:
+    """Return which parameter of ``module`` with a GEMM an array in the state of `_call` is, or None."""
+    # The module is the first of what was split. A Variable's own part of the path is that of an attribute.
+    first, *names = [part.key for part in path if hasattr(part, "key")]
+    if str(first) != "0" or len(names) != 1 or names[0] not in gemms:
+        return None
+    return Kernel(names[0], leaf.ndim, kernel_names(getattr(module, names[0]), leaf.ndim))
 
 
 def _visitor(gemms: dict[str, ParameterGemm]) -> Visitor:
     watched = _watched.get()
-    if watched is None:
-        return Visitor(functools.partial(_gemm, gemms), lambda kernel, operation: None)
+    if watched is not None:
+        return noting(watched, lambda name: str(gemms[name].module_name))
 
-    def seen(kernel: Kernel) -> Seen:
-        return watched.setdefault(gemms[kernel.name].module_name, Seen())  # type: ignore[arg-type]
+    def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array | None:
+        op = gemms[contraction.kernel.name]
+        if op.recipe is None:
+            return None
+        return op(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
 
-    def note(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> None:
-        seen(contraction.kernel).contractions.append(contraction)
-
-    return Visitor(note, lambda kernel, operation: seen(kernel).others.add(operation))
-
-
-def _gemm(
-    gemms: dict[str, ParameterGemm], contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any
-) -> Array | None:
-    gemm = gemms[contraction.kernel.name]
-    if gemm.recipe is None:
-        return None
-    return gemm.product(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
+    return Visitor(gemm)

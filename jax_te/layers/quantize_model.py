@@ -10,10 +10,11 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from jax_te.layers.contractions import Seen
 from jax_te.layers.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear, size_reason
 from jax_te.layers.drop_in_mesh import kernel_names
 from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
-from jax_te.layers.own_modules import Seen, gemms_of, original_class, own_kernels, reach, watching
+from jax_te.layers.own_modules import gemms_of, original_class, own_kernels, reach, watching
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule, natural_order
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe
@@ -127,8 +128,8 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
 def decide(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
     """Return what happens to a layer, and its own recipe, if a rule gives it one."""
     pattern = first_rule(rules, path)
-    own, recipe = _recipes(rules, pattern)
-    why = layer.why or size_reason(layer.summed, layer.features, recipe)
+    own = _own_recipe(rules, pattern)
+    why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
     if pattern is None:
         # A layer that is the whole model is what the user asked for.
         if why is None and path != "" and f"{path}.kernel" in gemms.heads:
@@ -167,7 +168,7 @@ def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bo
         ValueError: for a rule that fits a parameter whose contractions no recipe can quantize.
     """
     pattern = rule_of_parameter(rules, path)
-    own, recipe = _recipes(rules, pattern)
+    own = _own_recipe(rules, pattern)
     if pattern is not None and rules[pattern] is None:
         return (DropInLayer(path, kind, pattern, f"the rule {pattern!r}"), None) if seen.contractions else None
     if pattern is None and not present:
@@ -181,16 +182,21 @@ def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bo
         )
     if not seen.contractions:
         return None
+    recipe = training_recipe(own)
     sizes = (size_reason(one.summed, one.features, recipe) for one in seen.contractions)
     return DropInLayer(path, kind, pattern, next(filter(None, sizes), None)), own
 
 
-def _recipes(rules: Rules, pattern: str | None) -> tuple[Any, Recipe | None]:
-    """Return a layer's own recipe, and the one that it runs under in training, by the rule that fits it, or None."""
+def _own_recipe(rules: Rules, pattern: str | None) -> Any:
+    """Return the recipe that a rule gives a layer, or None."""
     value = None if pattern is None else rules[pattern]
-    own = None if value == "ambient" else value
+    return None if value == "ambient" else value
+
+
+def training_recipe(own: Any) -> Recipe | None:
+    """Return the recipe that a layer trains under here, which has a recipe of its own or None."""
     ambient = current_recipe()
-    return own, ambient if own is None else own_recipe(own).resolve(ambient, training=True)
+    return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
 
 
 def other_module(path: str, kind: str, parameters: Mapping[str, Seen], gemms: ModelGemms) -> DropInLayer:

@@ -13,24 +13,37 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
 
 from jax_te import layers
 from jax_te.layers import DropInLayer, DropInReport
+from jax_te.layers import internal as layers_internal
 from jax_te.layers.internal import (
+    Contraction,
     FlaxLinear,
+    Kernel,
     ModelGemms,
     Rules,
+    Seen,
+    Visitor,
     as_inputs,
     check_flax,
     check_inputs,
     check_rules,
+    compute,
     decide,
+    decide_parameter,
     einsum_linear,
     gemms_of_model,
+    noting,
     other_module,
     precision_reason,
     read_einsum,
     report_of,
+    rule_of_parameter,
+    split_leaves,
+    training_recipe,
 )
 from jax_te.linen.module import LinenModule
 from jax_te.recipe import autocast
@@ -61,6 +74,15 @@ class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
     >>> x, kernel = jnp.ones((2, 8, 32)), jnp.ones((32, 2, 16))
     >>> EinsumOp().apply({}, "btd,dnh->btnh", x, kernel).shape
     (2, 8, 2, 16)
+    """
+
+
+class ParameterGemm(LinenModule, nnx_class=layers_internal.ParameterGemm, init=False):
+    """
+    In Linen it stands in the scope of the module that holds the parameter.
+
+    >>> ParameterGemm("w").parameter
+    'w'
     """
 
 
@@ -97,8 +119,9 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     check_inputs(model, args, kwargs)
     if model.scope is not None:
         raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
-    plain = dequantize_model(model)
-    choice = _Choice(tuple(check_rules(rules).items()), _gemms(plain, args, kwargs))
+    plain, rules = dequantize_model(model), check_rules(rules)
+    gemms, own = _look(plain, rules, args, kwargs)
+    choice = _Choice(tuple(rules.items()), gemms, own)
     _report(plain, choice, args, kwargs, quantize=False)
     return _as_class(plain, _quantized_class(type(plain), choice))
 
@@ -138,16 +161,39 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
     return report
 
 
+class OwnParameter(NamedTuple):
+    """A parameter of a module of the user's own.
+
+    Args:
+        scope: path of the scope that holds it.
+        name: its name there.
+        kind: name of the module's class.
+        seen: what the module's ``__call__`` does with it.
+    """
+
+    scope: str
+    name: str
+    kind: str
+    seen: Seen
+
+    @property
+    def path(self) -> str:
+        """Path of the parameter."""
+        return _joined(self.scope, self.name)
+
+
 class _Choice(NamedTuple):
     """What decides about the layers of a model: hashable, since it is part of the jit cache key.
 
     Args:
         rules: patterns and what they give, in order.
         gemms: of the model.
+        own: parameters of modules of the user's own that a rule fits.
     """
 
     rules: tuple[tuple[str, Any], ...]
     gemms: ModelGemms
+    own: tuple[OwnParameter, ...] = ()
 
 
 def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bool) -> DropInReport:
@@ -168,14 +214,21 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
 
     with _quantizing(choice, found, quantize=quantize):
         variables = jax.eval_shape(init, jax.random.key(0), arrays)
-    others: dict[str, list[str]] = {}
+    own = {one.path: one for one in choice.own}
+    entries = [layer for layer in found.values() if layer is not None]
+    others: dict[str, dict[str, Seen]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_unboxed(variables.get("params", {}))):
         *parts, name = (str(part.key) for part in path)
         owner = ".".join(parts)
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
-        if leaf.ndim > 1 and name not in ("scale", "bias") and not ours and owner not in found:
-            others.setdefault(owner, []).append(name)
-    entries = [layer for layer in found.values() if layer is not None]
+        if ours or found.get(owner) is not None or not _could_be_kernel(name, leaf):
+            continue
+        one = own.get(_joined(owner, name), OwnParameter(owner, name, "-", Seen()))
+        decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False)
+        if decided is None:
+            others.setdefault(owner, {})[name] = one.seen
+        else:
+            entries.append(decided[0])
     # Linen's variables do not tell the classes of the modules that made them.
     entries += [other_module(owner, "-", names, choice.gemms) for owner, names in others.items()]
     report = report_of(entries, rules)
@@ -184,9 +237,13 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
     return report
 
 
-def _gemms(model: Any, args: Any, kwargs: Any) -> ModelGemms:
-    """Return the GEMMs of a call, which are the same under every recipe, and without one can be read."""
+def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms, tuple[OwnParameter, ...]]:
+    """Return the GEMMs of a call, and what modules of the user's own do with the parameters that a rule fits.
+
+    They are the same under every recipe, and without one can be read.
+    """
     arrays, fill = as_inputs((args, kwargs))
+    seen, kinds = dict[str, Seen](), dict[str, tuple[str, str, str]]()
 
     def init(key: Any, arrays: Any) -> Any:
         given, named = fill(arrays)
@@ -197,25 +254,120 @@ def _gemms(model: Any, args: Any, kwargs: Any) -> ModelGemms:
         # Flax draws from "params" what other keys would be for.
         model.apply(variables, *given, rngs={"params": key}, **{**named, "mutable": True})
 
+    def watch(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, scope = context.module, ".".join(context.module.path)
+        names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else _own_kernels(module)
+        names = [name for name in names if rule_of_parameter(rules, _joined(scope, name)) is not None]
+        if not names or scope in running:
+            return run(*args, **kwargs)
+        kinds.update({_joined(scope, name): (scope, name, type(module).__name__) for name in names})
+        with running.inside(scope):
+            return _lifted(module, names, noting(seen, functools.partial(_joined, scope)), args, kwargs)
+
+    running = _Running()
     with autocast(None):
         key = jax.random.key(0)
         variables = jax.eval_shape(init, key, arrays)
-        jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
+        with nn.intercept_methods(watch):
+            jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
     parameters = {}
     for variable, (path, _) in zip(jaxpr.invars, jax.tree_util.tree_leaves_with_path(variables), strict=False):
         # A box's own part of the path is that of an attribute.
         collection, *names = (str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
         if collection == "params":
             parameters[variable] = ".".join(names)
-    return gemms_of_model(jaxpr, parameters)
+    own = tuple(OwnParameter(*kinds[path], seen.get(path, Seen())) for path in kinds)
+    return gemms_of_model(jaxpr, parameters), own
+
+
+def _joined(scope: str, name: str) -> str:
+    return f"{scope}.{name}" if scope else name
+
+
+class _Running(set[str]):
+    """Scopes of modules whose contractions are being looked for: modules may share one (``nn.share_scope``)."""
+
+    @contextlib.contextmanager
+    def inside(self, scope: str) -> Iterator[None]:
+        self.add(scope)
+        try:
+            yield
+        finally:
+            self.remove(scope)
+
+
+def _is_linear_or_ours(module: Any) -> bool:
+    return isinstance(module, (nn.Dense, nn.DenseGeneral, nn.Einsum, LinenModule)) or _is_ours(module)
+
+
+def _own_kernels(module: Any) -> list[str]:
+    """Return the names of the parameters in a module's scope that could be kernels."""
+    parameters = _unboxed(dict(module.variables.get("params", {})))
+    return [name for name, value in parameters.items() if hasattr(value, "ndim") and _could_be_kernel(name, value)]
+
+
+def _could_be_kernel(name: str, value: Any) -> bool:
+    return value.ndim > 1 and name not in ("scale", "bias")
+
+
+def _lifted(module: Any, names: Sequence[str], visitor: Visitor, args: Any, kwargs: Any) -> Any:
+    """Return what a call of ``module`` returns, whose contractions of parameters in its scope ``visitor`` computes."""
+    boxes = {name: module.scope.get_variable("params", name) for name in names}
+    values = {name: box.unbox(apply_constraint=False) if _is_box(box) else box for name, box in boxes.items()}
+
+    def kernel_of(path: Any, leaf: Any) -> Kernel | None:
+        # What goes into a lifted transformation are the arrays that the scope holds.
+        name = next((name for name, value in values.items() if leaf is value), None)
+        return None if name is None else Kernel(name, leaf.ndim, _kernel_axes(module, name))
+
+    def computed(fn: Any, scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        given, fill = split_leaves((args, kwargs), lambda leaf: isinstance(leaf, jax.Array))
+
+        def traced(tree: Any) -> Any:
+            variables, given = tree
+            scopes, (inner_args, inner_kwargs) = scope_fn(variables, rngs), fill(given)
+            return fn(scopes, *inner_args, **inner_kwargs), repack(scopes)
+
+        return compute(traced, (variables, given), kernel_of, visitor)
+
+    def transform(fn: Any, scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        packed = lift.pack(functools.partial(computed, fn), (True,), (True,), (True,), enable_kwargs=True)
+        return packed(scopes, *args, **kwargs)
+
+    return lift_direct_transform(transform, (type(module).__call__,), module, *args, **kwargs)
+
+
+def _own_module(module: Any, recipes: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
+
+    Args:
+        module: bound, with its parameters.
+        recipes: name of each parameter -> its own recipe, or None.
+    """
+    gemms = _parameter_gemms(module, recipes)
+
+    def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array:
+        op = gemms[contraction.kernel.name]
+        return op(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
+
+    return _lifted(module, list(recipes), Visitor(gemm), args, kwargs)
+
+
+def _parameter_gemms(module: Any, recipes: dict[str, Any]) -> dict[str, Any]:
+    scopes = {name: module.scope.push(f"{name}_gemm", reuse=True) for name in recipes}
+    return {name: ParameterGemm(name, (), recipe, parent=scopes[name]) for name, recipe in recipes.items()}
 
 
 def _unboxed(tree: Any) -> Any:
     # nn.unbox would constrain the values to the mesh in use, and these are shapes.
-    def is_box(node: Any) -> bool:
-        return isinstance(node, nn.Partitioned)
+    def unboxed(node: Any) -> Any:
+        return node.unbox(apply_constraint=False) if _is_box(node) else node
 
-    return jax.tree.map(lambda node: node.unbox(apply_constraint=False) if is_box(node) else node, tree, is_leaf=is_box)
+    return jax.tree.map(unboxed, tree, is_leaf=_is_box)
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, nn.Partitioned)
 
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
@@ -257,7 +409,7 @@ def _quantizing(
     choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
 ) -> Iterator[None]:
     """Quantize the linear layers that run inside as ``choice`` says; note in ``found`` what is done."""
-    rules = dict(choice.rules)
+    rules, running = dict(choice.rules), _Running()
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path, entry, own = context.module, ".".join(context.module.path), None, None
@@ -267,6 +419,16 @@ def _quantizing(
         # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
         if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
             found.setdefault(path, entry)
+        if quantize and entry is None and path not in running and context.method_name == "__call__":
+            recipes = _recipes_in_force(choice, path)
+            if recipes and module.is_initializing():
+                out = run(*args, **kwargs)  # makes the parameters
+                for gemm in _parameter_gemms(module, recipes).values():
+                    gemm.bound_module()  # and this their state
+                return out
+            if recipes:
+                with running.inside(path):
+                    return _own_module(module, recipes, args, kwargs)
         if not quantize or entry is None or entry.why is not None:
             return run(*args, **kwargs)
         if isinstance(module, nn.Einsum):
@@ -281,6 +443,16 @@ def _quantizing(
     again = _choice_in_force.value == choice  # in a method that another one called
     with _choice_in_force(choice), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
         yield
+
+
+def _recipes_in_force(choice: _Choice, scope: str) -> dict[str, Any]:
+    """Return those parameters in a scope that a recipe quantizes here -> their own recipes, or None."""
+    found, rules = {}, dict(choice.rules)
+    for one in choice.own:
+        decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False) if one.scope == scope else None
+        if decided is not None and decided[0].why is None and training_recipe(decided[1]) is not None:
+            found[one.name] = decided[1]
+    return found
 
 
 def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:
@@ -309,10 +481,10 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
     return layer
 
 
-def _kernel_axes(module: Any) -> tuple[Any, ...] | None:
-    """Return the names of a kernel's axes, once a layer of Flax has made it; None if it has none."""
-    box = module.scope.get_variable("params", "kernel")
-    names = box.names if isinstance(box, nn.Partitioned) else None
+def _kernel_axes(module: Any, kernel: str = "kernel") -> tuple[Any, ...] | None:
+    """Return the names of a kernel's axes, once a module has made it; None if it has none."""
+    box = module.scope.get_variable("params", kernel)
+    names = box.names if _is_box(box) else None
     return None if names is None or len(names) != box.value.ndim else tuple(names)
 
 
