@@ -97,6 +97,10 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     the recipe, and `prepare_quantization` for parameters that exist; list it in ``variable_axes`` of ``nn.scan`` and
     ``nn.vmap``. Heads stay in high precision unless a rule fits them, see `jax_te.layers.quantize_model`.
 
+    As there, a module of your own is reached where a rule fits its scope, or a parameter in it (``"mlp"``,
+    ``"mlp.linear"``); each parameter's state is in the scope ``<parameter>_gemm``. A recipe then traces the module's
+    ``__call__`` apart: interceptors and ``capture_intermediates`` see it twice.
+
     Args:
         model: not changed. The result is an instance of a subclass of its class, with the same fields.
         args, kwargs: arguments of ``model.init`` after its ``rngs``, arrays or their shapes (``jax.ShapeDtypeStruct``).
@@ -106,7 +110,8 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
 
     Raises:
         TypeError: for a rule that is no recipe, a model that is no module of Linen, or no arguments of a call.
-        ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message.
+        ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message;
+            for a rule that fits a parameter of a module of your own whose contractions no recipe can quantize.
 
     >>> x = jnp.ones((16, 32))
     >>> model = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(16)]), x)
@@ -221,7 +226,8 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         *parts, name = (str(part.key) for part in path)
         owner = ".".join(parts)
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
-        if ours or found.get(owner) is not None or not _could_be_kernel(name, leaf):
+        of_flax = found.get(owner) is not None and name == "kernel"
+        if ours or of_flax or not _could_be_kernel(name, leaf):
             continue
         one = own.get(_joined(owner, name), OwnParameter(owner, name, "-", Seen()))
         decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False)
