@@ -1,25 +1,11 @@
 """Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
 
-from jax_te.layers.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
-from jax_te.layers.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
-from jax_te.layers.layernorm_mlp import components
-from jax_te.layers.mode import TrainingMode
-from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
-from jax_te.layers.norm import norm_spec
-from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
-from jax_te.layers.parameters import parameter
-from jax_te.layers.qkv import merge_heads
-from jax_te.layers.quantizable import (
-    CachedKernel,
-    cache_name,
-    drop_cached_kernels,
-    natural_order,
-    quantizable_kernels,
-    quantize_kernels,
-    set_grad_sinks,
-    use_cached_kernels,
-)
-from jax_te.layers.quantize_model import (
+from jax_te.layers.attention.padding_mask import arbitrary_mask, padding_pair
+from jax_te.layers.attention.qkv import merge_heads
+from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
+from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
+from jax_te.layers.flax.quantize_model import (
     Rules,
     check_flax,
     check_inputs,
@@ -30,6 +16,20 @@ from jax_te.layers.quantize_model import (
     report_of,
     rule_of_parameter,
     training_recipe,
+)
+from jax_te.layers.layernorm_mlp import components
+from jax_te.layers.mode import TrainingMode
+from jax_te.layers.norm import norm_spec
+from jax_te.layers.parameters import parameter
+from jax_te.layers.quantizable import (
+    CachedKernel,
+    cache_name,
+    drop_cached_kernels,
+    natural_order,
+    quantizable_kernels,
+    quantize_kernels,
+    set_grad_sinks,
+    use_cached_kernels,
 )
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
