@@ -274,7 +274,8 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
     with autocast(None):
         key = jax.random.key(0)
         variables = jax.eval_shape(init, key, arrays)
-        with nn.intercept_methods(watch):
+        # A choice of its own: what was traced before is traced again.
+        with nn.intercept_methods(watch), _choice_in_force(object()):
             jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
     parameters = {}
     for variable, (path, _) in zip(jaxpr.invars, jax.tree_util.tree_leaves_with_path(variables), strict=False):

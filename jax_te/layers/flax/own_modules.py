@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,8 +16,16 @@ from jax_te.layers.flax.drop_in_mesh import kernel_names
 from jax_te.layers.flax.model_gemms import split_leaves
 from jax_te.typing import Array
 
-# While `watching`: path of a parameter -> what was seen.
-_watched: ContextVar[dict[str, Seen] | None] = ContextVar("_watched", default=None)
+
+class _Watch:
+    """What is seen while `watching`; each is its own key in JAX's caches."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Seen] = {}
+
+
+# A user context takes part in the key of jit's and checkpoint's caches: what was traced before is traced again.
+_watch = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -27,12 +34,9 @@ def watching() -> Iterator[dict[str, Seen]]:
 
     Its keys are the paths that the `ParameterGemm` have as ``module_name``.
     """
-    found: dict[str, Seen] = {}
-    token = _watched.set(found)
-    try:
-        yield found
-    finally:
-        _watched.reset(token)
+    watch = _Watch()
+    with _watch(watch):
+        yield watch.seen
 
 
 def own_kernels(module: nnx.Module) -> dict[str, nnx.Param]:
@@ -80,7 +84,7 @@ def _reached(cls: Any) -> Any:
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         gemms = gemms_of(self)
-        if _watched.get() is None and all(gemm.recipe is None for gemm in gemms.values()):
+        if _watch.value is None and all(gemm.recipe is None for gemm in gemms.values()):
             return cls.__call__(self, *args, **kwargs)
         return _call(self, cls.__call__, gemms, args, kwargs)
 
@@ -138,9 +142,8 @@ def _kernel_of(module: Any, gemms: dict[str, ParameterGemm], path: Any, leaf: An
 
 
 def _visitor(gemms: dict[str, ParameterGemm]) -> Visitor:
-    watched = _watched.get()
-    if watched is not None:
-        return noting(watched, lambda name: str(gemms[name].module_name))
+    if _watch.value is not None:
+        return noting(_watch.value.seen, lambda name: str(gemms[name].module_name))
 
     def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array | None:
         op = gemms[contraction.kernel.name]

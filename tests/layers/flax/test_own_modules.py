@@ -332,6 +332,37 @@ def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
         np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
 
 
+class Decorated(Own):
+    @nnx.jit
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ self.w)
+
+
+class Recomputed(Own):
+    @nnx.remat
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ self.w)
+
+
+@pytest.mark.parametrize("cls", [Decorated, Recomputed])
+def test_decorated_calls_are_reached_in_each_model(cls):
+    """Also in the second one, whose calls JAX has traced before."""
+
+    def inside(model: nnx.Module, x: jax.Array) -> jax.Array:
+        return nnx.remat(compiled)(model, x)
+
+    compiled = nnx.jit(lambda model, x: model(x))
+    plain = cls((32, 32), nnx.Rngs(0))(X)
+    for _ in range(2):
+        model = nnx.Sequential(cls((32, 32), nnx.Rngs(0)))
+        assert quantize_model(model, X, method=inside, rules={"*": "ambient"}).quantized == ("layers.0.w",)
+        np.testing.assert_array_equal(model(X), plain)
+        with autocast(CURRENT):
+            assert np.any(np.asarray(model(X)) != np.asarray(plain))
+            gradients = nnx.grad(lambda model: jnp.sum(inside(model, X)))(model)
+            assert jnp.all(jnp.isfinite(gradients["layers"][0]["w"][...]))
+
+
 class Batched(Own):
     """Experts: the parameter's first axis stays, one for one with the input's."""
 
