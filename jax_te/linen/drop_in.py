@@ -13,25 +13,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import lift
-from flax.linen.transforms import lift_direct_transform
 
 from jax_te import layers
 from jax_te.layers import DropInLayer, DropInReport
-from jax_te.layers import internal as layers_internal
 from jax_te.layers.internal import (
-    Contraction,
     FlaxLinear,
-    Kernel,
     ModelGemms,
     Rules,
     Seen,
-    Visitor,
     as_inputs,
     check_flax,
     check_inputs,
     check_rules,
-    compute,
     decide,
     decide_parameter,
     einsum_linear,
@@ -42,10 +35,21 @@ from jax_te.layers.internal import (
     read_einsum,
     report_of,
     rule_of_parameter,
-    split_leaves,
     training_recipe,
 )
 from jax_te.linen.module import LinenModule
+from jax_te.linen.own_modules import (
+    OwnParameter,
+    Running,
+    call_apart,
+    could_be_kernel,
+    joined,
+    kernel_axes,
+    own_kernels,
+    parameter_gemms,
+    quantized_call,
+    unboxed,
+)
 from jax_te.recipe import autocast
 from jax_te.typing import Array
 
@@ -74,15 +78,6 @@ class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
     >>> x, kernel = jnp.ones((2, 8, 32)), jnp.ones((32, 2, 16))
     >>> EinsumOp().apply({}, "btd,dnh->btnh", x, kernel).shape
     (2, 8, 2, 16)
-    """
-
-
-class ParameterGemm(LinenModule, nnx_class=layers_internal.ParameterGemm, init=False):
-    """
-    In Linen it stands in the scope of the module that holds the parameter.
-
-    >>> ParameterGemm("w").parameter
-    'w'
     """
 
 
@@ -166,27 +161,6 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
     return report
 
 
-class OwnParameter(NamedTuple):
-    """A parameter of a module of the user's own.
-
-    Args:
-        scope: path of the scope that holds it.
-        name: its name there.
-        kind: name of the module's class.
-        seen: what the module's ``__call__`` does with it.
-    """
-
-    scope: str
-    name: str
-    kind: str
-    seen: Seen
-
-    @property
-    def path(self) -> str:
-        """Path of the parameter."""
-        return _joined(self.scope, self.name)
-
-
 class _Choice(NamedTuple):
     """What decides about the layers of a model: hashable, since it is part of the jit cache key.
 
@@ -222,14 +196,14 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
     own = {one.path: one for one in choice.own}
     entries = [layer for layer in found.values() if layer is not None]
     others: dict[str, dict[str, Seen]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_unboxed(variables.get("params", {}))):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(unboxed(variables.get("params", {}))):
         *parts, name = (str(part.key) for part in path)
         owner = ".".join(parts)
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
         of_flax = found.get(owner) is not None and name == "kernel"
-        if ours or of_flax or not _could_be_kernel(name, leaf):
+        if ours or of_flax or not could_be_kernel(name, leaf):
             continue
-        one = own.get(_joined(owner, name), OwnParameter(owner, name, "-", Seen()))
+        one = own.get(joined(owner, name), OwnParameter(owner, name, "-", Seen()))
         decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False)
         if decided is None:
             others.setdefault(owner, {})[name] = one.seen
@@ -262,15 +236,15 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
 
     def watch(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, scope = context.module, ".".join(context.module.path)
-        names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else _own_kernels(module)
-        names = [name for name in names if rule_of_parameter(rules, _joined(scope, name)) is not None]
+        names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else own_kernels(module)
+        names = [name for name in names if rule_of_parameter(rules, joined(scope, name)) is not None]
         if not names or scope in running:
             return run(*args, **kwargs)
-        kinds.update({_joined(scope, name): (scope, name, type(module).__name__) for name in names})
+        kinds.update({joined(scope, name): (scope, name, type(module).__name__) for name in names})
         with running.inside(scope):
-            return _lifted(module, names, noting(seen, functools.partial(_joined, scope)), args, kwargs)
+            return call_apart(module, names, noting(seen, functools.partial(joined, scope)), args, kwargs)
 
-    running = _Running()
+    running = Running()
     with autocast(None):
         key = jax.random.key(0)
         variables = jax.eval_shape(init, key, arrays)
@@ -287,94 +261,8 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
     return gemms_of_model(jaxpr, parameters), own
 
 
-def _joined(scope: str, name: str) -> str:
-    return f"{scope}.{name}" if scope else name
-
-
-class _Running(set[str]):
-    """Scopes of modules whose contractions are being looked for: modules may share one (``nn.share_scope``)."""
-
-    @contextlib.contextmanager
-    def inside(self, scope: str) -> Iterator[None]:
-        self.add(scope)
-        try:
-            yield
-        finally:
-            self.remove(scope)
-
-
 def _is_linear_or_ours(module: Any) -> bool:
     return isinstance(module, (nn.Dense, nn.DenseGeneral, nn.Einsum, LinenModule)) or _is_ours(module)
-
-
-def _own_kernels(module: Any) -> list[str]:
-    """Return the names of the parameters in a module's scope that could be kernels."""
-    parameters = _unboxed(dict(module.variables.get("params", {})))
-    return [name for name, value in parameters.items() if hasattr(value, "ndim") and _could_be_kernel(name, value)]
-
-
-def _could_be_kernel(name: str, value: Any) -> bool:
-    return value.ndim > 1 and name not in ("scale", "bias")
-
-
-def _lifted(module: Any, names: Sequence[str], visitor: Visitor, args: Any, kwargs: Any) -> Any:
-    """Return what a call of ``module`` returns, whose contractions of parameters in its scope ``visitor`` computes."""
-    boxes = {name: module.scope.get_variable("params", name) for name in names}
-    values = {name: box.unbox(apply_constraint=False) if _is_box(box) else box for name, box in boxes.items()}
-
-    def kernel_of(path: Any, leaf: Any) -> Kernel | None:
-        # What goes into a lifted transformation are the arrays that the scope holds.
-        name = next((name for name, value in values.items() if leaf is value), None)
-        return None if name is None else Kernel(name, leaf.ndim, _kernel_axes(module, name))
-
-    def computed(fn: Any, scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        given, fill = split_leaves((args, kwargs), lambda leaf: isinstance(leaf, jax.Array))
-
-        def traced(tree: Any) -> Any:
-            variables, given = tree
-            scopes, (inner_args, inner_kwargs) = scope_fn(variables, rngs), fill(given)
-            return fn(scopes, *inner_args, **inner_kwargs), repack(scopes)
-
-        return compute(traced, (variables, given), kernel_of, visitor)
-
-    def transform(fn: Any, scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = lift.pack(functools.partial(computed, fn), (True,), (True,), (True,), enable_kwargs=True)
-        return packed(scopes, *args, **kwargs)
-
-    return lift_direct_transform(transform, (type(module).__call__,), module, *args, **kwargs)
-
-
-def _own_module(module: Any, recipes: dict[str, Any], args: Any, kwargs: Any) -> Any:
-    """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
-
-    Args:
-        module: bound, with its parameters.
-        recipes: name of each parameter -> its own recipe, or None.
-    """
-    gemms = _parameter_gemms(module, recipes)
-
-    def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array:
-        op = gemms[contraction.kernel.name]
-        return op(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
-
-    return _lifted(module, list(recipes), Visitor(gemm), args, kwargs)
-
-
-def _parameter_gemms(module: Any, recipes: dict[str, Any]) -> dict[str, Any]:
-    scopes = {name: module.scope.push(f"{name}_gemm", reuse=True) for name in recipes}
-    return {name: ParameterGemm(name, (), recipe, parent=scopes[name]) for name, recipe in recipes.items()}
-
-
-def _unboxed(tree: Any) -> Any:
-    # nn.unbox would constrain the values to the mesh in use, and these are shapes.
-    def unboxed(node: Any) -> Any:
-        return node.unbox(apply_constraint=False) if _is_box(node) else node
-
-    return jax.tree.map(unboxed, tree, is_leaf=_is_box)
-
-
-def _is_box(node: Any) -> bool:
-    return isinstance(node, nn.Partitioned)
 
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
@@ -416,7 +304,7 @@ def _quantizing(
     choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
 ) -> Iterator[None]:
     """Quantize the linear layers that run inside as ``choice`` says; note in ``found`` what is done."""
-    rules, running = dict(choice.rules), _Running()
+    rules, running = dict(choice.rules), Running()
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path, entry, own = context.module, ".".join(context.module.path), None, None
@@ -430,18 +318,18 @@ def _quantizing(
             recipes = _recipes_in_force(choice, path)
             if recipes and module.is_initializing():
                 out = run(*args, **kwargs)  # makes the parameters
-                for gemm in _parameter_gemms(module, recipes).values():
+                for gemm in parameter_gemms(module, recipes).values():
                     gemm.bound_module()  # and this their state
                 return out
             if recipes:
                 with running.inside(path):
-                    return _own_module(module, recipes, args, kwargs)
+                    return quantized_call(module, recipes, args, kwargs)
         if not quantize or entry is None or entry.why is not None:
             return run(*args, **kwargs)
         if isinstance(module, nn.Einsum):
             return _einsum(module, own, *args, **kwargs)
         # For the time of this call: the module is the user's.
-        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, _kernel_axes(module)))
+        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, kernel_axes(module)))
         try:
             return run(*args, **kwargs)
         finally:
@@ -488,13 +376,6 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
     return layer
 
 
-def _kernel_axes(module: Any, kernel: str = "kernel") -> tuple[Any, ...] | None:
-    """Return the names of a kernel's axes, once a module has made it; None if it has none."""
-    box = module.scope.get_variable("params", kernel)
-    names = box.names if _is_box(box) else None
-    return None if names is None or len(names) != box.value.ndim else tuple(names)
-
-
 def _is_ours(module: Any) -> bool:
     """Whether a layer of Flax has a quantized GEMM already."""
     given = getattr(module, "dot_general_cls", None)
@@ -512,5 +393,5 @@ def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    y = EinsumOp(recipe, _kernel_axes(module))(equation, inputs, kernel, **options)
+    y = EinsumOp(recipe, kernel_axes(module))(equation, inputs, kernel, **options)
     return y if bias is None else y + jnp.reshape(bias, [sizes.get(name, 1) for name in out])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # type: ignore[reportPrivateImportUsage]
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_te.layers.flax.drop_in import precision_reason
@@ -265,4 +265,4 @@ def _as_jax_does(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
     # A variable may be taken twice, and an argument must be there once.
     given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
     one = jaxpr.replace(constvars=(), invars=list(given), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
-    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*given.values())
+    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*given.values())  # type: ignore[reportCallIssue]
