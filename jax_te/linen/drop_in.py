@@ -203,14 +203,14 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         of_flax = found.get(owner) is not None and name == "kernel"
         if ours or of_flax or not could_be_kernel(name, leaf):
             continue
-        one = own.get(joined(owner, name), OwnParameter(owner, name, "-", Seen()))
+        one = own.get(joined(owner, name), OwnParameter(owner, name, "-"))
         decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False)
         if decided is None:
             others.setdefault(owner, {})[name] = one.seen
         else:
             entries.append(decided[0])
     # Linen's variables do not tell the classes of the modules that made them.
-    entries += [other_module(owner, "-", names, choice.gemms) for owner, names in others.items()]
+    entries += [other_module(owner, "-", names, rules, choice.gemms) for owner, names in others.items()]
     report = report_of(entries, rules)
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
@@ -223,7 +223,7 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
     They are the same under every recipe, and without one can be read.
     """
     arrays, fill = as_inputs((args, kwargs))
-    seen, kinds = dict[str, Seen](), dict[str, tuple[str, str, str]]()
+    seen, own = dict[str, Seen](), dict[str, OwnParameter]()
 
     def init(key: Any, arrays: Any) -> Any:
         given, named = fill(arrays)
@@ -240,7 +240,7 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
         names = [name for name in names if rule_of_parameter(rules, joined(scope, name)) is not None]
         if not names or scope in running:
             return run(*args, **kwargs)
-        kinds.update({joined(scope, name): (scope, name, type(module).__name__) for name in names})
+        own.update({joined(scope, name): OwnParameter(scope, name, type(module).__name__) for name in names})
         with running.inside(scope):
             return call_apart(module, names, noting(seen, functools.partial(joined, scope)), args, kwargs)
 
@@ -257,8 +257,8 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
         collection, *names = (str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
         if collection == "params":
             parameters[variable] = ".".join(names)
-    own = tuple(OwnParameter(*kinds[path], seen.get(path, Seen())) for path in kinds)
-    return gemms_of_model(jaxpr, parameters), own
+    found = tuple(one._replace(seen=seen.get(path, Seen())) for path, one in own.items())
+    return gemms_of_model(jaxpr, parameters), found
 
 
 def _is_linear_or_ours(module: Any) -> bool:

@@ -40,7 +40,7 @@ class OwnParameter(NamedTuple):
     scope: str
     name: str
     kind: str
-    seen: Seen
+    seen: Seen = Seen()
 
     @property
     def path(self) -> str:

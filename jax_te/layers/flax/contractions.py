@@ -241,8 +241,8 @@ def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
         why = "both of its operands are parameters"
     elif not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in (x, rhs, eqn.outvars[0].aval)):
         why = f"its operands are {x.dtype} and {rhs.dtype}"
-    sizes = (tuple(rhs.shape[axis] for axis in axes) for axes in (order.kernel_summed, order.features))
-    return Contraction(kernel, order, *sizes, why)
+    summed, features = (tuple(rhs.shape[axis] for axis in axes) for axes in (order.kernel_summed, order.features))
+    return Contraction(kernel, order, summed, features, why)
 
 
 def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:
@@ -265,4 +265,4 @@ def _as_jax_does(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
     # A variable may be taken twice, and an argument must be there once.
     given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
     one = jaxpr.replace(constvars=(), invars=list(given), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
-    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*given.values())  # type: ignore[reportCallIssue]
+    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*given.values())

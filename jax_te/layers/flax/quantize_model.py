@@ -199,25 +199,30 @@ def training_recipe(own: Any) -> Recipe | None:
     return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
 
 
-def other_module(path: str, kind: str, parameters: Mapping[str, Seen], gemms: ModelGemms) -> DropInLayer:
+def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Rules, gemms: ModelGemms) -> DropInLayer:
     """Return the entry of a module with kernels that is none of Flax's linear layers.
 
     Args:
         path: of the module.
         kind: name of its class.
-        parameters: names of its parameters that could be kernels, and what its ``__call__`` does with them, if a rule
-            fits them.
+        parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
+            with those that a rule fits.
+        rules: of `quantize_model`.
         gemms: of the model.
     """
     why = "it is none of Flax's linear layers"
-    taken = [name for name in parameters if (f"{path}.{name}" if path else name) in gemms.taken]
-    if taken:
-        why += f"; its GEMMs take {', '.join(taken)}"
-        others = sorted({operation for name in taken for operation in parameters[name].others})
-        if others:
-            why += f", which its __call__ gives to {', '.join(others)} before"
-        else:
-            why += "; a rule reaches those in its __call__"
+    paths = {name: f"{path}.{name}" if path else name for name in parameters}
+    taken = [name for name in parameters if paths[name] in gemms.taken]
+    others = sorted({operation for name in taken for operation in parameters[name].others})
+    if not taken:
+        return DropInLayer(path, kind, why=why)
+    why += f"; its GEMMs take {', '.join(taken)}"
+    if all(rule_of_parameter(rules, paths[name]) is None for name in taken):
+        why += "; a rule reaches those in its __call__"
+    elif others:
+        why += f", but no contraction in its __call__ does so directly: it goes to {', '.join(others)} there"
+    else:
+        why += ", but not in its __call__"
     return DropInLayer(path, kind, why=why)
 
 
@@ -360,7 +365,7 @@ def _own_module(
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
             ops[name] = ParameterGemm(name, stack, own)
     if others:
-        entries.append(other_module(".".join(map(str, parts)), kind, others, gemms))
+        entries.append(other_module(".".join(map(str, parts)), kind, others, rules, gemms))
     return entries, ops
 
 

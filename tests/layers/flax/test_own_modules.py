@@ -421,4 +421,17 @@ def test_a_parameter_that_goes_elsewhere_is_left_with_the_name_of_the_operation(
     with pytest.warns(UserWarning, match=r"rules that fit no layer: layers\.1"):
         report = quantize_model(model, X, rules={"layers.1": "ambient"})
     assert report.quantized == ("layers.0",)
-    assert f"its GEMMs take w, which its __call__ gives to {operation} before" in report.left["layers.1"]
+    told = f"its GEMMs take w, but no contraction in its __call__ does so directly: it goes to {operation} there"
+    assert report.left["layers.1"].endswith(told)
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_not_in_its_call():
+    model = nnx.Dict(embed=nnx.Embed(64, 32, rngs=nnx.Rngs(0)), up=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+
+    def logits(model, tokens):
+        return model["embed"].attend(model["up"](model["embed"](tokens)))
+
+    with pytest.warns(UserWarning, match="rules that fit no layer: embed"):
+        report = quantize_model(model, jnp.ones((2, 16), int), method=logits, rules={"embed": "ambient"})
+    assert report.quantized == ("up",)
+    assert "its GEMMs take embedding, but no contraction in its __call__" in report.left["embed"]
