@@ -1,4 +1,4 @@
-"""Quantization of models that are built of Flax's own layers, and a report of what it reaches."""
+"""Quantization of models of Flax's own layers and of modules of people's own, and a report of what it reaches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DropInLayer:
     """What `quantize_model` did to one layer.
 
     Args:
-        path: of the layer.
-        kind: name of its class.
+        path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
+        kind: name of the class of the layer or module.
         rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
         why: why it stays in high precision; None: a recipe quantizes it.
     """
@@ -43,7 +43,7 @@ class DropInReport:
     """Result of `quantize_model`; as text, a table.
 
     Args:
-        layers: every module with a kernel, in the order of their paths.
+        layers: every module with a kernel, or kernel that a rule reaches, in the order of their paths.
         unused_rules: patterns that decided about no layer.
     """
 
