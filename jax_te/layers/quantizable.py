@@ -48,8 +48,6 @@ class QuantizableModule(TrainingMode):
     kernels: ClassVar[dict[str, str]] = {}
     of_flax: ClassVar[bool] = False
     """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
-    attribute: ClassVar[str | None] = None
-    """The attribute in which a layer of Flax holds a module of this class, for `DotGeneral`."""
 
     def _init_quantization(self) -> None:
         self.high_precision = False
@@ -102,6 +100,10 @@ class QuantizableModule(TrainingMode):
             return ()
         shape = getattr(self, kernel).get_value().shape
         return shape[: len(shape) - len(self.axes_of(kernel))]
+
+    def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Path under which rules and reports know this layer, which stands at ``path`` in its model."""
+        return path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
@@ -216,8 +218,7 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
     ['proj', 'qkv']
     """
     found = [
-        # What a layer of Flax holds has that layer's path.
-        (".".join(map(str, path[:-1] if path[-1:] == (module.attribute,) else path)), module)
+        (".".join(map(str, module.layer_path(path))), module)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, QuantizableModule)
     ]
