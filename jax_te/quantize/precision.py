@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -88,6 +89,13 @@ class Precision:
     alignment: int = 1
     shard_multiple: int | None = 1
     recipe_name: str | None = None
+
+    @property
+    def group_alignment(self) -> int:
+        """Number of rows that several groups' rows in one array start at multiples of, so that none share a block."""
+        quantizers = [getattr(self, role).quantizer for role in ROLES]
+        blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
+        return math.lcm(self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
         """Return the error of a size that is no multiple of ``alignment``.
