@@ -77,7 +77,9 @@ class NVFP4Quantizer(Quantizer):
         rotated = jax.vmap(lambda matrix: self._rotated(matrix, columnwise))(matrices)
         amaxes = tiles.amax(amax(rotated, axis=(1, 2)))[tiles.group]
         bits = _random_bits_of_tiles(matrices, tiles, columnwise) if self.stochastic_rounding else None
-        return jax.vmap(functools.partial(self._quantize, axis=1, columnwise=columnwise))(x, rotated, amaxes, bits), None
+        return jax.vmap(functools.partial(self._quantize, axis=1, columnwise=columnwise))(
+            x, rotated, amaxes, bits
+        ), None
 
     def _rotated(self, matrix: Array, columnwise: bool) -> Array:
         # The weight gradient reads this form. Its other operand is rotated alike, so the rotation cancels out.

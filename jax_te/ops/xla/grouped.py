@@ -114,9 +114,7 @@ def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kerne
         kernels = kernels.astype(rows.form.dtype)  # once, not for each tile
     if _is_one_gemm(rows):
         return multiply(_at(rows.form, 0), _at(kernels, 0))
-    y = jax.lax.map(
-        lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group)
-    )
+    y = jax.lax.map(lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group))
     return y.reshape(-1, *y.shape[2:])
 
 
