@@ -16,7 +16,7 @@ from jax_te.layers.flax.quantize_model import (
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.norm import norm_spec
-from jax_te.layers.parameters import parameter
+from jax_te.layers.parameters import expert_rngs, parameter
 from jax_te.layers.quantizable import (
     CachedKernel,
     cache_name,
@@ -49,6 +49,7 @@ __all__ = [
     "decide",
     "drop_cached_kernels",
     "einsum_linear",
+    "expert_rngs",
     "gemms_of_model",
     "layer_output",
     "merge_heads",

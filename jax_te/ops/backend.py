@@ -41,6 +41,10 @@ class Backend(Protocol):
         """Return ``x`` as an operand of both GEMMs that read it, rows ending at ``axis``, and its amax."""
         ...
 
+    def statistics(self, x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+        """Return `jax_te.quantize.quantization_statistics` of ``x``, rows ending at ``axis``."""
+        ...
+
     def quantize_dbias(
         self, g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
     ) -> tuple[Any, Array | None, Array | None]:
@@ -169,8 +173,8 @@ def explain_backend(
     """Return what would run ``op`` here and why, without running it.
 
     Args:
-        op: ``"dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``, ``"activation"``,
-            ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
+        op: ``"dense"``, ``"grouped_dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``,
+            ``"activation"``, ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
         activation: of an op that has one: the reason says if TE's backend computes it in JAX.
@@ -214,6 +218,7 @@ def _in_jax(activation: ActivationLike | None) -> str:
 
 OPS = (
     "dense",
+    "grouped_dense",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
