@@ -18,6 +18,7 @@ from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_
 from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, WgradProbe
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
+from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla import grouped
@@ -88,12 +89,9 @@ def grouped_dense(
     mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
     reason = None if mesh is None else "the rows of a group may lie on any device"
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
-    spec = _Spec(
-        (_linear_spec(x, weights._replace(kernel=usable.kernel), precision, reason, options),),
-        tiling(groups, precision),
-        groups.rows,
-        groups.alignment,
-    )
+    how = tiling(groups, precision)
+    linear = _linear_spec(x, weights._replace(kernel=usable.kernel), precision, how.tile, reason, options)
+    spec = _Spec((linear,), how, groups.rows, groups.alignment)
     sink = None if isinstance(grad_sink, WgradProbe) else grad_sink
     if getattr(sink, "ndim", 0) > kernel.ndim:
         sink = sink.mean(axis=0)  # for the summands of devices, of which each gets an equal part
@@ -179,13 +177,14 @@ def _check_call(
 
 
 def _linear_spec(
-    x: Array, weights: LinearWeights, precision: Precision, reason: str | None, options: LinearOptions
+    x: Array, weights: LinearWeights, precision: Precision, tile: int, reason: str | None, options: LinearOptions
 ) -> LinearSpec:
     kernel, bias, _, sink = weights
+    backend: Any = hopper if hopper.runs_here(x.dtype, tile, precision) else grouped
     if isinstance(sink, WgradProbe):
         sink.call()
     return LinearSpec(
-        backend=grouped,
+        backend=backend,
         precision=precision,
         # The op constrains its rows itself: those of the tiles lie otherwise.
         plan=Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty),
