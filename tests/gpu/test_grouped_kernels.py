@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows, supported
+from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from tests.ops.test_grouped_kernels import group_slices
+from tests.ops.test_scaled_quantize import check as check_bits
+from tests.ops.test_scaled_quantize import expected, operands
 from tests.support.numerics import draw, relative_l2
 
 pytestmark = pytest.mark.gpu
@@ -88,3 +91,18 @@ def test_sums_over_each_groups_rows(sizes, shape, dtypes, split):
     ))(jnp.array(sizes))  # fmt: skip
     expected = [product(a[rows].T, b[rows]) * float(s) for rows, s in zip(group_slices(sizes), scale, strict=True)]
     check(actual, np.stack(expected), of_a)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("high", [jnp.float32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_scaled_quantize(high, dtype):
+    x, scale = operands(high)
+    check_bits(scaled_quantize(x, scale, dtype), expected(x, scale, dtype))
+
+
+def test_nan_and_inf_are_seen():
+    x, scale = operands(BF16)
+    _, _, amax = scaled_quantize(x.at[0, 3, 5].set(jnp.nan).at[1, 200, 300].set(-jnp.inf), scale, E4M3)
+    assert np.isnan(amax[0, 0])
+    assert np.isinf(amax[1, 1])
+    assert np.isfinite(np.asarray(amax)[[0, 1], [1, 0]]).all()

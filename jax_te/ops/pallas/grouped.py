@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, grouped_gemm, grouped_gemm_over_rows
-from jax_te.ops.pallas.support import supported
-from jax_te.ops.xla import grouped as xla
+from jax_te.ops.pallas.scaled_quantize import scaled_quantize
+from jax_te.ops.pallas.support import BLOCK, supported
 from jax_te.ops.xla.grouped import GroupedRows, statistics
 from jax_te.quantize import QuantizedOperand, TensorQuantizer
-from jax_te.quantize.internal import GroupTiles, Precision, Quantization
+from jax_te.quantize.internal import Precision, Quantization, amax
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, DTypeLike
 
@@ -94,31 +94,50 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
     """Return rows of groups, or each group's kernel ``[e, k, *n]``, as an operand, and the groups' amaxes ``[e]``."""
     if isinstance(x, GroupedRows):
         return _rows(x, how)
-    form, amaxes = xla.quantize_operand(x, how, axis=axis)
-    return (form if how.quantizer is None else adopt(form)), amaxes
+    if how.quantizer is None:
+        return x, None
+    return _kernels(x, how)
 
 
 def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
-    form, amaxes = xla.quantize_operand(x, how, axis=1)
     tiles, (count, height, *features) = x.tiles, x.x.shape
-    sizes = tiles.sum(jnp.full(count, height, jnp.float32))
-    if how.quantizer is None:
-        rows, columns, scale_inv = x.x, None, None
+    matrix, quantizer = x.x.reshape(count * height, -1), how.quantizer
+    if quantizer is None:
+        rows, columns, scale_inv, amaxes = matrix, None, None, None
     else:
-        quantized = form.form.rowwise
-        rows, scale_inv = quantized.data, _of_groups(quantized.scale_inv, tiles)
-    rows = rows.reshape(count * height, -1)
-    if how.quantizer is not None:
-        columns = rows.T  # Hopper multiplies FP8 operands that have what is summed over last
+        assert isinstance(quantizer, TensorQuantizer)
+        seen = tiles.amax(amax(x.x, axis=tuple(range(1, x.x.ndim)))) if quantizer.scaling == "current" else None
+        scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+        of_blocks = jnp.repeat(scale[tiles.group], height // BLOCK)
+        (rows,), (columns,), of_blocks = _quantized(matrix[None], of_blocks[None], quantizer.dtype)
+        amaxes = tiles.amax(amax(of_blocks.reshape(count, -1), axis=1)) if seen is None else seen
+        scale_inv = 1.0 / scale
+    sizes = tiles.sum(jnp.full(count, height, jnp.float32))
     parts = Rows(
         rows=rows, columns=columns, scale_inv=scale_inv, sizes=sizes, dtype=x.x.dtype, features=tuple(features)
     )
     return parts, amaxes
 
 
-def _of_groups(of_tiles: Array, tiles: GroupTiles) -> Array:
-    """Return the scale that all tiles of a group share; 0 for a group without tiles."""
-    return tiles.amax(of_tiles.reshape(-1))
+def _kernels(x: Array, how: Quantization) -> tuple[Kernels, Array]:
+    quantizer, (e, k, *_) = how.quantizer, x.shape
+    assert isinstance(quantizer, TensorQuantizer)
+    seen = amax(x, axis=tuple(range(1, x.ndim))) if quantizer.scaling == "current" else None
+    scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+    padded = -(-k // BLOCK)
+    stored, transposed, of_blocks = _quantized(
+        x.reshape(e, k, -1), jnp.broadcast_to(scale[:, None], (e, padded)), quantizer.dtype
+    )
+    kernels = Kernels(stored=stored, transposed=transposed, scale_inv=1.0 / scale, features=x.shape[1:])
+    return kernels, amax(of_blocks, axis=1) if seen is None else seen
+
+
+def _quantized(x: Array, scale: Array, dtype: DTypeLike) -> tuple[Array, Array, Array]:
+    """Return `scaled_quantize` of ``x [e, m, k]``, of any size."""
+    _, m, k = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -m % BLOCK), (0, -k % BLOCK))) if m % BLOCK or k % BLOCK else x
+    rows, columns, amaxes = scaled_quantize(padded, scale, dtype)
+    return rows[:, :m, :k], columns[:, :k, :m], amaxes
 
 
 def adopt(kernels: QuantizedOperand) -> Kernels:
