@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive
+from jax_te._validation import check_positive, is_integer
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
 from jax_te.quantize.internal import Precision, padded_size, precision_of
@@ -29,9 +29,12 @@ class RowGroups:
 
     Args:
         sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
-        rows: of the array, a multiple of ``alignment``. `row_bound` is enough for any sizes of a known sum.
+        rows: of the array. `row_bound` is enough for any sizes of a known sum.
         alignment: of the groups' starts, >= 1. An op whose recipe needs another one (`jax_te.ops.group_alignment`)
             copies the rows.
+
+    Raises:
+        ValueError: for an alignment that is not positive, or a negative number of rows.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
     >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
@@ -42,6 +45,11 @@ class RowGroups:
     sizes: Any
     rows: int = field(metadata={"static": True})
     alignment: int = field(default=1, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_positive(alignment=self.alignment)
+        if not is_integer(self.rows) or self.rows < 0:
+            raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
 
     @property
     def count(self) -> int:
@@ -58,7 +66,7 @@ class RowGroups:
         """Return the group of each row, int32 ``[rows]``; ``e`` for padding."""
         row, starts = jnp.arange(self.rows, dtype=jnp.int32), self.starts
         # The last group that starts at the row or before it: a group without rows starts where the next one does.
-        group = jnp.sum(row[:, None] >= starts, axis=1, dtype=jnp.int32) - 1
+        group = jnp.sum(row[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1
         return jnp.where(row < (starts + self.sizes)[group], group, self.count)
 
 
