@@ -15,7 +15,7 @@ from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
-from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, WgradProbe
+from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, grad_sink_of
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
@@ -90,11 +90,8 @@ def grouped_dense(
     reason = None if mesh is None else "the rows of a group may lie on any device"
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
     how = tiling(groups, precision)
-    linear = _linear_spec(x, weights._replace(kernel=usable.kernel), precision, how.tile, reason, options)
+    linear, sink = _resolved(x, weights._replace(kernel=usable.kernel), precision, how.tile, reason, options)
     spec = _Spec((linear,), how, groups.rows, groups.alignment)
-    sink = None if isinstance(grad_sink, WgradProbe) else grad_sink
-    if getattr(sink, "ndim", 0) > kernel.ndim:
-        sink = sink.mean(axis=0)  # for the summands of devices, of which each gets an equal part
     return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
 
@@ -149,7 +146,7 @@ def _check_call(
     """Raise for arrays and options that do not go together."""
     kernel, bias, state, _ = weights
     for array in (x, kernel, bias):
-        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
+        if array is not None and jnp.dtype(array.dtype).name not in COMPUTE_DTYPES:
             check_float("grouped_dense", array)
     if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] != kernel.shape[1]:
         raise ValueError(
@@ -176,27 +173,28 @@ def _check_call(
         )
 
 
-def _linear_spec(
+def _resolved(
     x: Array, weights: LinearWeights, precision: Precision, tile: int, reason: str | None, options: LinearOptions
-) -> LinearSpec:
-    kernel, bias, _, sink = weights
+) -> tuple[LinearSpec, Array | OpaqueTree | None]:
+    """Return the layer as the op runs it, and the arrays of its sink."""
+    kernel, bias, _, given_sink = weights
     backend: Any = hopper if hopper.runs_here(x.dtype, tile, precision) else grouped
-    if isinstance(sink, WgradProbe):
-        sink.call()
-    return LinearSpec(
+    # The op constrains its rows itself: those of the tiles lie otherwise.
+    plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
+    sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
+    spec = LinearSpec(
         backend=backend,
         precision=precision,
-        # The op constrains its rows itself: those of the tiles lie otherwise.
-        plan=Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty),
+        plan=plan,
         options=options,
         x_dtype=x.dtype,
-        wgrad_dtype=getattr(sink, "dtype", kernel.dtype),
+        wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
         kernel_rank=kernel.ndim,
         lead=None,
         stored_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
-        grad_sink=sink is not None,
-        deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
+        sink=sink,
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,
     )
+    return spec, arrays
