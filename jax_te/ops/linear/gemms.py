@@ -94,7 +94,7 @@ def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Opera
     """Return the operand of a tensor that its op has written as one (see `fused_quantization`), all-gathered."""
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if dims:
-        written = spec.backend.all_gather_operand(written, dims)
+        written = spec.primitives.all_gather_operand(written, dims)
     unquantized = getattr(spec.precision, role).quantizer is None
     return Operand(unquantized=written, used=used) if unquantized else Operand(quantized=written, used=used)
 
@@ -117,7 +117,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
         return _quantized(spec, role, all_gather(x, dims), state, axis=axis)
     # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
     shard = _quantized(spec, role, x, state, axis=axis)
-    return shard.map(lambda form: spec.backend.all_gather_operand(form, dims))
+    return shard.map(lambda form: spec.primitives.all_gather_operand(form, dims))
 
 
 def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None) -> tuple[Array, Any]:
@@ -175,7 +175,7 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
     residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
     if not dims:
         return operand, residual
-    return operand.map(lambda form: spec.backend.all_gather_kernel(form, dims, "fprop")), residual
+    return operand.map(lambda form: spec.primitives.all_gather_kernel(form, dims, "fprop")), residual
 
 
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
@@ -198,7 +198,9 @@ def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[O
         g = constrain(g, spec.options.out_axes)
     axis, how = g.ndim - spec.kernel_rank + 1, fused_quantization(spec, state, "grad")
     # The bias gradient sums unquantized values either way, as TE's fused kernel does.
-    written, dbias, amax = spec.backend.quantize_dbias(g, how or Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
+    written, dbias, amax = spec.primitives.quantize_dbias(
+        g, how or Quantization(), axis=axis, bias_dtype=spec.bias_dtype
+    )
     if how is None:
         return make_operand(spec, "grad", g, state, axis=axis), dbias
     return adopt(spec, "grad", written, (how.scale, amax)), dbias
@@ -219,7 +221,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         # kernels of the model would be whole at once.
         kernel, _ = jax.lax.optimization_barrier((kernel, after))
         if spec.precision.kernel.one_scale:
-            kernel = spec.backend.all_gather_kernel(kernel, dims, "dgrad")
+            kernel = spec.primitives.all_gather_kernel(kernel, dims, "dgrad")
         else:
             # No state: what has it (delayed scaling) has one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))

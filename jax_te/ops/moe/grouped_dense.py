@@ -13,9 +13,9 @@ from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals
-from jax_te.ops.linear.plan import Plan
+from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
-from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, grad_sink_of
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights, grad_sink_of
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
