@@ -2,6 +2,7 @@
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK
 from jax_te.quantize.group_tiles import GroupTiles
+from jax_te.quantize.guard import Guard
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.nvfp4 import rounding_key
 from jax_te.quantize.observe import ambient_observer, current_observer, stacked_statistics
@@ -18,6 +19,7 @@ __all__ = [
     "ROLES",
     "Gemm",
     "GroupTiles",
+    "Guard",
     "OpaqueTree",
     "Operand",
     "Precision",
