@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 
 from jax_te._validation.checks import _log_hint, log_once
-from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
-from jax_te.config.internal import scaled_normal_init
+from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig, scaled_normal_init
 from jax_te.config.megatron_fields import parsed
 from jax_te.layers import normal_init
 from jax_te.megatron import is_layer_window_attention, recipe_from_config

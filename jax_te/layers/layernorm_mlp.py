@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
-from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import normal_init
+from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
@@ -20,8 +19,8 @@ from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, 
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe
-from jax_te.remat.internal import ambient_modules, run_recomputed
-from jax_te.sharding.internal import row_axis
+from jax_te.remat import ambient_modules, run_recomputed
+from jax_te.sharding import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]

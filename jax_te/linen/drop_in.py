@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from jax_te import layers
 from jax_te.layers import DropInLayer, DropInReport
-from jax_te.layers.internal import (
+from jax_te.layers.flax import (
     FlaxLinear,
     ModelGemms,
     Rules,

@@ -9,13 +9,12 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers.internal import components, sequence_axes
+from jax_te.layers import components, sequence_axes
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
 from jax_te.ops import Activation, activation
-from jax_te.remat import selective_recompute
-from jax_te.remat.internal import recomputed, run_recomputed
+from jax_te.remat import recomputed, run_recomputed, selective_recompute
 from jax_te.typing import Array
 
 

@@ -15,9 +15,9 @@ from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.linear.spec import Activation, NormSpec
-from jax_te.quantize.internal import Gemm, Quantization
+from jax_te.quantize import Gemm, Quantization
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import Dims
+from jax_te.sharding import Dims
 from jax_te.typing import Array, BackendName, DTypeLike
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)

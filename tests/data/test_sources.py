@@ -9,9 +9,8 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from jax_te.data import Tokenizer, TrainBatches, heldout_batches, load_text
+from jax_te.data import Tokenizer, TrainBatches, heldout_batches, load_text, read_tokens, whole_batches
 from jax_te.data import batches as batches_module
-from jax_te.data.internal import read_tokens, whole_batches
 from tests.support.tokenizers import WORDS, write_megatron, write_tokenizer
 
 A, THE = WORDS.index("a") + 2, WORDS.index("the") + 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_te.bench.internal import Row, Variant, bench_checkpoints, created
+from jax_te.bench import Row, Variant, bench_checkpoints, created
 from jax_te.cli.bench.options import BenchCheckpoint
 from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
 from jax_te.cli.bench.rows import show_rows

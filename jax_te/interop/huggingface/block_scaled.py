@@ -15,7 +15,7 @@ from flax import nnx
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
-from jax_te.layers.internal import quantizable_kernels
+from jax_te.layers import quantizable_kernels
 from jax_te.quantize import BlockQuantizer, QuantizedKernel
 
 Choice = Literal["dequantize", "keep"]

@@ -19,8 +19,7 @@ from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.folder import CONFIG, json_file, open_tensors
 from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes
 from jax_te.models import Execution
-from jax_te.sharding import shardings_of
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding import leaves_with_axes, shardings_of
 from jax_te.typing import Array, DTypeLike
 
 OnProgress = Callable[[int, int], None]

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from jax_te.checkpoint.internal import say
+from jax_te.checkpoint import say
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.capabilities import Architecture, Form
@@ -25,7 +25,7 @@ from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
 from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
 
 _COMPANIONS = (

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_te.interop.torch import read_torch_distributed
-from jax_te.interop.torch.internal import METADATA, Mapped, Record, StoredTensor, Tensor, joined
+from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, joined, read_torch_distributed
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
 ARGS = "jax_te_args"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_te.interop.huggingface.internal import (
+from jax_te.interop.huggingface import (
     REQUIRED,
     TIED,
     Architecture,
@@ -29,8 +29,7 @@ from jax_te.interop.huggingface.internal import (
     said_form,
 )
 from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
-from jax_te.interop.torch import write_torch_distributed, write_torch_file
-from jax_te.interop.torch.internal import Piece, StoredTensor, Tensor
+from jax_te.interop.torch import Piece, StoredTensor, Tensor, write_torch_distributed, write_torch_file
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions

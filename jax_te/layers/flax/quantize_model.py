@@ -15,8 +15,7 @@ from jax_te.layers.flax.drop_in_mesh import kernel_names
 from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule, natural_order
-from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe
-from jax_te.recipe.internal import first_rule, own_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
 
 
 @dataclass(frozen=True)

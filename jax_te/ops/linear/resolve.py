@@ -16,18 +16,18 @@ from jax_te.ops.first_order import why_backend, why_quantized
 from jax_te.ops.linear.plan import Plan, linear_plan
 from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec, WgradProbe
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import (
+from jax_te.quantize import (
     ROLES,
     OpaqueTree,
     Precision,
+    QuantizedKernel,
     ambient_observer,
     check_state,
     precision_of,
     scales_are_frozen,
 )
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import REPLICATED, summed_axes
+from jax_te.sharding import REPLICATED, summed_axes
 from jax_te.typing import Array, BackendName, DTypeLike
 
 

@@ -8,12 +8,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jax_te._validation import check_annotations
-from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams
-from jax_te.config.internal import activation_parts
+from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams, activation_parts
 from jax_te.ops.linear.plan import LinearOptions, Plan
-from jax_te.quantize import GemmState, Observer, QuantizedKernel
-from jax_te.quantize.internal import Precision
-from jax_te.sharding.internal import Dims, MeshAxes
+from jax_te.quantize import GemmState, Observer, Precision, QuantizedKernel
+from jax_te.sharding import Dims, MeshAxes
 from jax_te.typing import Array, DTypeLike
 
 

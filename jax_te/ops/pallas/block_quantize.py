@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_te.ops.pallas.support import BLOCK, check_float, check_jax, pad
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
