@@ -15,7 +15,7 @@ from jax_te.layers.flax.drop_in import DotGeneral, EinsumOp
 from jax_te.layers.flax.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
 from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
 from jax_te.layers.layernorm_linear import LayerNormLinear
-from jax_te.layers.layernorm_mlp import LayerNormMLP, components
+from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode

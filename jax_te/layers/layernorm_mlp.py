@@ -108,7 +108,7 @@ class LayerNormMLP(TensorParallelModule):
         warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in warm_up.items() if size is not None})
         log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation, **warm_up)
-        n_act = components(Activation(activation, activation_params))
+        n_act = component_count(Activation(activation, activation_params))
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
@@ -220,7 +220,7 @@ def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: Line
     return dense(x, kernel, bias, recipe=recipe, state=state, grad_sink=grad_sink, options=options)
 
 
-def components(activation: Activation) -> int:
+def component_count(activation: Activation) -> int:
     """Return the activation's number of components; raises ValueError for a function that is not elementwise."""
     for function in (part for part in activation.parts() if not isinstance(part, str)):
         # A softmax would give other values on a mesh, where a device has a part of the features, and no error.

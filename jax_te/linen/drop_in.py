@@ -24,7 +24,7 @@ from jax_te.layers.flax import (
     check_flax,
     check_inputs,
     check_rules,
-    decide,
+    decide_layer,
     einsum_linear,
     gemms_of_model,
     other_module,
@@ -263,7 +263,7 @@ def _quantizing(
         module, path, entry, own = context.module, ".".join(context.module.path), None, None
         layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
         if layer is not None:
-            entry, own = decide(path, type(module).__name__, rules, layer, choice.gemms)
+            entry, own = decide_layer(path, type(module).__name__, rules, layer, choice.gemms)
         # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
         if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
             found.setdefault(path, entry)

@@ -274,8 +274,8 @@ def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
         ended.append([process.poll() is not None for process in processes])
         return create(*args)
 
-    create = train_steps.created
-    monkeypatch.setattr(train_steps, "created", created)
+    create = train_steps.create_bench_state
+    monkeypatch.setattr(train_steps, "create_bench_state", created)
     monkeypatch.setenv("STAND_IN_FREE", str(free))
     status, rows, said = bench(capsys, "--recipes", "none")
     assert status == 0

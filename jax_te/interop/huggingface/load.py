@@ -81,11 +81,11 @@ def load_huggingface(
     stored, files = open_tensors(folder)
     tensors = read_block_scaled(values, stored, block_scaled)
     architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
-    after = released(files, on_progress)
+    after = release_after_each(files, on_progress)
     return load_tensors(architecture, form, tensors, folder, after, dtype=dtype, config=config, execution=execution)
 
 
-def released(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
+def release_after_each(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
     """Return what `load_tensors` calls after each parameter: it drops what has been read of the files from memory."""
 
     def after(done: int, count: int) -> None:

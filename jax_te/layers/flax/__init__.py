@@ -7,7 +7,7 @@ from jax_te.layers.flax.quantize_model import (
     check_flax,
     check_inputs,
     check_rules,
-    decide,
+    decide_layer,
     other_module,
     report_of,
 )

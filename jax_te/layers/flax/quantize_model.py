@@ -122,7 +122,7 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def decide(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
+def decide_layer(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
     """Return what happens to a layer, and its own recipe, if a rule gives it one."""
     pattern = first_rule(rules, path)
     value = None if pattern is None else rules[pattern]
@@ -221,7 +221,7 @@ def quantize_model(
     for parts, module in nnx.iter_modules(model):
         path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
         if layer is not None:
-            entry, own = decide(path, kind, rules, layer, gemms)
+            entry, own = decide_layer(path, kind, rules, layer, gemms)
             layers.append(entry)
             present = getattr(module, layer.op.attribute)
             given = present if isinstance(present, DotGeneral) and own is None else layer.op(own)
