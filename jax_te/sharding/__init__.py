@@ -26,6 +26,7 @@ from jax_te.sharding.rules import (
     flat,
     free_axes,
     gathered_axes,
+    known_names,
     local_shape,
     logical_to_spec,
     mesh_dims,
