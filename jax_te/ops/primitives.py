@@ -6,8 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
-from jax_te.quantize.internal import Gemm, Quantization
-from jax_te.sharding.internal import Dims
+from jax_te.quantize import Gemm, Quantization
+from jax_te.sharding import Dims
 from jax_te.typing import Array, DTypeLike
 
 

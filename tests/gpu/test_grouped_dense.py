@@ -12,8 +12,7 @@ import pytest
 from jax_te.ops import RowGroups, dense, explain_backend, group_alignment, grouped_dense, row_bound
 from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.pallas import supported
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import precision_of
+from jax_te.quantize import init_gemm_state, precision_of
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.numerics import assert_bitwise, draw, relative_l2
 

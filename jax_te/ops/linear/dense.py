@@ -15,7 +15,7 @@ from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import reduce_sum
+from jax_te.sharding import reduce_sum
 from jax_te.typing import Array, BackendName
 
 

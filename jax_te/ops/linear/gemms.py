@@ -15,11 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
-from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import ROLES, Gemm, Quantization, TensorRole, pad_rows, unpad_rows
-from jax_te.recipe.internal import GEMMS
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
+from jax_te.quantize import ROLES, Gemm, GemmState, Quantization, QuantizedKernel, TensorRole, pad_rows, unpad_rows
+from jax_te.recipe import GEMMS
+from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 Used = tuple[Array | None, Array | None]

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.primitives import Backend, GemmBackend
-from jax_te.quantize import GemmState, Observer, QuantizedKernel
-from jax_te.quantize.internal import OpaqueTree, Precision
-from jax_te.sharding.internal import Dims, MeshAxes, summed_axes
+from jax_te.quantize import GemmState, Observer, OpaqueTree, Precision, QuantizedKernel
+from jax_te.sharding import Dims, MeshAxes, summed_axes
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 

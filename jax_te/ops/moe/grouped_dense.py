@@ -22,11 +22,17 @@ from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla import grouped
-from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of, scales_are_frozen
+from jax_te.quantize import (
+    GemmState,
+    OpaqueTree,
+    Precision,
+    QuantizedKernel,
+    ambient_observer,
+    precision_of,
+    scales_are_frozen,
+)
 from jax_te.recipe import Recipe
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import device_mesh
+from jax_te.sharding import constrain, device_mesh
 from jax_te.typing import Array, BackendName
 
 

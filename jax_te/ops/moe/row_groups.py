@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_te._validation import check_positive, is_integer
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
-from jax_te.quantize.internal import Precision, padded_size, precision_of
+from jax_te.quantize import Precision, padded_size, precision_of
 from jax_te.recipe import Recipe
 from jax_te.typing import Array
 

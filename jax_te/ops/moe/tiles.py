@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jax_te.ops.moe.row_groups import RowGroups, row_bound, tile_of
-from jax_te.quantize.internal import GroupTiles, Precision, padded_size
+from jax_te.quantize import GroupTiles, Precision, padded_size
 from jax_te.typing import Array
 
 

@@ -15,8 +15,7 @@ from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, grouped_gemm, groupe
 from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from jax_te.ops.pallas.support import BLOCK, supported
 from jax_te.ops.xla.grouped import GroupedRows, statistics
-from jax_te.quantize import QuantizedOperand, TensorQuantizer
-from jax_te.quantize.internal import Precision, Quantization, amax
+from jax_te.quantize import Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, DTypeLike
 

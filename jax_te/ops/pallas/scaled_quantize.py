@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_te.ops.pallas.support import BLOCK, check_jax
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
 
 _HIGH = (jnp.float32, jnp.bfloat16, jnp.float16)

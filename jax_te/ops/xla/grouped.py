@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
-from jax_te.quantize import Quantizer
-from jax_te.quantize.internal import GroupTiles, Quantization, amax, quantize_tiles, stacked_statistics
-from jax_te.quantize.internal import quantize_operand as quantize_both
+from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
+from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
 NAME = "xla"
