@@ -19,8 +19,9 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
-from jax_te.layers.parameters import parameter, parameter_axes
+from jax_te.layers.parameters import expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
     CachedKernel,
@@ -50,6 +51,7 @@ __all__ = [
     "Embedding",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

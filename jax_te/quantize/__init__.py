@@ -1,6 +1,8 @@
 """Quantized arrays, quantizers, statistics of what they lose, and the state of delayed scaling."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK, BlockQuantizer, MXQuantizer
+from jax_te.quantize.group_tiles import GroupTiles
+from jax_te.quantize.guard import Guard
 from jax_te.quantize.kernel import QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer, rounding_key
 from jax_te.quantize.observe import (
@@ -9,6 +11,7 @@ from jax_te.quantize.observe import (
     ambient_observer,
     observe_quantization,
     quantization_statistics,
+    stacked_statistics,
 )
 from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
 from jax_te.quantize.precision import (
@@ -21,7 +24,14 @@ from jax_te.quantize.precision import (
     precision_of,
     quantizer_for,
 )
-from jax_te.quantize.quantizer import Quantization, Quantizer, TensorQuantizer, quantize, quantize_operand
+from jax_te.quantize.quantizer import (
+    Quantization,
+    Quantizer,
+    TensorQuantizer,
+    quantize,
+    quantize_operand,
+    quantize_tiles,
+)
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.state import (
     QuantizerState,

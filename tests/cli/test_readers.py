@@ -70,6 +70,7 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
+@pytest.mark.costly("train")
 @pytest.mark.parametrize(
     "command", ["train", "sample", "eval", "inspect precision", "inspect recipes", "inspect sharding"]
 )

@@ -82,6 +82,7 @@ def forward_and_backward(
 ACTIVATION = 4 * B * S * H
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_a_mesh_there_are_none(recipe: str) -> None:
@@ -96,6 +97,7 @@ def test_tensor_parallelism_sums_once_a_block_and_direction(recipe: str, mode: s
     assert forward_and_backward(mode, RECIPES[recipe], tensor=4) == (expected, expected)
 
 
+@pytest.mark.costly("current-explicit")
 @pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -166,7 +166,7 @@ def test_gemm(shape, forms):
     assert_close(out, expected_product(*operands), 2.0**-20)
 
 
-@pytest.mark.costly("E4M3 E5M2-float32")
+@pytest.mark.costly("E4M3 E5M2-float32", "E4M3 E5M2-float16")
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
@@ -181,6 +181,7 @@ def test_gemm_dtypes_and_bias(dtypes, out_dtype):
     assert_close(out, expected, {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[out_dtype])
 
 
+@pytest.mark.costly
 @interpreted
 def test_quantized_operands_fit_the_gemm():
     x, w = draw("x", (144, 256)), draw("w", (256, 272))
@@ -218,6 +219,7 @@ def test_each_block_leaves_the_tensor_cores_before_it_is_added(square):
         assert (names.count("wgmma_ref"), len(derefs)) == (1, 1)
 
 
+@pytest.mark.costly("(400, 272, 912)")
 @pytest.mark.wide("(400, 272, 912)")
 @interpreted
 @pytest.mark.parametrize("shape", [(16, 16, 16), (400, 272, 912)], ids=str)

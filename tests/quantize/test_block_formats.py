@@ -281,6 +281,7 @@ def test_the_same_tensor_always_rounds_the_same_and_another_differently(high):
         assert 0.2 < different < 0.45, f"{what}: {different}"
 
 
+@pytest.mark.costly
 def test_rounding_does_not_depend_on_the_mesh():
     quantizer = NVFP4Quantizer(stochastic_rounding=True, hadamard=True)
     x = draw("x", (64, 64), jnp.bfloat16)

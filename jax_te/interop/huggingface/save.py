@@ -154,7 +154,7 @@ def placed_arrays(
     """
     entries = {path: Entry.of(pieces) for path, pieces in table.items()}
     leaves = leaves_with_axes(nnx.state(model, nnx.Param))
-    arrays = {path: leaf for path, leaf, _ in leaves if path.partition("/form/")[0] not in held}
+    arrays = {path: leaf for path, leaf, _ in leaves if not any(path.startswith(f"{kernel}/") for kernel in held)}
     arrays |= {path: kernel.form.rowwise.data for path, kernel in held.items()}
     wrong = sorted(arrays.keys() ^ entries.keys())
     wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]

@@ -42,6 +42,7 @@ def inputs(name="dense"):
     return case, case.args["x"], case.args.get("kernel")
 
 
+@pytest.mark.costly("False-nvfp4")
 @pytest.mark.wide
 @by_name
 @pytest.mark.parametrize("portable", [False, True])
