@@ -19,6 +19,7 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.moe.grouped_lora import GroupedLoRA
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.parameters import parameter_axes
 from jax_te.layers.prepare import prepare_quantization
@@ -41,6 +42,7 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "GroupedLoRA",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

@@ -94,7 +94,7 @@ def grouped_dense(
         groups.rows,
         groups.alignment,
     )
-    sink = None if isinstance(grad_sink, WgradProbe) else grad_sink
+    sink: Any = None if isinstance(grad_sink, WgradProbe) else grad_sink
     if getattr(sink, "ndim", 0) > kernel.ndim:
         sink = sink.mean(axis=0)  # for the summands of devices, of which each gets an equal part
     return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
@@ -150,7 +150,8 @@ def _check_call(
 ) -> None:
     """Raise for arrays and options that do not go together."""
     kernel, bias, state, _ = weights
-    for array in (x, kernel, bias):
+    arrays: tuple[Any, ...] = (x, kernel, bias)
+    for array in arrays:
         if array is not None and array.dtype.name not in COMPUTE_DTYPES:
             check_float("grouped_dense", array)
     if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] != kernel.shape[1]:
