@@ -180,7 +180,7 @@ def _linear_spec(
     plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
     spec = LinearSpec(
-        backend=grouped,
+        backend=grouped,  # type: ignore[arg-type]  # a module, whose functions name some arguments otherwise
         precision=precision,
         plan=plan,
         options=options,

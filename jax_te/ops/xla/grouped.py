@@ -29,7 +29,7 @@ from jax_te.quantize.internal import GroupTiles, Quantization, amax, quantize_ti
 from jax_te.quantize.internal import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
-NAME = "xla"
+NAME: str = "xla"
 
 __all__ = [
     "NAME",
@@ -138,14 +138,15 @@ def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
     return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
 
 
-def gemm_fprop(x: GroupedOperand, kernels: Any, bias: None, split_accumulator: bool) -> Array:
-    """Return ``x [rows, k] @ kernels [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
-    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernels)
+def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
+    """Return ``x [rows, k] @ kernel [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    assert bias is None  # the op adds it, to the rows of no padding alone
+    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernel)
 
 
-def gemm_dgrad(g: GroupedOperand, kernels: Any, split_accumulator: bool) -> Array:
-    """Return ``g [rows, *n] @ kernels [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
-    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernels)
+def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array:
+    """Return ``g [rows, *n] @ kernel [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernel)
 
 
 def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
