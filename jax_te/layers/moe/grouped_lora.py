@@ -24,7 +24,7 @@ class GroupedLoRA(LoRA):
 
     It is called like its base, and takes the base's place in a model::
 
-        moe.experts.wi = GroupedLoRA(moe.experts.wi, 8, rngs=rngs)
+        moe.experts.linear_fc1 = GroupedLoRA(moe.experts.linear_fc1, 8, rngs=rngs)
 
     Args:
         base: the layer of experts; taken over, not copied.
