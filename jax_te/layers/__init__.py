@@ -20,6 +20,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.moe.grouped_lora import GroupedLoRA
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
 from jax_te.layers.parameters import expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
@@ -52,6 +53,7 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "GroupedLoRA",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",
