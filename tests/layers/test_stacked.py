@@ -13,8 +13,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_te.layers import Linear, parameter_axes, prepare_quantization, quantize_parameters
-from jax_te.layers.internal import quantize_kernels, use_cached_kernels
+from jax_te.layers import (
+    Linear,
+    parameter_axes,
+    prepare_quantization,
+    quantize_kernels,
+    quantize_parameters,
+    use_cached_kernels,
+)
 from jax_te.megatron import sharded_state_dict
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_te import layers
 from jax_te.config import CudaGraphConfig, ParallelConfig, TransformerConfig
 from jax_te.errors import QuantizerStateError
-from jax_te.layers.internal import CachedKernel
+from jax_te.layers import CachedKernel
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, recipe_from_config
 from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast

@@ -20,8 +20,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.remat import RecomputePolicy
 from tests.support.meshes import shard, use_mesh
-from tests.support.numerics import _quick_options as quick_options
-from tests.support.numerics import assert_bitwise, assert_close, quick_jit
+from tests.support.numerics import assert_bitwise, assert_close, quick_jit, quick_options
 from tests.support.reference import randomize
 
 B, S, V = 2, 8, 16

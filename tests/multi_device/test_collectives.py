@@ -25,7 +25,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import split_model
 from tests.support.meshes import shardings
-from tests.support.numerics import NO_DROPOUT, _quick_options, draw, quick_jit
+from tests.support.numerics import NO_DROPOUT, draw, quick_jit, quick_options
 
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
@@ -149,7 +149,7 @@ def test_memory_of_a_scanned_stack_under_fsdp_is_that_of_one_layers_kernels(reci
         )
         rows = named_sharding(("batch", "sequence", "hidden"), mesh)
         x = jax.ShapeDtypeStruct((ranks, 2, hidden), jnp.float32, sharding=rows)
-        gradient = jax.jit(jax.grad(loss), out_shardings=[place] * count, compiler_options=_quick_options())
+        gradient = jax.jit(jax.grad(loss), out_shardings=[place] * count, compiler_options=quick_options())
         with frozen_scales():
             return gradient.lower([part] * count, rest, x).compile().memory_analysis().temp_size_in_bytes
 

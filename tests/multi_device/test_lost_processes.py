@@ -14,9 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import Signs, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
-from jax_te.checkpoint.internal import Signs
 from jax_te.cli.launch import Launch
 from jax_te.cli.meeting import meet
 from tests.support.process_runs import ended, started, when_recorded

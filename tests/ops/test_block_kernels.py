@@ -12,7 +12,7 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
-from jax_te.ops.pallas.block_quantize import _power_of_two
+from jax_te.ops.pallas.block_quantize import exponent_scale
 from tests.support.numerics import assert_bitwise, assert_close, draw, equations, without_type_checker
 
 F32 = np.float32
@@ -150,7 +150,7 @@ def test_powers_of_two_are_the_exact_quotients_with_the_mantissa_cleared(dtype):
     exact = limit * 2.0 ** np.arange(-110, 100)
     amax = np.concatenate([exact, exact / 1.75, np.exp(np.random.default_rng(0).uniform(-85, 88, 10000))]).astype(F32)
     amax = np.concatenate([amax, np.nextafter(amax, F32(0)), np.nextafter(amax, F32(np.inf))])
-    assert_bitwise(_power_of_two(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
+    assert_bitwise(exponent_scale(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
 
 
 @pytest.mark.costly("(208, 272, 400)-square-square", "(208, 272, 400)-row-row")

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, quantize
-from jax_te.quantize.internal import hadamard_rows, quantize_operand
+from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, quantize, quantize_operand
+from jax_te.quantize.hadamard import hadamard_rows
 from tests.support import formulas, oracles
 from tests.support.numerics import assert_bitwise, assert_close, draw, without_type_checker
 from tests.support.oracles import E4M3, E5M2, F32

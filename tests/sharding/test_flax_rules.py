@@ -19,8 +19,7 @@ import jax_te.linen as te_linen
 from jax_te._validation import log_once
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNormMLP
-from jax_te.sharding import ShardingRules, logical_to_spec, make_mesh, sharding_report, use_rules
-from jax_te.sharding.internal import whole_sequences
+from jax_te.sharding import ShardingRules, logical_to_spec, make_mesh, sharding_report, use_rules, whole_sequences
 from jax_te.training import Optimizer, abstract_train_state, create_train_state, make_train_step
 from tests.support.numerics import assert_bitwise
 

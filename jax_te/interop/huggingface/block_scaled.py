@@ -15,9 +15,8 @@ from flax import nnx
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
-from jax_te.layers.internal import quantizable_kernels
-from jax_te.quantize import BlockQuantizer, QuantizedKernel
-from jax_te.quantize.internal import Guard
+from jax_te.layers import quantizable_kernels
+from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
 
 Choice = Literal["dequantize", "keep"]
 _BLOCK, _SCALE, _E4M3 = 128, "_scale_inv", np.dtype(ml_dtypes.float8_e4m3fn)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jax_te.ops import layernorm
-from jax_te.quantize import frozen_scales, init_gemm_state
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, frozen_scales, init_gemm_state
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,

@@ -7,8 +7,7 @@ import pytest
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops import quantize_kernel
-from jax_te.quantize import QuantizedOperand, frozen_scales
-from jax_te.quantize.internal import OpaqueTree
+from jax_te.quantize import OpaqueTree, QuantizedOperand, frozen_scales
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,
