@@ -376,6 +376,7 @@ def calls_of(function: Any) -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
+@functools.cache
 def checked_names() -> set[str]:
     """Modules and names of what the sources decorate with ``@checked``."""
     found = set()

@@ -20,7 +20,9 @@ from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions
 from jax_te.ops.moe.grouped_dense import grouped_dense
 from jax_te.ops.moe.row_groups import RowGroups, group_alignment, row_bound
+from jax_te.ops.stacked import residuals_are_stacked
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "BACKENDS",
     "OPS",

@@ -19,7 +19,7 @@ from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
-from jax_te.sharding.internal import batch_ranks
+from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
 
 _TOGETHER = 32

@@ -10,8 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, QuantizedTensor, Quantizer, TensorQuantizer
-from jax_te.quantize.internal import GroupTiles, pad_rows, quantize_operand, quantize_tiles
+from jax_te.quantize import (
+    BlockQuantizer,
+    GroupTiles,
+    MXQuantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    TensorQuantizer,
+    pad_rows,
+    quantize_operand,
+    quantize_tiles,
+)
 from jax_te.quantize.nvfp4 import _place
 from tests.support.numerics import assert_bitwise, draw, quick_jit
 
