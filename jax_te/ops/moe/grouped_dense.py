@@ -15,7 +15,7 @@ from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
-from jax_te.ops.linear.spec import LinearSpec, LinearWeights, grad_sink_of
+from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, grad_sink_of
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
@@ -44,7 +44,7 @@ def grouped_dense(
     groups: RowGroups,
     recipe: Recipe | None = None,
     state: GemmState | None = None,
-    grad_sink: Any = None,
+    grad_sink: GivenSink | None = None,
     options: LinearOptions = LinearOptions(),
     backend: BackendName | None = None,
 ) -> Array:
@@ -96,7 +96,7 @@ def grouped_dense(
     reason = None if mesh is None else "the rows of a group may lie on any device"
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
     how = tiling(groups, precision)
-    linear, sink = _resolved(x, weights._replace(kernel=usable.kernel), precision, how.tile, reason, options)
+    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, reason, options)
     spec = _Spec((linear,), how, groups.rows, groups.alignment)
     return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 

@@ -1,4 +1,6 @@
-"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: primitives as in `gemm`.
+"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: a `Backend` beside ``xla``.
+
+Its other primitives are those of ``xla``, which treat each row by itself.
 
 Rows lie in tiles of one group each. A tile is quantized with its group's scales and multiplied by its group's kernel by
 the primitives of one layer, so each group has that layer's numbers. The tiles take turns in a loop whose length is
@@ -17,11 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
+from jax_te.ops.xla.gemm import residual_for_dgrad
 from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
 from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
-NAME = "xla"
+NAME: str = "xla"
+
+__all__ = ["residual_for_dgrad"]  # as for one layer
 
 
 @jax.tree_util.register_dataclass
@@ -104,17 +109,15 @@ def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
     return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
 
 
-residual_for_dgrad = gemm.residual_for_dgrad
+def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
+    """Return ``x [rows, k] @ kernel [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    assert bias is None  # the op adds it, to the rows of no padding alone
+    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernel)
 
 
-def gemm_fprop(x: GroupedOperand, kernels: Any, bias: None, split_accumulator: bool) -> Array:
-    """Return ``x [rows, k] @ kernels [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
-    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernels)
-
-
-def gemm_dgrad(g: GroupedOperand, kernels: Any, split_accumulator: bool) -> Array:
-    """Return ``g [rows, *n] @ kernels [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
-    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernels)
+def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array:
+    """Return ``g [rows, *n] @ kernel [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernel)
 
 
 def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
