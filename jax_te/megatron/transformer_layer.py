@@ -63,7 +63,7 @@ def layer_options(
         "num_gqa_groups": config.num_query_groups,
         "normalization": config.normalization,
         "zero_centered_gamma": config.layernorm_zero_centered_gamma,
-        "activation": config.activation,
+        "activation": config.limited_activation,
         "bias": config.add_bias_linear,
         "params_dtype": config.params_dtype,
     }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_annotations, check_positive
+from jax_te.config import RouterOptions
 from jax_te.typing import Array, DTypeLike
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -17,77 +16,6 @@ DropPolicy = Literal["probs", "position"]
 
 _SMALLEST_SUM = 1e-20
 """Added to the sum that scores are divided by, so that scores that are all 0 give 0 and not nan."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingSpec:
-    """How a token's logits become its experts and their probabilities.
-
-    Args:
-        num_experts: ``e``.
-        topk: ``k``, number of experts of each token.
-        score_function: function of the logits: ``"softmax"`` over the experts, or of each logit ``"sigmoid"`` or
-            ``"sqrtsoftplus"``, the square root of ``log(1 + exp(x))``. The last two are divided by their sum over the
-            chosen experts if there are several.
-        pre_softmax: take the softmax over all experts, before the choice, and leave it as it is. False: choose by the
-            logits, and take the softmax over those of the chosen experts.
-        num_groups: number of groups of ``e / num_groups`` consecutive experts, of which each token uses ``group_topk``.
-            A group's score is the sum of its ``topk // group_topk`` largest.
-        group_topk: number of groups that a token uses.
-        topk_scaling_factor: factor of the probabilities. None: 1.
-
-    Raises:
-        ValueError: for more chosen experts than there are; for groups that do not divide the experts or offer fewer
-            than ``topk``; for one of ``num_groups`` and ``group_topk`` without the other; for one expert by softmax
-            without ``pre_softmax``, whose probability would always be 1 and have no gradient.
-
-    Source: ``megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function``.
-
-    >>> RoutingSpec(num_experts=8).topk
-    2
-    """
-
-    num_experts: int
-    topk: int = 2
-    score_function: ScoreFunction = "softmax"
-    pre_softmax: bool = False
-    num_groups: int | None = None
-    group_topk: int | None = None
-    topk_scaling_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        check_annotations(self, RoutingSpec)
-        check_positive(num_experts=self.num_experts, topk=self.topk)
-        if self.topk > self.num_experts:
-            raise ValueError(f"topk {self.topk} is more than the num_experts {self.num_experts} there are")
-        if self.topk_scaling_factor is not None and not self.topk_scaling_factor > 0.0:
-            raise ValueError(f"topk_scaling_factor must be > 0 or None, got {self.topk_scaling_factor!r}")
-        self._check_groups()
-
-    def _check_groups(self) -> None:
-        groups, used = self.num_groups, self.group_topk
-        if groups is None and used is None:
-            return
-        if groups is None or used is None:
-            raise ValueError(
-                f"num_groups={groups} and group_topk={used}: groups need both, how many there are and how many of "
-                "them a token uses; give both, or neither"
-            )
-        check_positive(num_groups=groups, group_topk=used)
-        if self.num_experts % groups:
-            raise ValueError(f"num_groups {groups} does not divide num_experts {self.num_experts}")
-        if used > groups:
-            raise ValueError(f"group_topk {used} is more than the num_groups {groups} there are")
-        size = self.num_experts // groups
-        if used > self.topk:
-            raise ValueError(
-                f"group_topk {used} is more than topk {self.topk}: a group's score is the sum of its topk // "
-                "group_topk largest scores, here of none"
-            )
-        if self.topk > used * size:
-            raise ValueError(
-                f"topk {self.topk} experts do not fit into group_topk {used} groups of {size} experts each"
-            )
 
 
 class Assignment(NamedTuple):
@@ -102,21 +30,12 @@ class Assignment(NamedTuple):
     experts: Array
 
 
-def check_single_softmax(spec: RoutingSpec) -> None:
-    """Raise ValueError for the softmax over one chosen expert, which is 1 whatever the logit."""
-    if spec.topk == 1 and spec.score_function == "softmax" and not spec.pre_softmax:
-        raise ValueError(
-            "topk=1 with score_function='softmax': the softmax over one expert is 1 and has no gradient; set "
-            "pre_softmax=True, or take another score function"
-        )
-
-
 def scores_of(logits: Array, score_function: ScoreFunction) -> Array:
     """Return the scores of all experts, in fp32 (fp64 of fp64 logits).
 
     Args:
         logits: ``[..., e]``.
-        score_function: as in `RoutingSpec`.
+        score_function: as in `jax_te.config.RouterOptions`.
 
     >>> scores_of(jnp.zeros((1, 2)), "softmax").tolist()
     [[0.5, 0.5]]
@@ -151,24 +70,24 @@ def _top_k(scores: Array, count: int) -> tuple[Array, Array]:
     return values, indices.astype(jnp.int32)
 
 
-def choose_experts(scores: Array, spec: RoutingSpec) -> Array:
+def choose_experts(scores: Array, options: RouterOptions) -> Array:
     """Return the ``topk`` experts with the largest scores, int32 ``[t, k]``; within the best groups, if there are any.
 
     Args:
         scores: ``[t, e]``.
-        spec: of the routing.
+        options: of the router.
 
-    >>> spec = RoutingSpec(num_experts=4, topk=1, num_groups=2, group_topk=1)
-    >>> choose_experts(jnp.array([[0.1, 0.9, 0.2, 0.3]]), spec).tolist()
-    [[1]]
+    >>> options = RouterOptions(num_experts=4, topk=2, num_groups=2, group_topk=1)
+    >>> choose_experts(jnp.array([[0.1, 0.9, 0.2, 0.3]]), options).tolist()
+    [[1, 0]]
     """
-    if spec.num_groups is None or spec.group_topk is None:
-        return largest(scores, spec.topk)
+    if options.num_groups is None or options.group_topk is None:
+        return largest(scores, options.topk)
     t, e = scores.shape
-    grouped = scores.reshape(t, spec.num_groups, e // spec.num_groups)
-    of_groups = jnp.sum(_top_k(grouped, spec.topk // spec.group_topk)[0], axis=-1)
-    used = one_of_each(largest(of_groups, spec.group_topk), spec.num_groups)
-    return largest(jnp.where(used[..., None], grouped, -jnp.inf).reshape(t, e), spec.topk)
+    grouped = scores.reshape(t, options.num_groups, e // options.num_groups)
+    of_groups = jnp.sum(_top_k(grouped, options.topk // options.group_topk)[0], axis=-1)
+    used = one_of_each(largest(of_groups, options.group_topk), options.num_groups)
+    return largest(jnp.where(used[..., None], grouped, -jnp.inf).reshape(t, e), options.topk)
 
 
 def one_of_each(indices: Array, count: int) -> Array:
@@ -181,13 +100,13 @@ def one_of_each(indices: Array, count: int) -> Array:
 
 
 def route(
-    logits: Array, spec: RoutingSpec, *, expert_bias: Array | None = None, experts: Array | None = None
+    logits: Array, options: RouterOptions, *, expert_bias: Array | None = None, experts: Array | None = None
 ) -> Assignment:
     """Return the experts of each token and their probabilities.
 
     Args:
         logits: ``[t, e]``. A token with a nan among its logits has probabilities of nan, so that the loss shows it.
-        spec: of the routing.
+        options: of the router.
         expert_bias: ``[e]``, added to the scores for the choice, and not to the probabilities.
         experts: int32 ``[t, k]``, the choice made elsewhere: that of another run that is replayed, or by another rule.
 
@@ -196,29 +115,29 @@ def route(
 
     Source: ``megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function``.
 
-    >>> probs, experts = route(jnp.array([[1.0, 3.0, 3.0]]), RoutingSpec(num_experts=3))
+    >>> probs, experts = route(jnp.array([[1.0, 3.0, 3.0]]), RouterOptions(num_experts=3))
     >>> probs.tolist(), experts.tolist()
     ([[0.5, 0.5]], [[1, 2]])
     """
-    if logits.ndim != 2 or logits.shape[1] != spec.num_experts:
-        raise ValueError(f"logits must be [t, {spec.num_experts}], got shape {logits.shape}")
-    if expert_bias is not None and spec.score_function == "softmax":
+    if logits.ndim != 2 or logits.shape[1] != options.num_experts:
+        raise ValueError(f"logits must be [t, {options.num_experts}], got shape {logits.shape}")
+    if expert_bias is not None and options.score_function == "softmax":
         raise ValueError(
             "expert_bias is added to the scores of score_function='sigmoid' or 'sqrtsoftplus', not to a softmax"
         )
-    after = spec.score_function == "softmax" and not spec.pre_softmax
-    scores = logits.astype(wide_dtype(logits.dtype)) if after else scores_of(logits, spec.score_function)
+    after = options.score_function == "softmax" and not options.pre_softmax
+    scores = logits.astype(wide_dtype(logits.dtype)) if after else scores_of(logits, options.score_function)
     if experts is None:
-        experts = choose_experts(scores if expert_bias is None else scores + expert_bias[None], spec)
-    elif experts.shape != (len(logits), spec.topk):
-        raise ValueError(f"experts must be [t, k] = {(len(logits), spec.topk)}, got shape {experts.shape}")
+        experts = choose_experts(scores if expert_bias is None else scores + expert_bias[None], options)
+    elif experts.shape != (len(logits), options.topk):
+        raise ValueError(f"experts must be [t, k] = {(len(logits), options.topk)}, got shape {experts.shape}")
     probs = jnp.take_along_axis(scores, experts, axis=-1)
     if after:
         probs = jax.nn.softmax(probs, axis=-1)
-    elif spec.score_function != "softmax" and spec.topk > 1:
+    elif options.score_function != "softmax" and options.topk > 1:
         probs = probs / (jnp.sum(probs, axis=-1, keepdims=True) + _SMALLEST_SUM)
-    if spec.topk_scaling_factor is not None:
-        probs = probs * spec.topk_scaling_factor
+    if options.topk_scaling_factor is not None:
+        probs = probs * options.topk_scaling_factor
     # A nan that no score of the chosen experts has would go unseen.
     return Assignment(jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, probs), experts)
 
