@@ -163,7 +163,7 @@ def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 
     """
     scores = scores_of(logits, "sigmoid" if topk == 1 else "softmax")
     wide = jax.lax.stop_gradient(logits.astype(wide_dtype(logits.dtype)))
-    experts = largest(sinkhorn(wide, tol=tol) if balanced else scores, topk)
+    experts = largest(sinkhorn(wide, tol=tol) if balanced else wide, topk)
     return Assignment(jnp.take_along_axis(scores, experts, axis=-1), experts)
 
 
@@ -193,28 +193,23 @@ def sinkhorn(logits: Array, *, tol: float = 1e-4) -> Array:
     return columns[None] * cost * rows[:, None]
 
 
-def choose_by_quantile(logits: Array, bias: Array, topk: int) -> tuple[Array, Array]:
-    """Return the experts with the largest ``logits - bias``, and each expert's quantile, which gives its next bias.
+def expert_quantiles(logits: Array, bias: Array, topk: int) -> Array:
+    """Return the bias of each expert with which it would get ``t k / e`` tokens, fp32 ``[e]``, without a gradient.
 
-    The quantile is the bias with which an expert would get ``t k / e`` tokens, each token's threshold being what it is
-    under the biases of now.
+    The choice is by ``logits - bias``; each token's threshold is taken from the biases of now.
 
     Args:
         logits: ``[t, e]``.
         bias: ``[e]``, fp32.
         topk: ``k``.
 
-    Returns:
-        int32 ``[t, k]``; fp32 ``[e]``, without a gradient.
-
     Raises:
         ValueError: if ``t k`` is not a multiple of ``e``; if a token uses all experts, so that none is left out.
 
     Source: ``megatron.core.transformer.moe.moe_utils.qb_dual_update``.
 
-    >>> experts, quantiles = choose_by_quantile(jnp.array([[2.0, 0.0], [1.0, 0.0]]), jnp.zeros(2), 1)
-    >>> experts.tolist(), quantiles.tolist()
-    ([[0], [0]], [1.0, 0.0])
+    >>> expert_quantiles(jnp.array([[2.0, 0.0], [1.0, 0.0]]), jnp.zeros(2), 1).tolist()
+    [1.0, 0.0]
     """
     t, e = logits.shape
     if topk >= e:
@@ -225,10 +220,8 @@ def choose_by_quantile(logits: Array, bias: Array, topk: int) -> tuple[Array, Ar
             f"multiple of num_experts {e}"
         )
     scores = jax.lax.stop_gradient(logits.astype(jnp.float32))
-    best, experts = _top_k(scores - bias[None], topk + 1)
-    threshold = best[:, -1:]
-    quantiles = _top_k((scores - threshold).T, t * topk // e + 1)[0][:, -1]
-    return experts[:, :-1], quantiles
+    threshold = _top_k(scores - bias[None], topk + 1)[0][:, -1:]
+    return _top_k((scores - threshold).T, t * topk // e + 1)[0][:, -1]
 
 
 def expert_capacity(tokens: int, num_experts: int, topk: int, factor: float) -> int:
