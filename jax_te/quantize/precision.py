@@ -33,6 +33,9 @@ ROLES: tuple[TensorRole, ...] = ("x", "kernel", "grad")
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 """The forward GEMM, that of the input's gradient and that of the kernel's gradient."""
 
+_ROW_TILE = 16
+"""Least number of rows that a grouped GEMM multiplies by one kernel at once."""
+
 _READERS: dict[TensorRole, tuple[int, int]] = {"x": (0, 2), "kernel": (0, 1), "grad": (1, 2)}
 
 
@@ -92,10 +95,10 @@ class Precision:
 
     @property
     def group_alignment(self) -> int:
-        """Number of rows that several groups' rows in one array start at multiples of, so that none share a block."""
+        """What groups of rows in one array start at multiples of, so that no two share a block or a tile of a GEMM."""
         quantizers = [getattr(self, role).quantizer for role in ROLES]
         blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
-        return math.lcm(self.alignment, *blocks)
+        return math.lcm(_ROW_TILE, self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
         """Return the error of a size that is no multiple of ``alignment``.

@@ -27,8 +27,8 @@ class RowGroups:
     Args:
         sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
         rows: of the array, a multiple of ``alignment``. `row_bound` is enough for any sizes of a known sum.
-        alignment: 1, or what `jax_te.ops.group_alignment` says for a recipe: rows that are not aligned so are copied
-            into rows that are.
+        alignment: of the groups' starts, >= 1. An op whose recipe needs another one (`jax_te.ops.group_alignment`)
+            copies the rows.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
     >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
@@ -77,11 +77,10 @@ def row_bound(rows: int, groups: int, *, alignment: int) -> int:
 def group_alignment(recipe: Recipe | None) -> int:
     """Return the alignment that the rows of groups need for `grouped_dense` to read them as they are under a recipe.
 
-    It is 1 without a recipe, 16 with one scale for each group, 32 under MXFP8 and NVFP4, and 128 under block scaling,
-    so that no block of scales is of two groups.
+    It is 32 under MXFP8 and NVFP4, 128 under block scaling, so that no block of scales is of two groups, and else 16.
 
     >>> from jax_te.recipe import Float8BlockScaling
     >>> group_alignment(None), group_alignment(Float8BlockScaling())
-    (1, 128)
+    (16, 128)
     """
     return precision_of(recipe).group_alignment
