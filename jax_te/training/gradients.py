@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te.config.internal import checked
-from jax_te.layers.internal import drop_cached_kernels, quantize_kernels, set_grad_sinks, use_cached_kernels
+from jax_te.layers.internal import (
+    aux_losses_scaled,
+    drop_cached_kernels,
+    quantize_kernels,
+    set_grad_sinks,
+    use_cached_kernels,
+)
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -311,7 +317,8 @@ def differentiate(
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         use_cached_kernels(model, [None] * len(grad_sinks) if cached is None else cached, list(grad_sinks.values()))
-        value, aux = fn(model, *inputs)
+        with aux_losses_scaled(model, scaler.scale):
+            value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
         # The caches belong to this pass: they must not be among the model's other state that is returned.

@@ -45,8 +45,8 @@ class AuxLossScale(nnx.Variable):
 class Router(TrainingMode):
     """Choose each token's experts, and give its losses to the gradients.
 
-    The losses change no value: ``in_gradients`` adds their gradients to those of the probabilities. A train step scales
-    them as it scales the model's loss, over microbatches, too.
+    The losses change no value: their gradients are added to those of the probabilities. A train step scales them as it
+    scales the model's loss, over microbatches, too.
 
     Its states are fp32, and no parameters: the expert bias, the bias of quantile balancing, the counts of
     ``"global_aux_loss"``, and what `expert_metrics` reads. They go on once a step, by what training counted:
@@ -114,6 +114,17 @@ class Router(TrainingMode):
         return ("calls", "chosen", "dropped", *self.options.losses, *z_loss)
 
     def __call__(
+        self,
+        x: Array,
+        *,
+        padding_mask: Array | None = None,
+        key: Array | None = None,
+        experts: Array | None = None,
+    ) -> Any:
+        """Return what `assign` does."""
+        return self.assign(x, padding_mask=padding_mask, key=key, experts=experts)
+
+    def assign(
         self,
         x: Array,
         *,
@@ -281,7 +292,8 @@ class Router(TrainingMode):
         tokens = None if counted is None else counted.reshape(-1, 1)
         chosen = routing.tokens_per_expert(experts, e, tokens)
         # Behind the capacity, as in Megatron: the load that an expert had.
-        load = chosen if kept is None else routing.tokens_per_expert(experts, e, kept if tokens is None else kept & tokens)
+        within = kept if kept is None or tokens is None else kept & tokens
+        load = chosen if kept is None else routing.tokens_per_expert(experts, e, within)
         sums = {"calls": jnp.float32(1.0), "chosen": jnp.sum(chosen), "dropped": jnp.sum(chosen - load), **found}
         metrics = jnp.stack([sums[name].astype(jnp.float32) for name in self.metric_names])
         quantiles = None
