@@ -243,10 +243,9 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         self.router = TopKRouter(config, None, is_mtp_layer, **numbered, rngs=rngs)
         self.experts = _experts(config, name, rngs)
         self.fc1_latent_proj, self.fc2_latent_proj = _latent(config, name, rngs)
-        self.shared_experts: Any = None
-        if config.moe_shared_expert_intermediate_size is not None:
-            gate, inner = config.moe_shared_expert_gate, _named(name, "shared_experts")
-            self.shared_experts = SharedExpertMLP(config, gate=gate, name=inner, rngs=rngs)
+        shared, gate = config.moe_shared_expert_intermediate_size is not None, config.moe_shared_expert_gate
+        inner = _named(name, "shared_experts")
+        self.shared_experts = SharedExpertMLP(config, gate=gate, name=inner, rngs=rngs) if shared else None
 
     def __call__(
         self,

@@ -73,6 +73,7 @@ class Counting:
     Class attributes:
         needed: a derivative of a layer in training that leaves the state out raises, since it would never change.
         within_step: later microbatches of a step read what the earlier ones counted, see `so_far`.
+        persistent: a state dict holds the state; a checkpoint of a train state holds all.
 
     >>> class Total(Counting):
     ...     def advance(self, old, total):
@@ -84,6 +85,7 @@ class Counting:
 
     needed: ClassVar[bool] = True
     within_step: ClassVar[bool] = False
+    persistent: ClassVar[bool] = True
 
     def advance(self, old: jax.Array, total: jax.Array) -> jax.Array:
         """Return the state of the next step; ``total`` is the sum of the step's counts, 0 if the layer did not run."""

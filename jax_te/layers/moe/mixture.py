@@ -176,19 +176,11 @@ class MoE(MixtureOfExperts):
         )
         self.fc1_latent_proj = None if latent_size is None else Linear(hidden_size, latent_size, bias, **into)
         self.fc2_latent_proj = None if latent_size is None else Linear(latent_size, hidden_size, bias, **out)
-        self.shared_experts: SharedExperts | None = None
-        if shared_expert_intermediate_size is not None:
-            self.shared_experts = SharedExperts(
-                hidden_size,
-                shared_expert_intermediate_size,
-                activation=activation,
-                activation_params=activation_params,
-                gate=shared_expert_gate,
-                output_layer_init_method=output_layer_init_method,
-                tp_group=tp_group,
-                tp_size=tp_size,
-                **into,
-            )
+        shared: dict[str, Any] = {"activation": activation, "activation_params": activation_params}
+        shared |= {"gate": shared_expert_gate, "output_layer_init_method": output_layer_init_method}
+        shared |= {"tp_group": tp_group, "tp_size": tp_size, **into}
+        size = shared_expert_intermediate_size
+        self.shared_experts = None if size is None else SharedExperts(hidden_size, size, **shared)
         self.return_routing = return_routing
 
     def __call__(

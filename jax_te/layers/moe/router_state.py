@@ -67,6 +67,7 @@ class CountsSoFar(Counting):
     """
 
     within_step: ClassVar[bool] = True
+    persistent: ClassVar[bool] = False
 
     def advance(self, old: Array, total: Array) -> Array:
         """Return zeros."""
@@ -86,6 +87,7 @@ class LastStep(Counting):
     """
 
     needed: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
 
     def advance(self, old: Array, total: Array) -> Array:
         """Return the counts of the step that ends."""
