@@ -347,6 +347,7 @@ class ExpertsConfig:
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_annotations(self, ExpertsConfig)
         self._check_sizes()
+        log_hints(moe_expert_rank_capacity_factor=self.moe_expert_rank_capacity_factor)
         if self.num_moe_experts is None:
             return
         self._fill_groups()
@@ -361,7 +362,6 @@ class ExpertsConfig:
             )
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             log_once("moe_shared_expert_gate=True has no effect without moe_shared_expert_intermediate_size")
-        log_hints(moe_expert_rank_capacity_factor=self.moe_expert_rank_capacity_factor is not None)
 
     def _check_sizes(self) -> None:
         sizes = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size")
