@@ -19,6 +19,11 @@ from jax_te.megatron.float16 import (
     mark_keep_in_fp32,
 )
 from jax_te.megatron.graphable import GraphableMegatronModule
+from jax_te.megatron.grouped_linear import (
+    TEColumnParallelGroupedLinear,
+    TEGroupedLinear,
+    TERowParallelGroupedLinear,
+)
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.mlp import MLP
@@ -87,15 +92,18 @@ __all__ = [
     "RecipeConfig",
     "SelfAttention",
     "SharedExpertMLP",
+    "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
     "TECudaRNGStatesTracker",
     "TEDelayedScaling",
     "TEDotProductAttention",
+    "TEGroupedLinear",
     "TELayerNormColumnParallelLinear",
     "TELinear",
     "TENorm",
     "TEQuantizationParams",
     "TEQuantizationRecipe",
+    "TERowParallelGroupedLinear",
     "TERowParallelLinear",
     "TopKRouter",
     "TransformerEngineConfigType",

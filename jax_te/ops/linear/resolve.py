@@ -118,7 +118,7 @@ def run_op(
     return op(spec, _shards(specs, weights), args, tuple(sinks), layers[-1].options.out_axes)
 
 
-def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
+def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any, ...]) -> None:
     """Raise for a derivative that would be wrong.
 
     Raises:
@@ -136,7 +136,7 @@ def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, 
             raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
 
 
-def why_once(spec: OpSpec) -> str | None:
+def why_once(spec: Any) -> str | None:
     """Return why a linear op has no second derivatives; None if it has."""
     for layer in spec.layers:
         operands = [getattr(layer.precision, role) for role in ROLES]
