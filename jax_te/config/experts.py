@@ -6,8 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jax_te.config.annotations import check_annotations, is_integer
-from jax_te.config.checks import check_choice, check_number, check_positive, log_hints, log_once
+from jax_te._validation import (
+    check_annotations,
+    check_choice,
+    check_number,
+    check_positive,
+    is_integer,
+    log_hints,
+    log_once,
+)
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing losses, in Megatron's words."""

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import Router
 from jax_te.layers.internal import Experts, MixtureOfExperts, components, gate_parameter, shared_experts
 from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear

@@ -65,7 +65,7 @@ def load_state_dict(
 
     Args:
         module: changed in place.
-        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.torch_files.read_megatron`).
+        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.interop.megatron.read_megatron`).
         strict: False: skip names that only one of the two has.
         prefix: of the names of ``arrays``, before the module's names.
 

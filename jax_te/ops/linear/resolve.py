@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized

@@ -1,4 +1,4 @@
-"""The layer with experts: routing, permutation, experts and their sum; tests/moe compares its numbers with an oracle."""
+"""The layer with experts: routing, permutation, experts, their sum; tests/moe compares its numbers with an oracle."""
 
 import jax
 import jax.numpy as jnp

@@ -54,7 +54,7 @@ def test_probabilities_are_fp32_and_the_gemm_in_the_dtype_that_was_asked_for():
 
 
 def test_fp64_needs_the_64_bit_mode():
-    with pytest.raises(ValueError, match="moe_router_dtype.*jax_enable_x64"):
+    with pytest.raises(ValueError, match=r"moe_router_dtype.*jax_enable_x64"):
         make(dtype="fp64")
     with jax.enable_x64(True):
         routed = make(dtype="fp64", aux_loss_coeff=0.1, z_loss_coeff=0.1)(X)
@@ -185,7 +185,7 @@ def test_a_loop_that_leaves_counts_out_is_told():
 
 def test_jitter_needs_a_key_in_training_alone():
     router = make(input_jitter_eps=0.1)
-    with pytest.raises(ValueError, match="input_jitter_eps=0.1"):
+    with pytest.raises(ValueError, match=r"input_jitter_eps=0\.1"):
         router(X)
     one, two = (router(X, key=jax.random.key(seed)).probs for seed in (0, 1))
     assert np.any(np.asarray(one) != np.asarray(two))
