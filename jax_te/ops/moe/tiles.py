@@ -32,7 +32,7 @@ def tiling(groups: RowGroups, precision: Precision) -> Tiling:
         rows = padded_size(max(groups.rows, 1), precision.alignment)
         return Tiling(rows, rows, True)
     if groups.rows > 0 and groups.alignment % precision.group_alignment == 0:
-        return Tiling(groups.rows, groups.alignment, True)
+        return Tiling(padded_size(groups.rows, groups.alignment), groups.alignment, True)
     tile = precision.group_alignment
     return Tiling(row_bound(groups.rows, groups.count, alignment=tile), tile, False)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
 from jax_te.quantize import Quantizer
-from jax_te.quantize.internal import GroupTiles, Quantization, quantize_tiles, stacked_statistics
+from jax_te.quantize.internal import GroupTiles, Quantization, amax, quantize_tiles, stacked_statistics
 from jax_te.quantize.internal import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
@@ -62,8 +62,8 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
     quantizer, scale, _ = how
     if not isinstance(x, GroupedRows):
         return (x, None) if quantizer is None else _quantize_each(x, quantizer, scale)
-    form, amax = (x.x, None) if quantizer is None else _quantize_rows(x, quantizer, scale)
-    return GroupedOperand(form=form, group=x.tiles.group.astype(jnp.float32), count=x.tiles.count), amax
+    form, amaxes = (x.x, None) if quantizer is None else _quantize_rows(x, quantizer, scale)
+    return GroupedOperand(form=form, group=x.tiles.group.astype(jnp.float32), count=x.tiles.count), amaxes
 
 
 def _quantize_rows(rows: GroupedRows, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:
@@ -89,11 +89,15 @@ def statistics(x: GroupedRows | Array, how: Quantization, *, axis: int) -> dict[
     """Return statistics of the quantization of rows of groups or their kernels, together as of one tensor."""
     quantizer, scale, _ = how
     assert quantizer is not None
-    if not isinstance(x, GroupedRows):
-        return stacked_statistics(x, _quantize_each(x, quantizer, scale)[0].rowwise, x.size)
-    q = _quantize_rows(x, quantizer, scale)[0].rowwise
-    elements = jnp.maximum(jnp.sum(x.tiles.rows), 1).astype(jnp.float32) * prod(x.x.shape[2:])
-    return stacked_statistics(x.x, q, elements)
+    if isinstance(x, GroupedRows):
+        rows, tiles = x.x, x.tiles
+        q = _quantize_rows(x, quantizer, scale)[0].rowwise
+        amaxes = tiles.amax(amax(rows, axis=tuple(range(1, rows.ndim))))
+        elements: Any = jnp.maximum(jnp.sum(tiles.rows), 1).astype(jnp.float32) * prod(rows.shape[2:])
+    else:
+        rows, q, elements = x, _quantize_each(x, quantizer, scale)[0].rowwise, x.size
+        amaxes = amax(rows, axis=tuple(range(1, rows.ndim)))
+    return {**stacked_statistics(rows, q, elements), "group_amaxes": amaxes}
 
 
 def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
