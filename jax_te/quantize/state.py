@@ -318,7 +318,7 @@ def _count_fwd(rules: tuple[Counting, ...], x: Any, states: Any, counts: Any) ->
 
 
 def _count_bwd(rules: tuple[Counting, ...], counts: list[jax.Array], g: Any) -> tuple[Any, Any, Any]:
-    g = jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
+    g = jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g  # type: ignore[arg-type]
     return g, counts, None
 
 
