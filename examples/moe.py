@@ -68,7 +68,7 @@ def train(options: RouterOptions):
 def main():
     ways = {
         "no balance": RouterOptions(num_experts=EXPERTS, load_balancing_type="none"),
-        "loss": RouterOptions(num_experts=EXPERTS, aux_loss_coeff=0.05),
+        "loss": RouterOptions(num_experts=EXPERTS, aux_loss_coeff=0.2),
         "bias": RouterOptions(
             num_experts=EXPERTS, score_function="sigmoid", enable_expert_bias=True, bias_update_rate=0.02
         ),
