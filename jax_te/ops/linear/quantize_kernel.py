@@ -13,11 +13,31 @@ from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.xla import grouped as xla_grouped
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
-from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
+from jax_te.quantize import (
+    GemmState,
+    Guard,
+    OpaqueTree,
+    Quantization,
+    QuantizedKernel,
+    Quantizer,
+    TensorQuantizer,
+    ambient_observer,
+    as_float32,
+    precision_of,
+    quantize_operand,
+)
 from jax_te.recipe import Recipe
-from jax_te.sharding import auto_region, current_mesh, logical_to_spec
-from jax_te.sharding.internal import device_mesh, free_axes, gathered_axes, local_shape, mesh_dims, reduce_max
+from jax_te.sharding import (
+    auto_region,
+    current_mesh,
+    device_mesh,
+    free_axes,
+    gathered_axes,
+    local_shape,
+    logical_to_spec,
+    mesh_dims,
+    reduce_max,
+)
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -85,7 +105,10 @@ def quantize_kernel(
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
         form = operand if portable else OpaqueTree.pack(operand)
-    return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
+    guard = Guard.new() if portable else None
+    return QuantizedKernel(
+        form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
+    )
 
 
 def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:
