@@ -1,8 +1,9 @@
 """Configuration dataclasses: frozen, keyword-only, checked once when built. They import without jax."""
 
-from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams, activation_parts
+from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams, LimitedFunction, activation_parts
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
+from jax_te.config.experts import LOAD_BALANCING_TYPES, ExpertsConfig, RouterOptions
 from jax_te.config.initializers import NormalInit, normal_init, scaled_normal_init
 from jax_te.config.mesh import MESH_AXES, ParallelConfig, check_mesh_axis
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES, ModelParallelConfig
@@ -15,6 +16,7 @@ from jax_te.config.transformer import POSITION_EMBEDDINGS, TransformerConfig
 __all__ = [
     "ACTIVATIONS",
     "CP_COMM_TYPES",
+    "LOAD_BALANCING_TYPES",
     "MESH_AXES",
     "PIPELINE_SCHEDULES",
     "RECOMPUTE_MODULES",
@@ -22,11 +24,14 @@ __all__ = [
     "ActivationParams",
     "AttentionConfig",
     "CudaGraphConfig",
+    "ExpertsConfig",
+    "LimitedFunction",
     "ModelParallelConfig",
     "NormalInit",
     "ParallelConfig",
     "PipelineConfig",
     "PrecisionConfig",
     "RecomputeConfig",
+    "RouterOptions",
     "TransformerConfig",
 ]
