@@ -208,7 +208,7 @@ def test_sinkhorn_gives_equal_sums() -> None:
 
 def test_quantiles_balance_the_load() -> None:
     """Repeated on the same tokens, the bias comes to give each expert its share."""
-    logits = np.random.default_rng(0).normal(size=(32, 4)) + [2.0, 0.0, 0.0, -1.0]
+    logits = np.random.default_rng(0).normal(size=(32, 4)) + np.array([2.0, 0.0, 0.0, -1.0])
     options = replace(PLAIN, moe_router_load_balancing_type="quantile_balancing")
     state = RouterState.fresh(4)
     before = route(logits, options, state).routed.sum(0)
