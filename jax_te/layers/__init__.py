@@ -11,6 +11,7 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
+from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.packed import PackedSeqParams
@@ -39,6 +40,7 @@ __all__ = [
     "Embedding",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

@@ -6,7 +6,7 @@ from jax_te.layers.mode import TrainingMode
 from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.norm import norm_spec
 from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
-from jax_te.layers.parameters import parameter
+from jax_te.layers.parameters import expert_rngs, parameter
 from jax_te.layers.qkv import merge_heads
 from jax_te.layers.quantizable import (
     CachedKernel,
@@ -49,6 +49,7 @@ __all__ = [
     "decide",
     "drop_cached_kernels",
     "einsum_linear",
+    "expert_rngs",
     "gemms_of_model",
     "layer_output",
     "merge_heads",

@@ -45,6 +45,9 @@ class QuantizableModule(TrainingMode):
     kernels: ClassVar[dict[str, str]] = {}
     of_flax: ClassVar[bool] = False
     """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
+    groups: int | None = None
+    """Number of kernels in each array ``[e, k, *n]``, which a recipe quantizes each by itself; None: the array is one.
+    """
     attribute: ClassVar[str | None] = None
     """The attribute in which a layer of Flax holds a module of this class, for `DotGeneral`."""
 
@@ -55,7 +58,7 @@ class QuantizableModule(TrainingMode):
         self.is_first_microbatch: bool | None = None
         self.module_name: str | None = None
         for kernel, quantizers in self.kernels.items():
-            setattr(self, quantizers, nnx.data(quantizer_variables(init_gemm_state(ambient_recipe.value))))
+            setattr(self, quantizers, nnx.data(quantizer_variables(self.new_state(ambient_recipe.value))))
             setattr(self, cache_name(kernel), nnx.data(None))
 
     @property
@@ -87,6 +90,10 @@ class QuantizableModule(TrainingMode):
         """The quantizer state of a kernel's GEMMs, if there is any."""
         return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
+    def new_state(self, recipe: Recipe | None) -> GemmState | None:
+        """Fresh state of a kernel's GEMMs under a recipe; None if it has no state."""
+        return init_gemm_state(recipe, groups=self.groups)
+
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""
         variable = getattr(self, kernel)
@@ -104,7 +111,9 @@ class QuantizableModule(TrainingMode):
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
         assert recipe is not None
-        quantize = functools.partial(quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable)
+        quantize = functools.partial(
+            quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable, grouped=self.groups is not None
+        )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
             # Layers that nnx.vmap stacked have one axis more: each layer's kernel is quantized by itself.

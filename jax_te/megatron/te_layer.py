@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +11,12 @@ from flax import nnx
 from jax_te.config import ModelParallelConfig
 from jax_te.config.internal import SYMMETRIC_AR_TYPES, log_hints
 from jax_te.layers import QuantizableModule
-from jax_te.layers.internal import TensorParallel, check_context_size
+from jax_te.layers.internal import TensorParallel, check_context_size, expert_rngs
 from jax_te.megatron.quant_config import get_quant_config_or_none
 from jax_te.megatron.quant_layer import finish_init, will_execute_quantized
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
-from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import axis_ranks
 from jax_te.typing import Initializer, TensorGroup
@@ -91,7 +89,7 @@ class TELayer(StateDicts, QuantizableModule):
             parallel_mode=options.parallel_mode if sharded else None,
             fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
             return_bias=self.te_return_bias,
-            rngs=_expert_rngs(rngs) if options.is_expert else rngs,
+            rngs=expert_rngs(rngs) if options.is_expert else rngs,
             **own,
             **get_extra_te_kwargs(config),
         )
@@ -163,14 +161,6 @@ class TELayer(StateDicts, QuantizableModule):
             sizes[split] //= self.tp_size  # Megatron prints the sizes of one rank's kernel
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return f"{type(self).__name__}({listed}, bias={self.use_bias}, TP={self.tp_size})"
-
-
-def _expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
-    """Return the stream from which an expert's kernel is drawn, as ``params``."""
-    if EXPERT_PARALLEL_RNG in rngs:
-        return nnx.Rngs(params=rngs[EXPERT_PARALLEL_RNG]())
-    # crc32, not hash(): Python's hash of a string differs from process to process.
-    return nnx.Rngs(params=jax.random.fold_in(rngs.params(), zlib.crc32(EXPERT_PARALLEL_RNG.encode())))
 
 
 def check_stride(stride: int) -> None:

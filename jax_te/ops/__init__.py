@@ -19,6 +19,8 @@ from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, Nor
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions
+from jax_te.ops.moe.grouped_dense import grouped_dense
+from jax_te.ops.moe.row_groups import RowGroups, group_alignment, row_bound
 
 __all__ = [
     "BACKENDS",
@@ -36,6 +38,7 @@ __all__ = [
     "MaskType",
     "MlpOptions",
     "NormSpec",
+    "RowGroups",
     "Segments",
     "SoftmaxType",
     "Window",
@@ -44,12 +47,15 @@ __all__ = [
     "dense",
     "dot_product_attention",
     "explain_backend",
+    "group_alignment",
+    "grouped_dense",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
     "linear_cross_entropy",
     "quantize_kernel",
     "reorder_to_zigzag",
+    "row_bound",
     "segments_from_cu_seqlens",
     "softmax_cross_entropy",
     "undo_zigzag",

@@ -1,12 +1,13 @@
 """Names of `jax_te.quantize` for the other packages of jax_te. Not for users: they may change without notice."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK
+from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.nvfp4 import rounding_key
 from jax_te.quantize.observe import ambient_observer, current_observer
 from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
 from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, check_state, precision_of
-from jax_te.quantize.quantizer import Quantization, quantize_operand
+from jax_te.quantize.quantizer import Quantization, quantize_operand, quantize_tiles
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
 from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen, with_max_gradients_inside
 from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix, same_values
@@ -16,6 +17,7 @@ __all__ = [
     "MX_BLOCK",
     "ROLES",
     "Gemm",
+    "GroupTiles",
     "OpaqueTree",
     "Operand",
     "Precision",
@@ -34,6 +36,7 @@ __all__ = [
     "padded_size",
     "precision_of",
     "quantize_operand",
+    "quantize_tiles",
     "quantizer_variables",
     "rounding_key",
     "same_values",

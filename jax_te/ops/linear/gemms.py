@@ -94,13 +94,13 @@ def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Opera
     return Operand(unquantized=written, used=used) if unquantized else Operand(quantized=written, used=used)
 
 
-def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
+def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:
     """Return the input or the output's gradient as an operand, all-gathered.
 
     Args:
         spec: the layer.
         role: ``"x"`` or ``"grad"``.
-        x: the tensor; on a mesh this device's shard.
+        x: the tensor; on a mesh this device's shard. Or a tree of arrays, whatever else the spec's backend quantizes.
         state: the recipe's state.
         axis: rows of its matrix view end here.
     """
@@ -273,7 +273,7 @@ def show_overflow(x: Array) -> Array:
     return jnp.where(jnp.isinf(x), jnp.nan, x) if x.dtype == jnp.float16 else x
 
 
-def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
+def _quantized(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:
     """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
     precision, how = getattr(spec.precision, role), quantization(spec, state, role)
     unquantized = quantized = seen = None
@@ -284,5 +284,5 @@ def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | 
     if how.quantizer is not None and precision.read_quantized:
         if spec.observer is not None:
             spec.observer.record(spec.options.name, role, x, how.quantizer, how.scale, axis=axis)
-        quantized, seen = spec.backend.quantize_operand(show_overflow(x), how, axis=axis)
+        quantized, seen = spec.backend.quantize_operand(jax.tree.map(show_overflow, x), how, axis=axis)
     return Operand(unquantized, quantized, (how.scale, seen))

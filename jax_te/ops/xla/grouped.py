@@ -1,0 +1,128 @@
+"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: primitives as in `gemm`.
+
+Rows lie in tiles of one group each. A tile is quantized with its group's scales and multiplied by its group's kernel by
+the primitives of one layer, so each group has that layer's numbers. The tiles take turns in a loop whose length is
+static: no shape depends on the sizes of groups, the host waits for nothing, and what is multiplied beyond the groups'
+rows is the padding of their last tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.xla import gemm
+from jax_te.quantize import Quantizer
+from jax_te.quantize.internal import GroupTiles, Quantization, quantize_tiles
+from jax_te.quantize.internal import quantize_operand as quantize_both
+from jax_te.typing import Array, DTypeLike
+
+NAME = "xla"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GroupedRows:
+    """Rows of several groups, in tiles of one group each: ``x [tiles, t, *c]``; rows of no group are zeros."""
+
+    x: Any
+    tiles: GroupTiles
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GroupedOperand:
+    """`GroupedRows` as the GEMMs read them.
+
+    Args:
+        form: the operand of each tile, their arrays stacked along a first axis ``[tiles]``.
+        group: the group of each tile ``[tiles]``, in fp32: operands of deferred kernel gradients are cotangents, among
+            which JAX has no integers.
+        count: number of groups.
+    """
+
+    form: Any
+    group: Any
+    count: int = field(metadata={"static": True})
+
+
+def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
+    """Return rows of groups, or a kernel of each group ``[e, k, *n]``, as an operand, and the groups' amaxes ``[e]``.
+
+    Args:
+        x: the rows or kernels.
+        how: its scale, if any, is fp32 ``[e]``.
+        axis: 1, where the columns of a tile and of one kernel begin.
+    """
+    quantizer, scale, _ = how
+    if isinstance(x, GroupedRows):
+        form, amax = (x.x, None) if quantizer is None else quantize_tiles(x.x, quantizer, x.tiles, scale)
+        group = x.tiles.group.astype(jnp.float32)
+        return GroupedOperand(form=form, group=group, count=x.tiles.count), amax
+    return (x, None) if quantizer is None else quantize_kernels(x, quantizer, scale, axis=axis)
+
+
+def quantize_kernels(kernels: Array, quantizer: Quantizer, scale: Array | None, *, axis: int) -> tuple[Any, Any]:
+    """Return kernels ``[e, k, *n]``, each quantized by itself, as one operand of stacked arrays, and amaxes ``[e]``."""
+    return jax.vmap(lambda kernel, scale: quantize_both(kernel, quantizer, scale, axis=axis))(kernels, scale)
+
+
+def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
+    """Return the forms of the rows that the GEMM of the kernels' gradients reads."""
+    return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
+
+
+residual_for_dgrad = gemm.residual_for_dgrad
+
+
+def gemm_fprop(x: GroupedOperand, kernels: Any, bias: None, split_accumulator: bool) -> Array:
+    """Return ``x [rows, k] @ kernels [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernels)
+
+
+def gemm_dgrad(g: GroupedOperand, kernels: Any, split_accumulator: bool) -> Array:
+    """Return ``g [rows, *n] @ kernels [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernels)
+
+
+def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
+    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    if _is_one_gemm(x):
+        first_x, first_g = _at((x.form, g.form), 0)
+        return gemm.gemm_wgrad(first_x, first_g, dtype, split_accumulator)[None]
+
+    def product(tile: tuple[Any, Any]) -> Array:
+        return gemm.gemm_wgrad(*tile, jnp.float32, split_accumulator)
+
+    def add(sums: Array, tile: tuple[Any, Array]) -> tuple[Array, None]:
+        operands, group = tile[0], tile[1].astype(jnp.int32)
+        sum_ = _at(sums, group) + product(operands)
+        return jax.lax.dynamic_update_index_in_dim(sums, sum_, group, 0), None
+
+    shape = jax.eval_shape(product, _at((x.form, g.form), 0)).shape
+    sums, _ = jax.lax.scan(add, jnp.zeros((x.count, *shape), jnp.float32), ((x.form, g.form), x.group))
+    return sums.astype(dtype)
+
+
+def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kernels: Any) -> Array:
+    """Return ``multiply(tile, kernel)`` of each tile and its group's kernel, as one array of rows."""
+    if isinstance(rows.form, jax.Array) and isinstance(kernels, jax.Array):
+        kernels = kernels.astype(rows.form.dtype)  # once, not for each tile
+    if _is_one_gemm(rows):
+        return multiply(_at(rows.form, 0), _at(kernels, 0))
+    y = jax.lax.map(lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group))
+    return y.reshape(-1, *y.shape[2:])
+
+
+def _is_one_gemm(rows: GroupedOperand) -> bool:
+    """Return whether there is one group in one tile, whose GEMM then is that of one layer, to the last bit."""
+    return rows.count == 1 and rows.group.shape == (1,)
+
+
+def _at(operand: Any, index: int | Array) -> Any:
+    """Return one of several operands whose arrays are stacked."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), operand)
