@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 from jax_te._names import late_names
-from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams
+from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams, LimitedFunction
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
+from jax_te.config.experts import LOAD_BALANCING_TYPES, ExpertsConfig, RouterOptions
 from jax_te.config.initializers import NormalInit
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
 from jax_te.config.model_parallel import ModelParallelConfig
@@ -16,17 +17,21 @@ from jax_te.config.transformer import TransformerConfig
 __all__ = [
     "ACTIVATIONS",
     "CP_COMM_TYPES",
+    "LOAD_BALANCING_TYPES",
     "MESH_AXES",
     "RECOMPUTE_MODULES",
     "ActivationLike",
     "ActivationParams",
     "AttentionConfig",
     "CudaGraphConfig",
+    "ExpertsConfig",
+    "LimitedFunction",
     "ModelParallelConfig",
     "NormalInit",
     "ParallelConfig",
     "PrecisionConfig",
     "RecomputeConfig",
+    "RouterOptions",
     "TransformerConfig",
 ]
 

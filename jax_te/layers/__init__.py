@@ -11,7 +11,10 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
+from jax_te.layers.moe.experts import SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.moe.mixture import MoE
+from jax_te.layers.moe.router import Router, Routing, expert_metrics, set_aux_loss_scale
 from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.packed import PackedSeqParams
@@ -49,6 +52,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LoRA",
+    "MoE",
     "MultiheadAttention",
     "PackedSeqParams",
     "QuantizableModule",
@@ -56,6 +60,9 @@ __all__ = [
     "RelativePositionBias",
     "Rotary",
     "RotaryScaling",
+    "Router",
+    "Routing",
+    "SharedExperts",
     "TransformerLayer",
     "WindowKVCache",
     "YarnScaling",
@@ -65,6 +72,7 @@ __all__ = [
     "dequantize_model",
     "drop_path",
     "dropout",
+    "expert_metrics",
     "init_kv_cache",
     "init_window_kv_cache",
     "keep_in_high_precision",
@@ -79,4 +87,5 @@ __all__ = [
     "quantize_parameters",
     "rotary_embedding",
     "scaled_normal_init",
+    "set_aux_loss_scale",
 ]

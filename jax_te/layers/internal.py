@@ -4,6 +4,9 @@ from jax_te.layers.drop_in import FlaxLinear, einsum_linear, precision_reason, r
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
+from jax_te.layers.moe.experts import Experts, gate_parameter, shared_experts
+from jax_te.layers.moe.mixture import MixtureOfExperts
+from jax_te.layers.moe.router import aux_losses_scaled, routers_of
 from jax_te.layers.norm import norm_spec
 from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
 from jax_te.layers.parameters import expert_rngs, parameter
@@ -32,13 +35,16 @@ from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, ch
 
 __all__ = [
     "CachedKernel",
+    "Experts",
     "FlaxLinear",
+    "MixtureOfExperts",
     "ModelGemms",
     "Rules",
     "TensorParallel",
     "TrainingMode",
     "arbitrary_mask",
     "as_inputs",
+    "aux_losses_scaled",
     "cache_name",
     "check_context_size",
     "check_flax",
@@ -50,6 +56,7 @@ __all__ = [
     "drop_cached_kernels",
     "einsum_linear",
     "expert_rngs",
+    "gate_parameter",
     "gemms_of_model",
     "layer_output",
     "merge_heads",
@@ -63,7 +70,9 @@ __all__ = [
     "quantize_kernels",
     "read_einsum",
     "report_of",
+    "routers_of",
     "sequence_axes",
     "set_grad_sinks",
+    "shared_experts",
     "use_cached_kernels",
 ]

@@ -24,6 +24,7 @@ from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParall
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.model_recipe import TEDelayedScaling, recipe_from_config
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
+from jax_te.megatron.moe import MoELayer, SharedExpertMLP, TopKRouter
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.quant_apply import ModuleQuantization, QuantizationReport, apply_quantization_config
 from jax_te.megatron.quant_autocast import (
@@ -79,11 +80,13 @@ __all__ = [
     "MatchContext",
     "Matcher",
     "MegatronModule",
+    "MoELayer",
     "ModuleQuantization",
     "QuantizationConfig",
     "QuantizationReport",
     "RecipeConfig",
     "SelfAttention",
+    "SharedExpertMLP",
     "TEColumnParallelLinear",
     "TECudaRNGStatesTracker",
     "TEDelayedScaling",
@@ -94,6 +97,7 @@ __all__ = [
     "TEQuantizationParams",
     "TEQuantizationRecipe",
     "TERowParallelLinear",
+    "TopKRouter",
     "TransformerEngineConfigType",
     "TransformerLayer",
     "TwoModeRecipe",

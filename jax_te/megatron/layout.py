@@ -19,7 +19,13 @@ from jax_te.typing import LogicalAxes
 # Layers whose arrays Megatron names otherwise; a module that holds a kernel itself says so by ``megatron_layout``.
 _LAYERS = (Linear, LayerNormLinear, LayerNorm, RMSNorm, Embedding)
 _FUSED = {"kernel": "weight", "scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
-_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "ln_bias": "bias"}
+_NAMES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "embedding": "weight",
+    "ln_bias": "bias",
+    "gate_kernel": "gate_weight",
+}
 
 
 @dataclass(frozen=True)
@@ -95,14 +101,15 @@ def megatron_layout(
     names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
     one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct) and not isinstance(variable, QuantizerState)
     name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
-    if not one_array or attribute not in ("kernel", "bias") or (attribute == "bias" and value.ndim == 1):
+    is_kernel = attribute in ("kernel", "gate_kernel")
+    if not one_array or not (is_kernel or attribute == "bias") or (attribute == "bias" and value.ndim == 1):
         return name, None
     # An attention's projections have their components on an axis in front of the groups'.
     core = getattr(owners.get(path[:-2]), "core_attention", None)
-    several = value.ndim > 1 + (attribute == "kernel")
+    several = value.ndim > 1 + is_kernel
     groups = core.num_gqa_groups if core is not None and several else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
-    return name, Layout(tuple(value.shape), axes, attribute == "kernel", groups)
+    return name, Layout(tuple(value.shape), axes, is_kernel, groups)
 
 
 def _numbered(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], Any]) -> tuple[Any, ...]:

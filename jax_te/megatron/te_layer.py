@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig

@@ -6,6 +6,7 @@ from jax_te.ops.attention.segments import check_boundaries, segment_positions
 from jax_te.ops.attention.spec import QKV, AttentionArrays
 from jax_te.ops.linear.deferred import deferred_sink, deferred_wgrad
 from jax_te.ops.linear.spec import WgradProbe
+from jax_te.ops.moe import losses, permute, routing
 from jax_te.ops.stacked import residuals_are_stacked
 from jax_te.ops.te.load import available
 
@@ -17,8 +18,11 @@ __all__ = [
     "check_boundaries",
     "deferred_sink",
     "deferred_wgrad",
+    "losses",
     "normal_window",
+    "permute",
     "residuals_are_stacked",
+    "routing",
     "segment_positions",
     "te",
 ]

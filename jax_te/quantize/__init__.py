@@ -10,6 +10,7 @@ from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, 
 from jax_te.quantize.precision import GemmState, quantizer_for
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize
 from jax_te.quantize.state import (
+    Counting,
     QuantizerState,
     as_float32,
     frozen_scales,
@@ -23,6 +24,7 @@ from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 __all__ = [
     "STATISTICS",
     "BlockQuantizer",
+    "Counting",
     "GemmState",
     "MXQuantizer",
     "NVFP4Quantizer",

@@ -9,7 +9,17 @@ from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
 from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, check_state, precision_of
 from jax_te.quantize.quantizer import Quantization, quantize_operand, quantize_tiles
 from jax_te.quantize.scaling import amax, compute_scale, next_amax_state, scale_in_use
-from jax_te.quantize.state import as_float32_inside, quantizer_variables, scales_are_frozen, with_max_gradients_inside
+from jax_te.quantize.state import (
+    added_counts,
+    as_float32_inside,
+    count,
+    counting_of,
+    counts_within_step,
+    quantizer_variables,
+    scales_are_frozen,
+    with_counts,
+    with_max_gradients_inside,
+)
 from jax_te.quantize.tensor import OpaqueTree, Operand, as_matrix, same_values
 
 __all__ = [
@@ -23,12 +33,16 @@ __all__ = [
     "Precision",
     "Quantization",
     "TensorRole",
+    "added_counts",
     "amax",
     "ambient_observer",
     "as_float32_inside",
     "as_matrix",
     "check_state",
     "compute_scale",
+    "count",
+    "counting_of",
+    "counts_within_step",
     "current_observer",
     "hadamard_rows",
     "next_amax_state",
@@ -43,5 +57,6 @@ __all__ = [
     "scale_in_use",
     "scales_are_frozen",
     "unpad_rows",
+    "with_counts",
     "with_max_gradients_inside",
 ]

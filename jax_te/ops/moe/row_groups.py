@@ -55,7 +55,7 @@ class RowGroups:
         """Return the group of each row, int32 ``[rows]``; ``e`` for padding."""
         row, starts = jnp.arange(self.rows, dtype=jnp.int32), self.starts
         # The last group that starts at the row or before it: a group without rows starts where the next one does.
-        group = jnp.sum(row[:, None] >= starts, axis=1, dtype=jnp.int32) - 1
+        group = jnp.sum(row[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1
         return jnp.where(row < (starts + self.sizes)[group], group, self.count)
 
 
