@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jax_te._validation.checks import _log_hint, log_once
 from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
-from jax_te.config.checks import _log_hint, log_once
 from jax_te.config.internal import scaled_normal_init
 from jax_te.config.megatron_fields import parsed
 from jax_te.layers import normal_init
@@ -108,7 +108,7 @@ def test_defaults_are_megatrons():
         ),
         (FULL | {"recompute_num_layers": 0}, ValueError, "recompute_num_layers must be an integer >= 1, got 0"),
         (FULL | {"recompute_method": "half"}, ValueError, "recompute_method must be one of None, 'uniform', 'block'"),
-        (FULL | {"recompute_modules": ["moe"]}, AssertionError, "must list some of core_attn, .*; moe: parts that no"),
+        (FULL | {"recompute_modules": ["mhc"]}, AssertionError, "must list some of core_attn, .*; mhc: parts that no"),
         ({"recompute_modules": "mlp"}, AssertionError, "must list some of core_attn, .* got 'mlp'"),
         ({"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
         (FULL | {"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
@@ -211,8 +211,9 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.pipeline"),
-        ({"num_moe_experts": 8, "moe_router_topk": 2}, "num_moe_experts=8 .* no dispatch of tokens"),
+        ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.config.PipelineConfig"),
+        ({"moe_token_dropping": True}, "moe_expert_capacity_factor drops tokens"),
+        ({"moe_grad_scale_func": abs}, "set_aux_loss_scale"),
         ({"mtp_num_layers": 1}, "a loss of your own adds further heads"),
         ({"hetereogenous_dist_checkpoint": True}, "checkpoints hold each layer's arrays by name"),
         ({"multi_latent_attention": True}, "jax_te.layers, whose DotProductAttention"),
@@ -233,7 +234,7 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
     _log_hint.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_te"):
         for _ in range(2):
-            assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_router_topk=4) == config()
+            assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_permute_fusion=False) == config()
     assert [record.args for record in caplog.records] == [("bias_dropout_fusion",)]
 
 

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.folder import Folder
-from jax_te.checkpoint.tree import Name, crc32, named_leaves, stored_parts
+from jax_te.checkpoint.tree import STATE, Name, crc32, named_leaves, nest
 
 
 class DamagedError(Exception):
@@ -157,10 +157,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
-    # Older formats do not say it.
-    if str(stored.get("step", path.name)) != path.name:
+    if str(stored.get("step", path.name)) != path.name:  # one that says no step has another format, too
         raise DamagedError(f"it is that of step {stored['step']}, in a folder of another name; rename it back")
-    return {"format": 1, **stored}
+    return stored
 
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
@@ -215,13 +214,14 @@ def _read_index(path: Path) -> None:
     tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
 
 
-def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: int) -> dict[Name, Any]:
-    """Return arrays of a checkpoint of format ``version``, in the shardings of ``wanted``; others are not read.
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
+    """Return arrays of a checkpoint, in the shardings of ``wanted``; others are not read.
 
     Raises:
         DamagedError: if one cannot be read.
     """
-    found: dict[Name, Any] = {}
+    if not wanted:
+        return {}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     # Each process by itself: Orbax's processes wait for each other at the end of a read, also for one that failed.
@@ -229,10 +229,8 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: i
         alone, here = context.multiprocessing, jax.process_index()
         alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
     with context:
-        for part, target in stored_parts(wanted, version=version).items():
-            _reading(_read_index, path / part)
-            # One by one, because Orbax leaves the others hanging when one fails.
-            found |= named_leaves(_reading(ocp.load_checkpointables, Folder(path), {part: target})[part])
+        _reading(_read_index, path / STATE)
+        found = named_leaves(_reading(ocp.load_checkpointables, Folder(path), {STATE: nest(wanted)})[STATE])
     # Of an array that its own metadata lacks, Orbax gives the description back.
     absent = ["/".join(name) for name, leaf in found.items() if not isinstance(leaf, jax.Array)]
     if absent:

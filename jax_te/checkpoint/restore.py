@@ -83,22 +83,21 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     Raises:
         DamagedError: if something cannot be read, or is not as it was written.
         CheckpointMismatchError: if an array cannot be had, or not without what is not allowed.
-        ValueError: for a newer format, and for kernels to be quantized under another recipe than the state's.
+        ValueError: for another format, and for kernels to be quantized under another recipe than the state's.
     """
     body = in_all_processes(read_metadata, path)
-    version = body["format"]
-    if version > FORMAT:
+    if body.get("format") != FORMAT:
         raise ValueError(
-            f"{what} has format {version}, and this version of jax_te knows formats 1 to {FORMAT}; use the version "
-            "that wrote it, or a newer one"
+            f"{what} has format {body.get('format')}, and this version of jax_te reads format {FORMAT}; "
+            "use the version that wrote it"
         )
     saved = {name: (dtype, tuple(shape)) for name, (dtype, shape) in body["arrays"].items()}
     plan = make_plan(saved, target, what)
     wanted = {tuple(name.split("/")): leaf for name, leaf in _reads(plan, target).items()}
-    found = in_all_processes(read_arrays, path, wanted, version)
+    found = in_all_processes(read_arrays, path, wanted)
     found = {name: found[name] for name in wanted}
     # Orbax restores a flipped bit without an error, so the values are checked.
-    wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
+    wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
     if wrong:
         raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
     state = target.filled(_arrays(plan, target, {"/".join(name): leaf for name, leaf in found.items()}))

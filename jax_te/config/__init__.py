@@ -1,8 +1,5 @@
 """Configuration dataclasses: frozen, keyword-only, checked once when built. They import without jax."""
 
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
 from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams, LimitedFunction
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
@@ -10,6 +7,7 @@ from jax_te.config.experts import LOAD_BALANCING_TYPES, ExpertsConfig, RouterOpt
 from jax_te.config.initializers import NormalInit
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
 from jax_te.config.model_parallel import ModelParallelConfig
+from jax_te.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from jax_te.config.precision import PrecisionConfig
 from jax_te.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
 from jax_te.config.transformer import TransformerConfig
@@ -19,6 +17,7 @@ __all__ = [
     "CP_COMM_TYPES",
     "LOAD_BALANCING_TYPES",
     "MESH_AXES",
+    "PIPELINE_SCHEDULES",
     "RECOMPUTE_MODULES",
     "ActivationLike",
     "ActivationParams",
@@ -29,11 +28,9 @@ __all__ = [
     "ModelParallelConfig",
     "NormalInit",
     "ParallelConfig",
+    "PipelineConfig",
     "PrecisionConfig",
     "RecomputeConfig",
     "RouterOptions",
     "TransformerConfig",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = late_names(__name__)  # names that moved

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax_te.config.annotations import check_annotations
+from jax_te._validation import check_annotations
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),

@@ -6,8 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jax_te.config.annotations import check_annotations, is_integer
-from jax_te.config.checks import check_choice, check_number, check_positive, log_hints, log_once
+from jax_te._validation import (
+    check_annotations,
+    check_choice,
+    check_number,
+    check_positive,
+    is_integer,
+    log_hints,
+    log_once,
+)
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing losses, in Megatron's words."""
@@ -347,6 +354,7 @@ class ExpertsConfig:
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_annotations(self, ExpertsConfig)
         self._check_sizes()
+        log_hints(moe_expert_rank_capacity_factor=self.moe_expert_rank_capacity_factor)
         if self.num_moe_experts is None:
             return
         self._fill_groups()
@@ -361,7 +369,6 @@ class ExpertsConfig:
             )
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             log_once("moe_shared_expert_gate=True has no effect without moe_shared_expert_intermediate_size")
-        log_hints(moe_expert_rank_capacity_factor=self.moe_expert_rank_capacity_factor is not None)
 
     def _check_sizes(self) -> None:
         sizes = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size")

@@ -8,7 +8,7 @@ import difflib
 import functools
 from typing import Any, TypeVar
 
-from jax_te.config.checks import log_hints, log_once
+from jax_te._validation import log_hints, log_once
 
 T = TypeVar("T", bound=type)
 
@@ -39,22 +39,22 @@ use_grouped_gemm_for_dense_mlp=False use_grouped_gemm_for_shared_expert=False mo
 moe_shared_expert_glu_interleave_size=None moe_paged_stash=False moe_paged_stash_page_size=64
 moe_paged_stash_buffer_size_factor_cuda=1.1 moe_paged_stash_buffer_size_factor_cpu=0.0
 moe_pad_experts_for_cuda_graph_inference=False inference_moe_disable_fused_quant_kernels=False
-inference_moe_token_dispatcher_type='nvls' moe_router_padding_for_quantization=False moe_router_padding_for_fp8=False
+inference_moe_token_dispatcher_type='nvls'
 """
 """Fields that choose kernels, layouts in memory, or how devices communicate, which XLA and this package choose."""
 
-_OTHER_NUMBERS = dict.fromkeys(
-    ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
-    "an expert's rows are padded with zeros, always. Megatron pads them with tokens that did not choose the expert, "
-    "and its expert bias counts these: numbers differ from Megatron's",
-)
-"""Hints without which Megatron's numbers would be others -> in what."""
+_OTHER_NUMBERS = {
+    "moe_router_padding_for_quantization=False moe_router_padding_for_fp8=False": "an expert's rows are padded with "
+    "zeros, always. Megatron pads them with tokens that did not choose the expert, and its expert bias counts these: "
+    "numbers differ from Megatron's",
+}
+"""Fields without effect, in whose place Megatron's numbers are others -> in what."""
 
 _REFUSED = {
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
     "num_layers_in_last_pipeline_stage=None pipeline_model_parallel_layout=None "
     "account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False": "the mesh axis "
-    "'pipeline' and jax_te.pipeline.PipelineConfig, an argument of make_train_step, split a model into stages",
+    "'pipeline' and jax_te.config.PipelineConfig, an argument of make_train_step, split a model into stages",
     "defer_embedding_wgrad_compute=False wgrad_deferral_limit=0": "jax_te.training.deferred_vjp defers the gradients "
     "of kernels, not that of the embedding",
     "num_microbatches_with_partial_activation_checkpoints=None": "recompute_granularity is for all microbatches",
@@ -168,12 +168,13 @@ def _is_dropped(name: str, value: Any) -> bool:
     # Megatron's enums: their names are what its command line takes.
     value = getattr(value, "name", value)
     if name in parsed(HINTS):
-        given = value != parsed(HINTS)[name] and value is not None
-        if given and name in _OTHER_NUMBERS:
-            log_once(f"{name} has no effect: {_OTHER_NUMBERS[name]}")
-        else:
-            log_hints(**{name: given})
+        log_hints(**{name: value != parsed(HINTS)[name]})
         return True
+    for names, difference in _OTHER_NUMBERS.items():
+        if name in parsed(names):
+            if value:
+                log_once(f"{name}={value!r} has no effect: {difference}")
+            return True
     for names, instead in _REFUSED.items():
         if name in parsed(names):
             if value != parsed(names)[name]:
@@ -191,7 +192,7 @@ def _about_unknown(config: str, unknown: list[str], own: set[str]) -> str:
             "latent attention; leave them out, or build a model from the layers of jax_te.layers. Rotary positions are "
             "an argument of the model, jax_te.models.RotaryPositions(base=, percent=, scaling=)"
         )
-    known = own.union(_IDLE, parsed(HINTS), *map(parsed, _REFUSED))
+    known = own.union(_IDLE, parsed(HINTS), *map(parsed, _OTHER_NUMBERS), *map(parsed, _REFUSED))
     parts = []
     for name in unknown:
         alike = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)

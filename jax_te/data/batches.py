@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_te.config.internal import check_positive, check_seed, checked, require_extra
+from jax_te._validation import check_positive, check_seed, checked, require_extra
 
 _MAX_POSITIONS = 2**32 - 1
 """grain shuffles with 32 bits."""

@@ -1,16 +1,25 @@
 """Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
 
-from jax_te.layers.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.attention.padding_mask import arbitrary_mask, padding_pair
+from jax_te.layers.attention.qkv import merge_heads
+from jax_te.layers.flax.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
+from jax_te.layers.flax.quantize_model import (
+    Rules,
+    check_flax,
+    check_inputs,
+    check_rules,
+    decide,
+    other_module,
+    report_of,
+)
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
-from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.moe.experts import Experts, gate_parameter, shared_experts
 from jax_te.layers.moe.mixture import MixtureOfExperts
 from jax_te.layers.moe.router import aux_losses_scaled, routers_of
 from jax_te.layers.norm import norm_spec
-from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
 from jax_te.layers.parameters import expert_rngs, parameter
-from jax_te.layers.qkv import merge_heads
 from jax_te.layers.quantizable import (
     CachedKernel,
     cache_name,
@@ -20,15 +29,6 @@ from jax_te.layers.quantizable import (
     quantize_kernels,
     set_grad_sinks,
     use_cached_kernels,
-)
-from jax_te.layers.quantize_model import (
-    Rules,
-    check_flax,
-    check_inputs,
-    check_rules,
-    decide,
-    other_module,
-    report_of,
 )
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.options import LinearOptions

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import ActivationLike, ActivationParams, LimitedFunction
-from jax_te.config.internal import check_positive, checked, log_hints, normal_init
+from jax_te.config.internal import normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked, log_hints, normal_init
+from jax_te._validation import check_positive, checked, log_hints
+from jax_te.config.internal import normal_init
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jax_te.config.internal import check_bool
+from jax_te._validation import check_bool
 from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.ops.internal import WgradProbe

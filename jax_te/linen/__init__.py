@@ -66,6 +66,7 @@ from jax_te.linen.drop_in import DotGeneral, EinsumOp, dequantize_model, quantiz
 from jax_te.linen.layers import (
     DotProductAttention,
     Embedding,
+    GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -85,6 +86,7 @@ __all__ = [
     "DotProductAttention",
     "EinsumOp",
     "Embedding",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

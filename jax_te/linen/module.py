@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jax_te.config.internal import check_bool
+from jax_te._validation import check_bool
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
 from jax_te.recipe import current_recipe

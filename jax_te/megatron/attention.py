@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked, log_hints
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked, log_hints
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.internal import arbitrary_mask, check_tp_group, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType

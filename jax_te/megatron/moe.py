@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
-from jax_te.layers import GroupedLinear, Router
+from jax_te.layers import Router
 from jax_te.layers.internal import Experts, MixtureOfExperts, components, gate_parameter, shared_experts
+from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.state_dict import StateDicts
@@ -206,7 +207,8 @@ class MoELayer(MegatronModule, MixtureOfExperts):
 
     Args:
         config: see `jax_te.config.ExpertsConfig`.
-        submodules: None: the layers are `TopKRouter`, grouped linear layers and `SharedExpertMLP`.
+        submodules: None: the layers are `TopKRouter`, `TEColumnParallelGroupedLinear`, `TERowParallelGroupedLinear` and
+            `SharedExpertMLP`.
         layer_number: number of the layer in its stack, from 1.
         pg_collection: None.
         is_mtp_layer: False.
@@ -276,17 +278,25 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         """Say which layer of its stack this is, from 1."""
         self.router.set_layer_number(layer_number)
 
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Nothing, or a RuntimeError that says where weight gradients wait, as `TELinear.backward_dw`."""
+        if routed_experts:
+            self.experts.linear_fc1.backward_dw()
+        if shared_experts and self.shared_experts is not None:
+            self.shared_experts.linear_fc1.backward_dw()
+
 
 def _experts(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> Experts:
     function, e = Activation(config.limited_activation), config.num_moe_experts
     h: Any = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
     f: Any = config.moe_ffn_hidden_size  # the configuration has filled it in
-    common: dict[str, Any] = {"bias": config.add_bias_linear, "params_dtype": config.params_dtype, "rngs": rngs}
-    into = condition_init_method(config, config.init_method)
-    out = condition_init_method(config, config.output_layer_init_method)
+    common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "is_expert": True, "rngs": rngs}
+    fc1: dict[str, Any] = {"init_method": config.init_method, "skip_bias_add": False, **common}
+    fc2: dict[str, Any] = {"init_method": config.output_layer_init_method, "skip_bias_add": True, **common}
+    inner, outer = _named(name, "experts.linear_fc1"), _named(name, "experts.linear_fc2")
     return Experts(
-        GroupedLinear(e, h, (components(function), f), init_method=into, **common),  # type: ignore[arg-type]
-        GroupedLinear(e, f, h, init_method=out, return_bias=True, **common),  # type: ignore[arg-type]
+        TEColumnParallelGroupedLinear(e, h, (components(function), f), name=inner, **fc1),  # type: ignore[arg-type]
+        TERowParallelGroupedLinear(e, f, h, name=outer, **fc2),  # type: ignore[arg-type]
         function,
         apply_probs_on_input=config.moe_apply_probs_on_input,
     )

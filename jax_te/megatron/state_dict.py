@@ -65,7 +65,7 @@ def load_state_dict(
 
     Args:
         module: changed in place.
-        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.torch_files.read_megatron`).
+        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.interop.megatron.read_megatron`).
         strict: False: skip names that only one of the two has.
         prefix: of the names of ``arrays``, before the module's names.
 
@@ -198,15 +198,17 @@ def arrays_of(
     """
     value: Any = variable.get_value()
     if layout is not None:
-        return {key: layout.to_megatron(jax.ShapeDtypeStruct(value.shape, value.dtype) if abstract else value)}
+        return layout.to_named(key, jax.ShapeDtypeStruct(value.shape, value.dtype) if abstract else value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
     return {".".join([key, *map(_part, path)]): leaf for path, leaf in leaves}
 
 
 def _fill(key: str, variable: nnx.Variable, layout: Layout | None, arrays: dict[str, Any]) -> None:
     if layout is not None:
-        if key in arrays:
-            variable.set_value(_placed(layout.from_megatron(_read(arrays[key])), variable.get_value()))
+        own = variable.get_value()
+        mine = {name: _read(arrays[name]) for name in layout.names(key) if name in arrays}
+        if mine:
+            variable.set_value(_placed(layout.from_named(key, mine, own), own))
         return
 
     def pick(path: tuple[Any, ...], own: Any) -> Any:

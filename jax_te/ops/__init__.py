@@ -1,8 +1,5 @@
 """Differentiable functions on arrays, free of Flax, each on the backends that support it."""
 
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
 from jax_te.config import ActivationParams
 from jax_te.ops.attention.checks import attention_spec
 from jax_te.ops.attention.context_parallel import ContextParallel, reorder_to_zigzag, undo_zigzag, zigzag_positions
@@ -62,6 +59,3 @@ __all__ = [
     "use_backend",
     "zigzag_positions",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = late_names(__name__)  # names that moved

@@ -41,6 +41,10 @@ class Backend(Protocol):
         """Return ``x`` as an operand of both GEMMs that read it, rows ending at ``axis``, and its amax."""
         ...
 
+    def statistics(self, x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+        """Return `jax_te.quantize.quantization_statistics` of ``x``, rows ending at ``axis``."""
+        ...
+
     def quantize_dbias(
         self, g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
     ) -> tuple[Any, Array | None, Array | None]:

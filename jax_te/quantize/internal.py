@@ -4,7 +4,7 @@ from jax_te.quantize.block import BLOCK, MX_BLOCK
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.nvfp4 import rounding_key
-from jax_te.quantize.observe import ambient_observer, current_observer
+from jax_te.quantize.observe import ambient_observer, current_observer, stacked_statistics
 from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
 from jax_te.quantize.precision import ROLES, Gemm, Precision, TensorRole, check_state, precision_of
 from jax_te.quantize.quantizer import Quantization, quantize_operand, quantize_tiles
@@ -56,6 +56,7 @@ __all__ = [
     "same_values",
     "scale_in_use",
     "scales_are_frozen",
+    "stacked_statistics",
     "unpad_rows",
     "with_counts",
     "with_max_gradients_inside",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
-from jax_te.config.internal import checked, dtype_name
+from jax_te._validation import checked, dtype_name
 from jax_te.quantize.block import block_amax, directed_block
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.hadamard import hadamard_rows

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import dtype_name
+from jax_te._validation import dtype_name
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor

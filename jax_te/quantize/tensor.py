@@ -62,11 +62,6 @@ class QuantizedTensor:
         """Number of axes of the array it stands for."""
         return self.data.ndim
 
-    @property
-    def serves_both(self) -> bool:
-        """Whether GEMMs that sum over the rows and over the columns read the same values."""
-        return self.block is None or self.block[0] == self.block[1]
-
     def values(self) -> Array:
         """Return ``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
         # Without the barrier XLA drops the cast to FP8 and this one back as a pair, and nothing is quantized.

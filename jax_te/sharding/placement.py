@@ -14,7 +14,7 @@ from flax.core.spmd import apply_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config.internal import log_once
+from jax_te._validation import log_once
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.rules import current_mesh, current_rules, logical_to_spec, named_sharding, ranks_of
 from jax_te.typing import Array, LogicalAxes, PyTree

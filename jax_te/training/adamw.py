@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.tree_util import DictKey
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.typing import DTypeLike, PyTree
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.internal import (
     aux_losses_scaled,
     drop_cached_kernels,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked, is_integer, log_hints, normal_init
+from jax_te._validation import check_positive, checked, is_integer, log_hints
+from jax_te.config.internal import normal_init
 from jax_te.layers.linear import kernel_logical_axes
 from jax_te.layers.parameters import constant, expert_rngs, parameter
 from jax_te.layers.results import layer_output

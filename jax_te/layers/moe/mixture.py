@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive, checked
 from jax_te.config import ActivationLike, ActivationParams, RouterOptions
-from jax_te.config.internal import check_positive, checked
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_float, check_positive, checked
 from jax_te.config import RouterOptions
-from jax_te.config.internal import check_float, check_positive, checked, normal_init
+from jax_te.config.internal import normal_init
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, QuantileBias
 from jax_te.layers.parameters import parameter, value_or_none
@@ -106,6 +107,11 @@ class Router(TrainingMode):
         self.last_step = _state(e + len(self.metric_names), LastStep())
         self.loss_scale: Any = nnx.data(None)
         self.frozen = False
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether training has losses of the router."""
+        return bool(self.options.losses or self.options.z_loss_coeff)
 
     @property
     def metric_names(self) -> tuple[str, ...]:

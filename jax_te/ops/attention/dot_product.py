@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te.config.internal import check_bool, check_number, check_rate
+from jax_te._validation import check_bool, check_number, check_rate
 from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel

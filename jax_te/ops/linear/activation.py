@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jax_te._validation import check_float
 from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import check_float
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.plan import row_plan

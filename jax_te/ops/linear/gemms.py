@@ -283,6 +283,6 @@ def _quantized(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | No
         unquantized, _ = spec.backend.quantize_operand(x, Quantization(), axis=axis)
     if how.quantizer is not None and precision.read_quantized:
         if spec.observer is not None:
-            spec.observer.record(spec.options.name, role, x, how.quantizer, how.scale, axis=axis)
+            spec.observer.record(spec.options.name, role, how.quantizer, spec.backend.statistics(x, how, axis=axis))
         quantized, seen = spec.backend.quantize_operand(jax.tree.map(show_overflow, x), how, axis=axis)
     return Operand(unquantized, quantized, (how.scale, seen))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
@@ -118,7 +118,7 @@ def run_op(
     return op(spec, _shards(specs, weights), args, tuple(sinks), layers[-1].options.out_axes)
 
 
-def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
+def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any, ...]) -> None:
     """Raise for a derivative that would be wrong.
 
     Raises:
@@ -136,7 +136,7 @@ def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, 
             raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
 
 
-def why_once(spec: OpSpec) -> str | None:
+def why_once(spec: Any) -> str | None:
     """Return why a linear op has no second derivatives; None if it has."""
     for layer in spec.layers:
         operands = [getattr(layer.precision, role) for role in ROLES]

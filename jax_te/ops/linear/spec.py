@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jax_te._validation import check_annotations
 from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams
-from jax_te.config.internal import activation_parts, check_annotations
+from jax_te.config.internal import activation_parts
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.quantize import GemmState, Observer, QuantizedKernel
 from jax_te.quantize.internal import Precision

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear import gemms

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive
+from jax_te._validation import check_positive
 from jax_te.ops.moe.routing import wide_dtype
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
 from jax_te.quantize.internal import padded_size

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive
+from jax_te._validation import check_positive
 from jax_te.quantize.internal import padded_size, precision_of
 from jax_te.recipe import Recipe
 from jax_te.typing import Array

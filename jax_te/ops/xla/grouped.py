@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
 from jax_te.quantize import Quantizer
-from jax_te.quantize.internal import GroupTiles, Quantization, quantize_tiles
+from jax_te.quantize.internal import GroupTiles, Quantization, quantize_tiles, stacked_statistics
 from jax_te.quantize.internal import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
@@ -69,6 +70,18 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
 def quantize_kernels(kernels: Array, quantizer: Quantizer, scale: Array | None, *, axis: int) -> tuple[Any, Any]:
     """Return kernels ``[e, k, *n]``, each quantized by itself, as one operand of stacked arrays, and amaxes ``[e]``."""
     return jax.vmap(lambda kernel, scale: quantize_both(kernel, quantizer, scale, axis=axis))(kernels, scale)
+
+
+def statistics(x: GroupedRows | Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+    """Return statistics of the quantization of rows of groups or their kernels, together as of one tensor."""
+    quantizer, scale, _ = how
+    assert quantizer is not None
+    if not isinstance(x, GroupedRows):
+        q = quantize_kernels(x, quantizer, scale, axis=axis)[0].rowwise
+        return stacked_statistics(x, q, x.size)
+    q, _ = quantizer.quantize_tiles(x.x, x.tiles, scale, columnwise=False)
+    elements = jnp.maximum(jnp.sum(x.tiles.rows), 1).astype(jnp.float32) * prod(x.x.shape[2:])
+    return stacked_statistics(x.x, q, elements)
 
 
 def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
