@@ -245,7 +245,7 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
         ("sequence_paralel", r"no field 'sequence_paralel' \(most alike: sequence_parallel"),
         ("moe_foo_bar", "no field 'moe_foo_bar'"),
         ("inference_whatever", "no field 'inference_whatever'"),
-        ("moe_router_topkk", r"most alike: moe_router_topk"),
+        ("moe_permute_fusionn", r"most alike: moe_permute_fusion"),
         ("q_lora_rank", "q_lora_rank: Megatron-Core's MLATransformerConfig .* no latent attention; leave them out"),
         ("zzz", "no field 'zzz'. Correct the name, or leave it out"),
     ],

@@ -353,11 +353,11 @@ class ExpertsConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_annotations(self, ExpertsConfig)
-        self._check_sizes()
+        self._check_expert_sizes()
         log_hints(moe_expert_rank_capacity_factor=self.moe_expert_rank_capacity_factor)
         if self.num_moe_experts is None:
             return
-        self._fill_groups()
+        self._fill_expert_groups()
         given = {name: getattr(self, field) for name, field in _ROUTER_FIELDS.items()}
         options = checked_router_options({**given, "aux_loss_groups": 1}, lambda name: _ROUTER_FIELDS.get(name, name))
         for name, value in options.items():
@@ -370,7 +370,7 @@ class ExpertsConfig:
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             log_once("moe_shared_expert_gate=True has no effect without moe_shared_expert_intermediate_size")
 
-    def _check_sizes(self) -> None:
+    def _check_expert_sizes(self) -> None:
         sizes = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size")
         given = {name: getattr(self, name) for name in sizes}
         check_positive(**{name: size for name, size in given.items() if size is not None})
@@ -382,7 +382,7 @@ class ExpertsConfig:
         if bound is not None and not bound > 0.0:
             raise ValueError(f"moe_expert_rank_capacity_factor must be > 0 or None, got {bound!r}")
 
-    def _fill_groups(self) -> None:
+    def _fill_expert_groups(self) -> None:
         devices = self.moe_router_topk_limited_devices
         if devices is None:
             return

@@ -44,6 +44,6 @@ class GroupTiles(NamedTuple):
         """Return ``[e, tiles, ...]``: each group's tiles in their places, and zeros in the others'."""
         # Selected, not multiplied by 0 or added by scatter: a nan of one group is none of another's, and the order of
         # additions on a GPU is always the same.
-        own = self.group == jnp.arange(self.count, dtype=self.group.dtype)[:, None]
+        own = self.group[None] == jnp.arange(self.count, dtype=self.group.dtype)[:, None]
         own = own.reshape(*own.shape, *(1,) * (of_tiles.ndim - 1))
         return jnp.where(own, of_tiles[None], jnp.zeros((), of_tiles.dtype))

@@ -171,7 +171,7 @@ def _random_bits(x: Array, columnwise: bool) -> Array:
 def _random_bits_of_tiles(x: Array, tiles: GroupTiles, columnwise: bool) -> Array:
     """uint16 like ``x [tiles, t, C]``: of each group the bits that `_random_bits` gives its rows alone."""
     _, t, columns = x.shape
-    rows = (tiles.first[:, None] + jnp.arange(t, dtype=tiles.first.dtype)).astype(jnp.uint32)
+    rows = (tiles.first[:, None] + jnp.arange(t, dtype=tiles.first.dtype)[None]).astype(jnp.uint32)
     # A GEMM's operand has a multiple of `alignment` rows, see `jax_te.quantize.padding`. Zeros count in the checksum.
     whole = -(-jnp.maximum(tiles.rows, 1) // NVFP4Quantizer.alignment) * NVFP4Quantizer.alignment
     counted = (rows < whole[tiles.group][:, None].astype(jnp.uint32))[:, :, None]
@@ -198,8 +198,8 @@ def _place(rows: Array, columns: int) -> tuple[Array, Array]:
     inner = (rows & 0xFFFF) * (columns >> 16), (rows >> 16) * (columns & 0xFFFF)
     carry = ((low >> 16) + sum(part & 0xFFFF for part in inner)) >> 16
     start_high, start_low = outer + sum(part >> 16 for part in inner) + carry, rows * jnp.uint32(columns)
-    place = start_low[:, None] + column
-    return start_high[:, None] + (place < column).astype(jnp.uint32), place
+    place = start_low[:, None] + column[None]
+    return start_high[:, None] + (place < column[None]).astype(jnp.uint32), place
 
 
 def _mixed(words: Array) -> Array:

@@ -32,10 +32,13 @@ class Observer:
         records: ``{(module, role): [one dict of STATISTICS for each time it was quantized]}``, module a path such as
             ``"layers.0.self_attention.qkv"`` and role ``"x"``, ``"kernel"`` or ``"grad"``.
         formats: name of the format that each tensor was quantized to, with the same keys.
+        group_amaxes: amaxes of the groups of a tensor that has several (experts), where a record has the largest, with
+            the same keys: one list for each record.
     """
 
     records: dict[tuple[str, str], list[dict[str, float]]] = field(default_factory=dict)
     formats: dict[tuple[str, str], str] = field(default_factory=dict)
+    group_amaxes: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
 
     def record(self, name: str | None, role: str, quantizer: Quantizer, statistics: dict[str, Array]) -> None:
         """Record a tensor that is about to be quantized; while tracing, too: numbers arrive when the program runs.
@@ -43,17 +46,20 @@ class Observer:
         Args:
             name, role: of its layer, and in it.
             quantizer: how it is quantized.
-            statistics: of the tensor, by the names in `STATISTICS`.
+            statistics: of the tensor, by the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
+                has several groups.
         """
         key = (name or "unnamed", role)
         self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
         # One array, so that a tensor costs one call to the host.
-        values = jnp.stack(list(statistics.values()))
-        jax.debug.callback(self._append, values, key=_Static(key))
+        values = jnp.stack([statistics[statistic] for statistic in STATISTICS])
+        jax.debug.callback(self._append, values, statistics.get("group_amaxes"), key=_Static(key))
 
-    def _append(self, values: Any, *, key: _Static) -> None:
+    def _append(self, values: Any, group_amaxes: Any, *, key: _Static) -> None:
         row: dict[str, float] = dict(zip(STATISTICS, np.asarray(values).tolist(), strict=True))
         self.records.setdefault(key.value, []).append(row)
+        if group_amaxes is not None:
+            self.group_amaxes.setdefault(key.value, []).append(np.asarray(group_amaxes).tolist())
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ class Quantizer(abc.ABC):
         Raises:
             ValueError: if blocks of scales would reach beyond a tile, or a scale depends on more than its block.
         """
-        one_group = x.shape[0] == tiles.count == 1  # in one tile, so that nothing is cut
-        if not one_group and (self.shard_multiple is None or x.shape[1] % self.shard_multiple):
+        if self.shard_multiple is None or x.shape[1] % self.shard_multiple:
             raise ValueError(
                 f"{type(self).__name__} cannot quantize rows of several groups in tiles of {x.shape[1]}: it has "
                 f"shard_multiple={self.shard_multiple}. A quantizer whose scales are those of blocks within a tile "

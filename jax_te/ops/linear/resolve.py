@@ -121,6 +121,11 @@ def run_op(
 def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any, ...]) -> None:
     """Raise for a derivative that would be wrong.
 
+    Args:
+        spec: `OpSpec`, or another with ``layers`` of `LinearSpec`.
+        args, perturbed: `LinearArgs`, or others with ``layers`` of `LinearWeights`, and bools in their places.
+        sinks: of the call.
+
     Raises:
         TypeError: if a kernel that was quantized before the call is differentiated and has no ``grad_sink``.
         QuantizerStateError: if state is left out, which then never changes: gradients underflow under its scales.
@@ -137,7 +142,7 @@ def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any,
 
 
 def why_once(spec: Any) -> str | None:
-    """Return why a linear op has no second derivatives; None if it has."""
+    """Return why a linear op has no second derivatives; None if it has. ``spec`` as in `check_differentiated`."""
     for layer in spec.layers:
         operands = [getattr(layer.precision, role) for role in ROLES]
         if any(operand.quantizer is not None and operand.read_quantized for operand in operands):

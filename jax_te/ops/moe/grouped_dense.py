@@ -136,13 +136,13 @@ def _bwd(spec: _Spec, residuals: tuple[Array, LinearResiduals], g: Array) -> tup
     rows = grouped.GroupedRows(x=groups.cut(g), tiles=groups.tiles)
     dbias = None
     if linear.bias_dtype is not None:
-        dbias = groups.tiles.sum(jnp.sum(rows.x, axis=1, dtype=jnp.float32)).astype(linear.bias_dtype)
+        dbias = groups.sums(g, rows.x).astype(linear.bias_dtype)
     operand = gemms.make_operand(linear, "grad", rows, saved.state, axis=1)
     dx, weights, sink = gemms.backward(linear, saved, operand, dbias, after=g)
     return _Args(groups.joined(dx), None, (weights,)), (sink,)
 
 
-_grouped = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)  # type: ignore[arg-type]
+_grouped = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)
 
 
 def _check_call(

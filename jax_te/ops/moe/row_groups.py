@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive
+from jax_te._validation import check_positive, is_integer
 from jax_te.quantize.internal import padded_size, precision_of
 from jax_te.recipe import Recipe
 from jax_te.typing import Array
@@ -26,9 +26,12 @@ class RowGroups:
 
     Args:
         sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
-        rows: of the array, a multiple of ``alignment``. `row_bound` is enough for any sizes of a known sum.
+        rows: of the array. `row_bound` is enough for any sizes of a known sum.
         alignment: of the groups' starts, >= 1. An op whose recipe needs another one (`jax_te.ops.group_alignment`)
             copies the rows.
+
+    Raises:
+        ValueError: for an alignment that is not positive, or a negative number of rows.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
     >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
@@ -39,6 +42,11 @@ class RowGroups:
     sizes: Any
     rows: int = field(metadata={"static": True})
     alignment: int = field(default=1, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_positive(alignment=self.alignment)
+        if not is_integer(self.rows) or self.rows < 0:
+            raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
 
     @property
     def count(self) -> int:

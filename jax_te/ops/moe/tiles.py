@@ -32,7 +32,7 @@ def tiling(groups: RowGroups, precision: Precision) -> Tiling:
         rows = padded_size(max(groups.rows, 1), precision.alignment)
         return Tiling(rows, rows, True)
     if groups.rows > 0 and groups.alignment % precision.group_alignment == 0:
-        return Tiling(groups.rows, groups.alignment, True)
+        return Tiling(padded_size(groups.rows, groups.alignment), groups.alignment, True)
     tile = precision.group_alignment
     return Tiling(row_bound(groups.rows, groups.count, alignment=tile), tile, False)
 
@@ -55,7 +55,7 @@ class TiledGroups:
         first = jnp.arange(0, how.rows, how.tile, dtype=jnp.int32)
         starts = placed.starts
         # Tiles behind the last group, all of zeros, count as its own.
-        group = jnp.sum(first[:, None] >= starts, axis=1, dtype=jnp.int32) - 1
+        group = jnp.sum(first[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1
         self.tiles = GroupTiles(group, first - starts[group], fits)
 
     @property
@@ -69,6 +69,8 @@ class TiledGroups:
             x = self.without_padding(x)
             x = jnp.pad(x, ((0, self._how.rows - self._rows), *((0, 0) for _ in x.shape[1:])))
         else:
+            # An array without rows has none to take, not even out of range.
+            x = jnp.pad(x, ((0, 1), *((0, 0) for _ in x.shape[1:]))) if self._rows == 0 else x
             x = jnp.take(x, self._from, axis=0, mode="fill", fill_value=0)
         return x.reshape(-1, self._how.tile, *x.shape[1:])
 
@@ -77,6 +79,13 @@ class TiledGroups:
         if self._to is None:
             return self.without_padding(y[: self._rows])
         return jnp.take(y, self._to, axis=0, mode="fill", fill_value=0)
+
+    def sums(self, x: Array, tiles: Array) -> Array:
+        """Return the sum of each group's rows, fp32 ``[e, *c]``, of ``x [rows, *c]`` or as it is `cut`, ``tiles``."""
+        if self._count == 1:
+            # The rows alone: with the zeros behind them a sum may have another order.
+            return jnp.sum(self.without_padding(x), axis=0, dtype=jnp.float32)[None]
+        return self.tiles.sum(jnp.sum(tiles, axis=1, dtype=jnp.float32))
 
     def without_padding(self, x: Array) -> Array:
         """Return ``x [rows, *c]`` with zeros in the place of padding."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
 from jax_te.quantize import Quantizer
-from jax_te.quantize.internal import GroupTiles, Quantization, quantize_tiles, stacked_statistics
+from jax_te.quantize.internal import GroupTiles, Quantization, amax, quantize_tiles, stacked_statistics
 from jax_te.quantize.internal import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
@@ -60,28 +60,44 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
         axis: 1, where the columns of a tile and of one kernel begin.
     """
     quantizer, scale, _ = how
-    if isinstance(x, GroupedRows):
-        form, amax = (x.x, None) if quantizer is None else quantize_tiles(x.x, quantizer, x.tiles, scale)
-        group = x.tiles.group.astype(jnp.float32)
-        return GroupedOperand(form=form, group=group, count=x.tiles.count), amax
-    return (x, None) if quantizer is None else quantize_kernels(x, quantizer, scale, axis=axis)
+    if not isinstance(x, GroupedRows):
+        return (x, None) if quantizer is None else _quantize_each(x, quantizer, scale)
+    form, amaxes = (x.x, None) if quantizer is None else _quantize_rows(x, quantizer, scale)
+    return GroupedOperand(form=form, group=x.tiles.group.astype(jnp.float32), count=x.tiles.count), amaxes
 
 
-def quantize_kernels(kernels: Array, quantizer: Quantizer, scale: Array | None, *, axis: int) -> tuple[Any, Any]:
-    """Return kernels ``[e, k, *n]``, each quantized by itself, as one operand of stacked arrays, and amaxes ``[e]``."""
-    return jax.vmap(lambda kernel, scale: quantize_both(kernel, quantizer, scale, axis=axis))(kernels, scale)
+def _quantize_rows(rows: GroupedRows, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:
+    """Return the operand of each tile, stacked, and the groups' amaxes ``[e]``."""
+    if rows.tiles.count == rows.x.shape[0] == 1:
+        return _quantize_each(rows.x, quantizer, scale)
+    return quantize_tiles(rows.x, quantizer, rows.tiles, scale)
+
+
+def _quantize_each(x: Array, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:
+    """Return matrices ``[e, k, *n]``, each quantized by itself, as an operand of stacked arrays, and amaxes ``[e]``."""
+
+    def one(x: Array, scale: Array | None) -> tuple[Any, Array | None]:
+        return quantize_both(x, quantizer, scale, axis=1)
+
+    if x.shape[0] == 1:
+        # Not by vmap, with which XLA may order the sums of the GEMM behind in another way.
+        return jax.tree.map(lambda leaf: leaf[None], one(*_only((x, scale))))
+    return jax.vmap(one)(x, scale)
 
 
 def statistics(x: GroupedRows | Array, how: Quantization, *, axis: int) -> dict[str, Array]:
     """Return statistics of the quantization of rows of groups or their kernels, together as of one tensor."""
     quantizer, scale, _ = how
     assert quantizer is not None
-    if not isinstance(x, GroupedRows):
-        q = quantize_kernels(x, quantizer, scale, axis=axis)[0].rowwise
-        return stacked_statistics(x, q, x.size)
-    q, _ = quantizer.quantize_tiles(x.x, x.tiles, scale, columnwise=False)
-    elements = jnp.maximum(jnp.sum(x.tiles.rows), 1).astype(jnp.float32) * prod(x.x.shape[2:])
-    return stacked_statistics(x.x, q, elements)
+    if isinstance(x, GroupedRows):
+        rows, tiles = x.x, x.tiles
+        q = _quantize_rows(x, quantizer, scale)[0].rowwise
+        amaxes = tiles.amax(amax(rows, axis=tuple(range(1, rows.ndim))))
+        elements: Any = jnp.maximum(jnp.sum(tiles.rows), 1).astype(jnp.float32) * prod(rows.shape[2:])
+    else:
+        rows, q, elements = x, _quantize_each(x, quantizer, scale)[0].rowwise, x.size
+        amaxes = amax(rows, axis=tuple(range(1, rows.ndim)))
+    return {**stacked_statistics(rows, q, elements), "group_amaxes": amaxes}
 
 
 def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
@@ -105,8 +121,8 @@ def gemm_dgrad(g: GroupedOperand, kernels: Any, split_accumulator: bool) -> Arra
 def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
     """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and given in ``dtype``."""
     if _is_one_gemm(x):
-        first_x, first_g = _at((x.form, g.form), 0)
-        return gemm.gemm_wgrad(first_x, first_g, dtype, split_accumulator)[None]
+        only_x, only_g = _only((x.form, g.form))
+        return gemm.gemm_wgrad(only_x, only_g, dtype, split_accumulator)[None]
 
     def product(tile: tuple[Any, Any]) -> Array:
         return gemm.gemm_wgrad(*tile, jnp.float32, split_accumulator)
@@ -116,7 +132,8 @@ def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_acc
         sum_ = _at(sums, group) + product(operands)
         return jax.lax.dynamic_update_index_in_dim(sums, sum_, group, 0), None
 
-    shape = jax.eval_shape(product, _at((x.form, g.form), 0)).shape
+    first = jax.eval_shape(lambda operands: _at(operands, 0), (x.form, g.form))
+    shape = jax.eval_shape(product, first).shape
     sums, _ = jax.lax.scan(add, jnp.zeros((x.count, *shape), jnp.float32), ((x.form, g.form), x.group))
     return sums.astype(dtype)
 
@@ -126,7 +143,7 @@ def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kerne
     if isinstance(rows.form, jax.Array) and isinstance(kernels, jax.Array):
         kernels = kernels.astype(rows.form.dtype)  # once, not for each tile
     if _is_one_gemm(rows):
-        return multiply(_at(rows.form, 0), _at(kernels, 0))
+        return multiply(_only(rows.form), _only(kernels))
     y = jax.lax.map(lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group))
     return y.reshape(-1, *y.shape[2:])
 
@@ -134,6 +151,11 @@ def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kerne
 def _is_one_gemm(rows: GroupedOperand) -> bool:
     """Return whether there is one group in one tile, whose GEMM then is that of one layer, to the last bit."""
     return rows.count == 1 and rows.group.shape == (1,)
+
+
+def _only(operand: Any) -> Any:
+    """Return the one operand of a stack of one."""
+    return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), operand)
 
 
 def _at(operand: Any, index: int | Array) -> Any:
