@@ -104,6 +104,10 @@ MODEL: dict[str, Any] = {"config": TransformerConfig(**SIZES), "vocab_size": 16,
 TE: dict[str, Any] = {"config": ModelParallelConfig(), "init_method": jax.nn.initializers.normal(0.02), "bias": True}
 TE |= {"skip_bias_add": False, "input_size": 16, "output_size": 16}
 SPLIT: dict[str, Any] = {"is_expert": False}
+EXPERTS = config.RouterOptions(num_experts=4)
+OF_EXPERTS = TransformerConfig(
+    **SIZES, num_moe_experts=4, add_bias_linear=False, moe_shared_expert_intermediate_size=16
+)
 QUERIES = jnp.ones((1, 4, 2, 8))
 LINEAR = layers.Linear(16, 16, rngs=nnx.Rngs(0))
 TOKENS, MATCH = np.arange(16, dtype=np.uint8), megatron.MatchContext("proj")
@@ -126,6 +130,12 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     layers.TransformerLayer: {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 1},
     layers.LoRA: {"base": LINEAR, "rank": 2},
     layers.RelativePositionBias: {"num_attention_heads": 2},
+    layers.MoE: {"hidden_size": 16, "ffn_hidden_size": 16, "router": EXPERTS},
+    layers.Router: {"hidden_size": 16, "options": EXPERTS},
+    layers.SharedExperts: {"hidden_size": 16, "ffn_hidden_size": 16},
+    megatron.MoELayer: {"config": OF_EXPERTS},
+    megatron.SharedExpertMLP: {"config": OF_EXPERTS},
+    megatron.TopKRouter: {"config": OF_EXPERTS},
     megatron.TENorm: {"config": MODEL["config"], "hidden_size": 16},
     megatron.TELinear: TE | {"skip_weight_param_allocation": False, "parallel_mode": "duplicated"},
     megatron.TEColumnParallelLinear: TE | SPLIT | {"gather_output": False},
@@ -178,6 +188,9 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     training.adamw_with_schedule: {"schedule": 0.1},
     checkpoint.TrainCheckpointer: {"directory": "checkpoints"},
     config.CudaGraphConfig: {},
+    config.ExpertsConfig: {},
+    config.LimitedFunction: {"function": "gelu"},
+    config.RouterOptions: {"num_experts": 4},
     config.NormalInit: {"std": 1.0},
     config.ParallelConfig: {},
     data.TextData: {"train": TOKENS, "heldout": TOKENS, "source": "text", "files": 1},
@@ -261,6 +274,7 @@ NOT_MADE_BY_USERS: dict[str, list[type]] = {
         random.RNGStatesTracker, training.LossScale,
     ],
     "bases, whose subclasses are above": [linen.LinenModule, quantize.Quantizer, recipe.Recipe],
+    "a base, whose subclasses are a router's": [quantize.Counting],
 }  # fmt: skip
 
 

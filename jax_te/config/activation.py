@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax_te._validation import check_annotations
+from jax_te._validation import check_annotations, check_number
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -49,6 +49,15 @@ class LimitedFunction:
     low: float = -math.inf
     high: float = math.inf
     offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "offset"):
+            value = getattr(self, name)
+            # Infinite limits are none.
+            check_number(**{name: 0.0 if name != "offset" and value in (-math.inf, math.inf) else value})
+        activation_parts((self.function,), "function")
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, got {self.low!r} and {self.high!r}")
 
 
 ActivationLike: TypeAlias = (

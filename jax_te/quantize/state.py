@@ -37,6 +37,10 @@ _TOGETHER = 32
 # A user context takes part in the jit cache key: what was traced with frozen scales is traced again without.
 scales_are_frozen = jax.make_user_context(False)
 
+counts_are_next_values = jax.make_user_context(False)
+"""Whether the gradient of a state that counts is its next value, as that of a scale is, where nothing merges counts: in
+Linen, whose collections have no rules. Then a state may be used once in a step."""
+
 
 @contextlib.contextmanager
 def frozen_scales() -> Iterator[None]:
@@ -294,7 +298,11 @@ def count(x: jax.Array, states: Sequence[QuantizerState | None], counts: Sequenc
         return x
     rules = tuple([counting_of(state) for state, _ in pairs])
     values = [state.get_value() for state, _ in pairs]  # type: ignore[union-attr]
-    return _count(rules, x, values, [jax.lax.stop_gradient(number) for _, number in pairs])
+    counted = [jax.lax.stop_gradient(number) for _, number in pairs]
+    if counts_are_next_values.value:
+        old = jax.lax.stop_gradient(values)
+        counted = [rule.advance(*each) for rule, *each in zip(rules, old, counted, strict=True)]  # type: ignore[union-attr]
+    return _count(rules, x, values, counted)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -310,7 +318,7 @@ def _count_fwd(rules: tuple[Counting, ...], x: Any, states: Any, counts: Any) ->
 
 
 def _count_bwd(rules: tuple[Counting, ...], counts: list[jax.Array], g: Any) -> tuple[Any, Any, Any]:
-    g = jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
+    g = jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g  # type: ignore[arg-type]
     return g, counts, None
 
 

@@ -14,7 +14,7 @@ from flax.core import freeze
 
 import jax_te.linen as te
 from jax_te import layers
-from jax_te.config import TransformerConfig
+from jax_te.config import RouterOptions, TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, autocast
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
@@ -34,9 +34,12 @@ CASES = {
     "LayerNormMLP": ((32, 64), {"activation": "swiglu", "bias": False}, (X,)),
     "Linear": ((32, 64, False), {"parallel_mode": "row"}, (X,)),
     "LoRA": ((te.Linear(32, 64), 4), {"alpha": 2.0}, (X,)),
+    "MoE": ((32, 64, RouterOptions(num_experts=4, aux_loss_coeff=0.1)), {"bias": False}, (X,)),
     "MultiheadAttention": ((32, 4), {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm", "attention_dropout": 0.0}, (X,)),
     "RMSNorm": ((32, 1e-3), {}, (X,)),
     "RelativePositionBias": ((4,), {"bidirectional": False}, (4, 8)),
+    "Router": ((32, RouterOptions(num_experts=4)), {"bias": True}, (X,)),
+    "SharedExperts": ((32, 64), {"gate": True}, (X,)),
     "TransformerLayer": ((32, 64, 4), {"normalization": "RMSNorm", **NO_DROPOUT}, (X,)),
 }
 
@@ -60,7 +63,8 @@ def pullback(fn, inputs):
 
     @jax.jit
     def run(variables):
-        y, vjp = jax.vjp(lambda variables: fn(variables, *inputs), variables)
+        # Of several results the first, as of a router.
+        y, vjp = jax.vjp(lambda variables: jax.tree.leaves(fn(variables, *inputs))[0], variables)
         return y, vjp(draw("g", y.shape, y.dtype))[0]
 
     return run
@@ -100,7 +104,7 @@ def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
     expected_grads = nn.unbox(te.from_nnx(nnx.merge(graphdef, grad)))
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     jax.tree.map(assert_bitwise, grads, expected_grads)
-    kernels = [m for _, m in nnx.iter_modules(layer) if isinstance(m, layers.QuantizableModule)]
+    kernels = [m for _, m in nnx.iter_modules(layer) if isinstance(m, layers.QuantizableModule | layers.Router)]
     assert (STATE in grads) == bool(kernels)
 
 

@@ -19,7 +19,7 @@ from jax_te.megatron import (
     sharded_state_dict,
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from tests.support.numerics import assert_bitwise, draw
+from tests.support.numerics import assert_bitwise, draw, without_type_checker
 
 E, K, N, ROWS = 3, 32, 64, 48
 SIZES = [20, 0, 25]
@@ -61,6 +61,13 @@ def test_kernels_that_are_not_of_experts_are_sharded_as_the_mode_says():
     with pytest.raises(ValueError, match="rows sorted by expert have none; set is_expert=True"):
         build(config=config, is_expert=False)
     assert build(config=config).kernel is not None
+
+
+def test_names_and_groups_have_no_effect():
+    layer = build(tp_comm_buffer_name="fc1", pg_collection=None)
+    assert_bitwise(layer.kernel[...], build().kernel[...])
+    with without_type_checker(), pytest.raises(TypeError, match="pg_collection"):
+        build(pg_collection="groups")
 
 
 def test_names_and_layouts_of_a_state_dict():

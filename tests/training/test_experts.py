@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from jax_te.checkpoint import TrainCheckpointer
-from jax_te.config import RecomputeConfig, RouterOptions
+from jax_te.config import ParallelConfig, RecomputeConfig, RouterOptions
 from jax_te.layers import MoE, Router, expert_metrics
 from jax_te.models.stack import run_layers
 from jax_te.quantize import QuantizerState, merge_quantizers, write_back
 from jax_te.quantize.state import Counting
+from jax_te.sharding import make_mesh
 from jax_te.training import (
     ConstantLossScale,
     DynamicLossScale,
@@ -316,3 +317,17 @@ def test_counts_merge_by_sums_and_scales_by_maxima():
     assert new["q"]["scale"][...] == 4.0
     kept = write_back(old, merged, keep_old=jnp.array(True))
     jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
+@pytest.mark.parametrize(
+    ("options", "scaler", "words"),
+    [
+        (GLOBAL, None, "reads the counts of a step's earlier microbatches"),
+        ({"aux_loss_coeff": 0.1}, ConstantLossScale(scale=2.0), "do not know the loss scale"),
+    ],
+)
+def test_what_a_pipeline_cannot_count_is_refused(options, scaler, words):
+    with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):
+        state = state_of(options, scaler=scaler)
+        with pytest.raises(ValueError, match=words):
+            step_of(microbatches=2)(state, X)

@@ -34,7 +34,7 @@ class MixtureOfExperts(TrainingMode):
         fc1_latent_proj, fc2_latent_proj: linear layers to the features of the experts and back, or None.
     """
 
-    router: Router
+    router: Any
     experts: Experts
     shared_experts: Any
     fc1_latent_proj: Any
@@ -165,7 +165,7 @@ class MoE(MixtureOfExperts):
             raise ValueError("shared experts have no biases, as in Megatron: set bias=False, or leave them out")
         function, e = Activation(activation, activation_params), router.num_experts
         into: dict[str, Any] = {"init_method": init_method, "params_dtype": params_dtype, "rngs": rngs}
-        out = into | {"init_method": output_layer_init_method}
+        out: dict[str, Any] = {**into, "init_method": output_layer_init_method}
         self.router = Router(hidden_size, router, bias=bias, layer_number=layer_number, **into)
         inner = hidden_size if latent_size is None else latent_size
         self.experts = Experts(

@@ -59,6 +59,7 @@ def plan_permutation(
     check_positive(num_experts=num_experts, alignment=alignment)
     if pad_to_capacity and capacity is None:
         raise ValueError("pad_to_capacity=True needs a capacity to pad to")
+    padded = capacity if pad_to_capacity else None
     assigned = experts if kept is None else jnp.where(kept, experts, num_experts)
     flat = assigned.reshape(-1)
     counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.int32)
@@ -72,7 +73,7 @@ def plan_permutation(
         check_positive(capacity=capacity)
         full = num_experts * padded_size(capacity, alignment)
         bound = full if pad_to_capacity else min(bound, full)
-    sizes = jnp.full_like(counts, capacity) if pad_to_capacity else counts
+    sizes = counts if padded is None else jnp.full_like(counts, padded)
     groups = RowGroups(sizes=sizes, rows=bound, alignment=alignment)
 
     group, starts = groups.of_rows(), groups.starts

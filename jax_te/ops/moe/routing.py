@@ -236,10 +236,11 @@ def expert_capacity(tokens: int, num_experts: int, topk: int, factor: float) -> 
     >>> expert_capacity(64, 8, 2, 1.25)
     20
     """
-    capacity = math.ceil(tokens * topk / num_experts * factor)
+    wanted = tokens * topk / num_experts * factor
+    capacity = tokens if wanted >= tokens else math.ceil(wanted)
     if capacity < 1:
         raise ValueError(f"capacity_factor {factor!r} leaves experts without any token; give one above 0, or None")
-    return min(capacity, tokens)
+    return capacity
 
 
 def within_capacity(assignment: Assignment, num_experts: int, capacity: int, policy: DropPolicy) -> Array:
