@@ -66,7 +66,9 @@ LINES = [
         "oracle and 18-",
     ),
     # How a state goes on.
-    Forgotten(RULES, "return old + self.rate * jnp.sign(jnp.mean(total) - total)", "return old", STEPS, "own_loops"),
+    Forgotten(
+        RULES, "return old + self.rate * jnp.sign(jnp.mean(total) - total)", "return old", STEPS, "goes_on_once and 1"
+    ),
     Forgotten(RULES, "return jnp.where(calls > 0.0, new, old)", "return old", STEPS, "quantiles"),
     Forgotten(RULES, "return old + total", "return old", STEPS, "later_microbatches"),
     Forgotten(RULES, "within_step: ClassVar[bool] = True", "", STEPS, "later_microbatches"),
