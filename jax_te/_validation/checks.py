@@ -117,8 +117,9 @@ def log_hints(**hints: object) -> None:
     Args:
         hints: argument or field -> its value, negated where the default is True.
     """
-    for name in filter(hints.get, hints):
-        _log_hint(name)
+    for name, hint in hints.items():
+        if hint:
+            _log_hint(name)
 
 
 # At level INFO: programs written for Megatron pass these everywhere, and their authors have nothing to change.

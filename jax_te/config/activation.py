@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax_te._validation import check_annotations, check_number
+from jax_te._validation import check_annotations
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -35,8 +34,12 @@ class LimitedFunction:
 
     Args:
         function: one of the functions in `ACTIVATIONS`, by name, or a function of one array.
-        low, high: limits of its argument, where its slope is still 1.
+        low, high: limits of its argument, where its slope is still 1. None: no limit.
         offset: added to its value.
+
+    Raises:
+        ValueError: for an unknown function, a limit that is no finite number, or limits in another order.
+        TypeError: for what is neither a name nor a function that can be hashed.
 
     Source: ``activation_func_clamp_value`` and ``glu_linear_offset`` of
     ``megatron.core.transformer.TransformerConfig``; the GPT-OSS models.
@@ -46,17 +49,14 @@ class LimitedFunction:
     """
 
     function: Any
-    low: float = -math.inf
-    high: float = math.inf
+    low: float | None = None
+    high: float | None = None
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("low", "high", "offset"):
-            value = getattr(self, name)
-            # Infinite limits are none.
-            check_number(**{name: 0.0 if name != "offset" and value in (-math.inf, math.inf) else value})
+        check_annotations(self, LimitedFunction)
         activation_parts((self.function,), "function")
-        if not self.low < self.high:
+        if self.low is not None and self.high is not None and not self.low < self.high:
             raise ValueError(f"low must be below high, got {self.low!r} and {self.high!r}")
 
 
@@ -83,10 +83,11 @@ def activation_parts(activation: ActivationLike, name: str = "activation") -> tu
     >>> activation_parts("swiglu"), activation_parts(("gelu_exact", "linear"))
     (('silu', 'linear'), ('gelu_exact', 'linear'))
     """
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}, or a function")
-    given = activation if isinstance(activation, tuple) else (activation,)
-    parts = ACTIVATIONS[activation] if isinstance(activation, str) else given
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}, or a function")
+        return ACTIVATIONS[activation]
+    parts = activation if isinstance(activation, tuple) else (activation,)
     known = sorted({part for parts in ACTIVATIONS.values() for part in parts})
     if not parts or any(isinstance(part, str) and part not in known for part in parts):
         raise ValueError(f"unknown function in {name} {activation!r}; allowed: {', '.join(known)}, or functions")

@@ -209,11 +209,12 @@ class TransformerConfig(
     @property
     def limited_activation(self) -> ActivationLike:
         """The activation with ``activation_func_clamp_value`` and ``glu_linear_offset``, as layers take it."""
-        limit = math.inf if self.activation_func_clamp_value is None else self.activation_func_clamp_value
-        if limit == math.inf and self.glu_linear_offset == 0.0:
+        limit, offset = self.activation_func_clamp_value, self.glu_linear_offset
+        if limit is None and offset == 0.0:
             return self.activation
         gate, linear = activation_parts(self.activation)
-        return LimitedFunction(gate, high=limit), LimitedFunction(linear, -limit, limit, self.glu_linear_offset)
+        low = None if limit is None else -limit
+        return LimitedFunction(gate, high=limit), LimitedFunction(linear, low, limit, offset)
 
     def _activation(self) -> ActivationLike:
         """Return the activation that the three fields name."""

@@ -20,6 +20,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.moe.experts import SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.moe.grouped_lora import GroupedLoRA
 from jax_te.layers.moe.mixture import MoE
 from jax_te.layers.moe.router import Router, Routing, expert_metrics, set_aux_loss_scale
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
@@ -44,6 +45,7 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "GroupedLoRA",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

@@ -2,16 +2,20 @@
 
 from jax_te.layers.attention.padding_mask import arbitrary_mask, padding_pair
 from jax_te.layers.attention.qkv import merge_heads
-from jax_te.layers.flax.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
-from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
+from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
+from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
 from jax_te.layers.flax.quantize_model import (
     Rules,
     check_flax,
     check_inputs,
     check_rules,
     decide,
+    decide_parameter,
     other_module,
     report_of,
+    rule_of_parameter,
+    training_recipe,
 )
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
@@ -35,13 +39,18 @@ from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, ch
 
 __all__ = [
     "CachedKernel",
+    "Contraction",
     "Experts",
     "FlaxLinear",
+    "Kernel",
     "MixtureOfExperts",
     "ModelGemms",
+    "ParameterGemm",
     "Rules",
+    "Seen",
     "TensorParallel",
     "TrainingMode",
+    "Visitor",
     "arbitrary_mask",
     "as_inputs",
     "aux_losses_scaled",
@@ -52,7 +61,9 @@ __all__ = [
     "check_rules",
     "check_tp_group",
     "components",
+    "compute",
     "decide",
+    "decide_parameter",
     "drop_cached_kernels",
     "einsum_linear",
     "expert_rngs",
@@ -62,6 +73,7 @@ __all__ = [
     "merge_heads",
     "natural_order",
     "norm_spec",
+    "noting",
     "other_module",
     "padding_pair",
     "parameter",
@@ -71,8 +83,11 @@ __all__ = [
     "read_einsum",
     "report_of",
     "routers_of",
+    "rule_of_parameter",
     "sequence_axes",
     "set_grad_sinks",
     "shared_experts",
+    "split_leaves",
+    "training_recipe",
     "use_cached_kernels",
 ]

@@ -75,6 +75,15 @@ def expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
     return nnx.Rngs(params=jax.random.fold_in(rngs.params(), zlib.crc32(EXPERT_PARALLEL_RNG.encode())))
 
 
+def init_of_each(init: Initializer, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return kernels ``[e, k, *n]``, each initialized by itself: an initializer may go by the sizes of its axes.
+
+    >>> init_of_each(jax.nn.initializers.lecun_normal(), jax.random.key(0), (3, 4, 8), jnp.float32).shape
+    (3, 4, 8)
+    """
+    return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+
+
 def value_or_none(variable: nnx.Variable | None) -> Array | None:
     """Return the array of a parameter that a layer may lack."""
     return None if variable is None else variable.get_value()

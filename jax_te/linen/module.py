@@ -92,7 +92,7 @@ class LinenModule(nn.Module):
         signature = inspect.signature(self.nnx_class.__call__)
         deterministic = "deterministic" not in signature.parameters and kwargs.pop("deterministic", False)
         check_bool(deterministic=deterministic)
-        module = self._module()
+        module = self.bound_module()
         if deterministic:
             module.eval()
         # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
@@ -115,7 +115,7 @@ class LinenModule(nn.Module):
         return result
 
     @nn.nowrap
-    def _module(self) -> nnx.Module:
+    def bound_module(self) -> nnx.Module:
         """Return the NNX module with this module's variables, which ``init`` creates."""
         # Flax's capture_intermediates stores outputs in this collection, which are no variables of the module.
         held = {name: tree for name, tree in self.variables.items() if name != "intermediates"}

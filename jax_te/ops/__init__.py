@@ -11,8 +11,10 @@ from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.dense import dense, layernorm_dense
 from jax_te.ops.linear.layernorm import layernorm
 from jax_te.ops.linear.layernorm_mlp import MlpOptions, layernorm_mlp
+from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
+from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.quantize_kernel import quantize_kernel
-from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec
+from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions

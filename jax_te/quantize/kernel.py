@@ -47,6 +47,11 @@ class QuantizedKernel:
         return isinstance(self.form, OpaqueTree)
 
     @property
+    def is_per_device(self) -> bool:
+        """Whether each device of a mesh has quantized its own shard."""
+        return isinstance(self.form, OpaqueTree) and self.form.per_device
+
+    @property
     def operand(self) -> Any:
         """The operand that the backend's GEMMs take."""
         return self.form.unpack() if isinstance(self.form, OpaqueTree) else self.form

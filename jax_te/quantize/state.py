@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -392,7 +391,7 @@ def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | N
         "scale": jnp.where(keep, old["scale"], new["scale"]),
         "amax_history": jnp.where(keep[..., None], old["amax_history"], new["amax_history"]),
     }
-    return [jax.tree.map(operator.itemgetter(index), states) for index in range(len(before))]
+    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(before))]
 
 
 def _is_amax_state(node: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -99,14 +97,12 @@ class QuantizedTensor:
             matrix_shape = as_matrix(self.data, self.axis).shape
             scale = expand_blocks(scale, self.block, matrix_shape).reshape(self.shape)
         largest = float(jnp.finfo(self.data.dtype).max)
-        return functools.reduce(
-            operator.or_,
+        below, above = (
             # A cast to FP8 does not saturate.
-            (
-                same_values(self.data, jnp.clip(x * scale * (1.0 + near), -largest, largest).astype(self.data.dtype))
-                for near in (-_NEAR, _NEAR)
-            ),
+            same_values(self.data, jnp.clip(x * scale * (1.0 + near), -largest, largest).astype(self.data.dtype))
+            for near in (-_NEAR, _NEAR)
         )
+        return below | above
 
 
 @jax.tree_util.register_dataclass
@@ -151,12 +147,12 @@ class OpaqueTree:
         leaves, treedef = jax.tree.flatten(tree)
         if per_device:
             # shard_map concatenates results along an axis they have: scalars and replicated arrays need a new one.
-            leaves = map(functools.partial(jnp.expand_dims, axis=0), leaves)
+            leaves = [jnp.expand_dims(leaf, axis=0) for leaf in leaves]
         return OpaqueTree(leaves=tuple(leaves), treedef=treedef, per_device=per_device)
 
     def unpack(self) -> Any:
         """Return the tree; of a ``per_device`` one, inside of ``shard_map``, this device's."""
-        leaves = map(operator.itemgetter(0), self.leaves) if self.per_device else self.leaves
+        leaves = [leaf[0] for leaf in self.leaves] if self.per_device else self.leaves
         return jax.tree.unflatten(self.treedef, leaves)
 
 

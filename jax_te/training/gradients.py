@@ -32,7 +32,7 @@ from jax_te.quantize import (
 from jax_te.quantize.internal import added_counts, counts_within_step, with_counts
 from jax_te.sharding import constrain, current_mesh
 from jax_te.sharding.internal import leaves_with_axes, variable_axes
-from jax_te.training.kernel_gradients import KernelGradients, Path, Summands
+from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
@@ -282,8 +282,15 @@ def _of_batch(
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
     parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
-    how = (state.scaler, cached, (), kernels, full)
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, *how)
+    return differentiate(
+        lambda model: (loss_fn(model, batch, key), None),
+        parts,
+        split_model,
+        state.scaler,
+        cached=cached,
+        kernels=kernels,
+        like=full,
+    )
 
 
 def differentiate(
@@ -378,7 +385,7 @@ def vjp_of_model(
 # No closure: the function of a Partial is part of its tree structure.
 @dataclass(frozen=True)
 class _Backward:
-    places: tuple[tuple[Path, Summands], ...]
+    places: tuple[tuple[Path, SummandPlace], ...]
 
     def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
         grads, sink_grads, quantizers, dx = vjp(dy)

@@ -151,9 +151,22 @@ def _checked(
 ) -> dict[str, Any]:
     """Return the tensors that the entries name, if they are those of the folder."""
     wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
-    base = architecture.base
+    tensors = _by_their_names(architecture, stored, wanted)
+    lines = _differences(tensors, wanted)
+    if lines:
+        more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        lines = [line[:300] for line in lines[:_SHOWN]]
+        raise CheckpointMismatchError(
+            f"the tensors of {folder} are not those of its {architecture.described_by}:\n" + "\n".join(lines) + more
+        )
+    return tensors
+
+
+def _by_their_names(architecture: Architecture, stored: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """Return the tensors under the names that entries have, without those that the model is built without."""
     for ending, name in architecture.older:
         stored = {re.sub(rf"{ending}$", name, each): tensor for each, tensor in stored.items()}
+    base = architecture.base
     if not any(name.startswith(base) for name in stored):
         # Of the model without its head, whose names begin behind the base.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
@@ -162,20 +175,19 @@ def _checked(
         twice = name in tensors and name not in wanted and other in tensors
         if twice and np.array_equal(tensors[name], tensors[other]):
             del tensors[name]
-    lines = [f"{name} is missing" for name in wanted if name not in tensors]
-    lines += [f"{name} is unexpected" for name in tensors if name not in wanted]
-    lines += [
+    return tensors
+
+
+def _differences(tensors: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a line for each tensor that is missing, unexpected or of another shape."""
+    missing = [f"{name} is missing" for name in wanted if name not in tensors]
+    unexpected = [f"{name} is unexpected" for name in tensors if name not in wanted]
+    misshapen = [
         f"{name} is {list(tensors[name].shape)} and must be {list(shape)}"
         for name, shape in wanted.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    if lines:
-        more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        lines = [line[:300] for line in lines[:_SHOWN]]
-        raise CheckpointMismatchError(
-            f"the tensors of {folder} are not those of its {architecture.described_by}:\n" + "\n".join(lines) + more
-        )
-    return tensors
+    return missing + unexpected + misshapen
 
 
 def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, Any], folder: Path) -> Any:

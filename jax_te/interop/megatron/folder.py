@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ ARGS = "jax_te_args"
 # Megatron-Core from 0.19 on has no file common.pt: one entry of the checkpoint is a list with what was in it.
 _COMMON_ENTRY = "common_state/shard_0_1"
 _LOG = logging.getLogger("jax_te")
+_LAYER = re.compile(r"(.*\blayers\.)(\d{1,6})(\..*)")
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _NOT_OF_THE_MODEL = re.compile(
     r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine|args|iteration)\b.*"
@@ -149,14 +150,8 @@ def _distributed(path: Path) -> MegatronCheckpoint:
 
 
 def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
-    paths = {(0, 0): path} if path.is_file() else {}
-    for each in sorted(path.iterdir()) if path.is_dir() else []:
-        rank = _RANK.fullmatch(each.name)
-        if rank and (each / RANK_FILE).is_file():
-            paths[int(rank[1]), int(rank[2] or 0)] = each / RANK_FILE
-    # The folder of a single rank.
-    if (path / RANK_FILE).is_file():
-        paths = {(0, 0): path / RANK_FILE}
+    """Return the model of a file for each rank: merged over tensor ranks, one pipeline stage behind the other."""
+    paths = _rank_files(path)
     width, depth = (1 + max((rank[at] for rank in paths), default=-1) for at in (0, 1))
     if not paths or len(paths) != width * depth:
         raise ValueError(
@@ -169,20 +164,43 @@ def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
     args, iteration = _said(states[0, 0], path)
     if gated is None and args:
         gated = bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
+    chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
     tensors: dict[str, Any] = {}
-    chunks = [_chunks(states[0, stage], path) for stage in range(depth)]
-    # Each rank and stage counts its layers from 0.
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
-    for chunk in range(max(map(len, chunks))):
+    for chunk in range(max(len(chunks[0, stage]) for stage in range(depth))):
         for stage in range(depth):
-            ranks = [_model_tensors(_chunks(states[rank, stage], path)[chunk], path) for rank in range(width)]
+            ranks = [_model_tensors(chunks[rank, stage][chunk], path) for rank in range(width)]
             merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
-            layers = {name: re.fullmatch(r"(.*\blayers\.)(\d{1,6})(\..*)", name) for name in merged}
-            for name, at in layers.items():
-                tensors[f"{at[1]}{int(at[2]) + first_layer}{at[3]}" if at else name] = merged[name]
-            first_layer += max((int(at[2]) + 1 for at in layers.values() if at), default=0)
+            # Each rank and stage counts its layers from 0.
+            tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
+            first_layer += _layer_count(merged)
     return MegatronCheckpoint(tensors, args, iteration, list(files.values()))
+
+
+def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
+    """Return the file of each tensor and pipeline rank: in a checkpoint's folder or a rank's, or the one given."""
+    if path.is_file():
+        return {(0, 0): path}
+    if (path / RANK_FILE).is_file():
+        return {(0, 0): path / RANK_FILE}
+    found = {}
+    for each in sorted(path.iterdir()) if path.is_dir() else []:
+        rank = _RANK.fullmatch(each.name)
+        if rank and (each / RANK_FILE).is_file():
+            found[int(rank[1]), int(rank[2] or 0)] = each / RANK_FILE
+    return found
+
+
+def _numbered_from(first_layer: int, name: str) -> str:
+    """Return a tensor's name with the number of its layer, if it has one, counted from ``first_layer``."""
+    at = _LAYER.fullmatch(name)
+    return f"{at[1]}{int(at[2]) + first_layer}{at[3]}" if at else name
+
+
+def _layer_count(names: Iterable[str]) -> int:
+    """Return the number of layers that tensors of these names belong to."""
+    return max((int(at[2]) + 1 for name in names if (at := _LAYER.fullmatch(name))), default=0)
 
 
 def _chunks(state: Any, path: Path) -> list[Any]:

@@ -56,7 +56,7 @@ class DotGeneral(QuantizableModule):
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
     of_flax: ClassVar[bool] = True
     attribute: ClassVar[str] = "dot_general"
-    """The attribute of Flax's layers in which it stands; it adds nothing to the layer's path."""
+    """The attribute of Flax's layers in which it stands."""
 
     def __init__(self, recipe: Recipe | ModuleRecipe | None = None, kernel_axes: Sequence[Any] | None = None):
         self._init_quantization()
@@ -70,6 +70,10 @@ class DotGeneral(QuantizableModule):
         """Sizes of the axes by which the layer that holds this module was stacked."""
         found = None if owner is None else flax_linear(owner)
         return () if found is None else found.stack
+
+    def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Path of the layer of Flax that holds this module."""
+        return path[:-1] if path[-1:] == (self.attribute,) else path
 
     def __call__(
         self,
@@ -87,8 +91,7 @@ class DotGeneral(QuantizableModule):
             The input's axes that are not summed over, then the kernel's, in ``preferred_element_type`` or the dtype of
             ``lhs``.
         """
-        recipe = self.recipe
-        if recipe is None:
+        if self.recipe is None:
             return jax.lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
             )
@@ -99,12 +102,26 @@ class DotGeneral(QuantizableModule):
                 f"no recipe can quantize this dot_general: {why}; input {lhs.shape}, kernel {rhs.shape}. Leave it to "
                 "lax.dot_general, or call it inside `with autocast(None):`"
             )
-        rows, features = _others(lhs, summed), _others(rhs, kernel_summed)
-        out = _out_spec(lhs, rhs, rows, features) if out_sharding is None else out_sharding
+        order = GemmOrder(_others(lhs, summed), summed, kernel_summed, _others(rhs, kernel_summed))
+        out = _out_spec(lhs, rhs, order.rows, order.features) if out_sharding is None else out_sharding
+        return self._quantized(lhs, rhs, order, self.kernel_axes, preferred_element_type, out)
+
+    def _quantized(
+        self, lhs: Array, rhs: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
+    ) -> Array:
+        """Return the product by quantized GEMMs.
+
+        Args:
+            lhs, rhs: input and kernel.
+            order: their axes.
+            kernel_axes: names of the kernel's axes, or None.
+            dtype: dtype of the product; None: that of ``lhs``.
+            out: sharding of the product on a mesh with Explicit axes, or None.
+        """
+        recipe: Any = self.recipe
         # The dtype of a GEMM's input is that of its output; quantized values do not change in a wider one.
-        x = lhs if preferred_element_type is None else lhs.astype(preferred_element_type)
-        order = GemmOrder(rows, summed, kernel_summed, features)
-        found, backend = gemm_axes(lhs, rhs, order, self.kernel_axes, recipe.alignment), None
+        x = lhs if dtype is None else lhs.astype(dtype)
+        found, backend = gemm_axes(lhs, rhs, order, kernel_axes, recipe.alignment), None
         if found.why is not None:
             # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
             backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
@@ -141,6 +158,47 @@ class EinsumOp(DotGeneral):
         if self.recipe is None:
             return jnp.einsum(equation, lhs, rhs, out_sharding=out_sharding, **options)
         return _einsum(super().__call__, equation, lhs, rhs, out_sharding=out_sharding, **options)
+
+
+class ParameterGemm(DotGeneral):
+    """`DotGeneral` of a parameter that a module of the user's own holds, which holds this beside the parameter.
+
+    Args:
+        parameter: name of the parameter.
+        stack: sizes of the axes that ``nnx.vmap`` put before the parameter's.
+        recipe: recipe of this GEMM, as that of `DotGeneral`.
+
+    >>> ParameterGemm("w").layer_path(("layers", 0, "w_gemm"))
+    ('layers', 0, 'w')
+    """
+
+    def __init__(self, parameter: str, stack: tuple[int, ...] = (), recipe: Recipe | ModuleRecipe | None = None):
+        # Before the base class makes the state, whose shape depends on them.
+        self.parameter, self.stack = parameter, stack
+        super().__init__(recipe)
+
+    def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
+        """Sizes of the axes by which the module that holds this one was stacked."""
+        return self.stack
+
+    def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Path of the parameter."""
+        return (*path[:-1], self.parameter)
+
+    def __call__(  # type: ignore[override]
+        self, x: Array, kernel: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
+    ) -> Array:
+        """Return the product of an input and the parameter, or what casts, reshapes and transpositions made of it.
+
+        Args:
+            x: input.
+            kernel: the parameter in the form that the GEMM takes.
+            order: axes of both.
+            kernel_axes: names of the axes of ``kernel``, or None.
+            dtype: dtype of the product.
+            out: sharding of the product on a mesh with Explicit axes, or None.
+        """
+        return self._quantized(x, kernel, order, kernel_axes, dtype, out)
 
 
 def dot_general_as_placed(

@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jax_te.sharding.internal import (
     Dims,
-    MeshAxes,
     current_rules,
     device_mesh,
     flat,
     free_axes,
+    known_names,
     local_shape,
     partition_spec,
 )
@@ -63,39 +63,96 @@ def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | 
     if mesh is None:
         return GemmAxes()
     auto = _auto_axes(mesh)
-    x_dims, kernel_dims = (_typed(array, mesh) for array in (x, kernel))
-    rows, of_kernel = _resolved(("batch", "sequence"), mesh, auto), _resolved(names or (), mesh, auto)
-    why = _unknown(auto, set(flat(rows[: len(order.rows)])), None if names is None else set(flat(of_kernel)))
+    of_rows = _resolved(("batch", "sequence"), mesh, auto)[: len(order.rows)]
+    of_kernel = _resolved(names or (), mesh, auto)
+    why = _unknown(auto, set(flat(of_rows)), None if names is None else set(flat(of_kernel)))
     if why is not None:
         return GemmAxes(why=why)
-    for axis, found in zip(order.rows, rows, strict=False):
+    x_dims, kernel_dims = _operand_dims(order, (_typed(x, mesh), _typed(kernel, mesh)), of_rows, of_kernel, auto)
+    gemm, lead = _gemm_dims(order, x_dims, kernel_dims), len(order.rows)
+    inputs, outputs = ([kernel.shape[axis] for axis in axes] for axes in (order.kernel_summed, order.features))
+    why = (
+        _summed_apart(order, x_dims, kernel_dims)
+        or _indivisible("input", x.shape, x_dims, mesh)
+        or _indivisible("kernel", kernel.shape, kernel_dims, mesh)
+        or _misfit("input", inputs, gemm.x[lead:], mesh, multiple)
+        or _misfit("output", outputs, gemm.out[lead:], mesh, multiple)
+    )
+    if why is not None:
+        return GemmAxes(why=why)
+    return GemmAxes(partition_spec(gemm.x), partition_spec(gemm.kernel), partition_spec(gemm.out))
+
+
+class _GemmDims(NamedTuple):
+    """Mesh axes for each dimension of ``x [*rows, k]``, ``kernel [k, *n]`` and their product."""
+
+    x: Dims
+    kernel: Dims
+    out: Dims
+
+
+def _operand_dims(
+    order: GemmOrder, typed: tuple[Dims, Dims], of_rows: Dims, of_kernel: Dims, auto: set[str]
+) -> tuple[Dims, Dims]:
+    """Return the mesh axes for each dimension of input and kernel as ``dot_general`` got them.
+
+    Args:
+        order: of their axes.
+        typed: Explicit axes, from their types.
+        of_rows: Auto axes of the input's first rows.
+        of_kernel: Auto axes of the kernel's dimensions; of none if it has no names.
+        auto: all Auto axes.
+    """
+    x_dims, kernel_dims = map(list, typed)
+    for axis, found in zip(order.rows, of_rows, strict=False):
         x_dims[axis] += found
-    taken = {name for axis in order.rows for name in x_dims[axis]}
     for axis, found in enumerate(of_kernel):
         kernel_dims[axis] += found
+    taken = _of_batch(order, tuple(x_dims))
     for axis, other in zip(order.summed, order.kernel_summed, strict=True):
         # A row-parallel layer: its input is what a column-parallel one computed. Fully sharded kernels are gathered.
         x_dims[axis] += tuple(name for name in kernel_dims[other] if name in auto and name not in taken)
-    one, other = ([dims[axis] for axis in axes] for dims, axes in ((x_dims, order.summed), (kernel_dims, order[2])))
-    if flat((*one[1:], *other[1:])):
-        return GemmAxes(why="it sums over several axes, and another than the first of them is split")
+    return tuple(x_dims), tuple(kernel_dims)
+
+
+def _of_batch(order: GemmOrder, x_dims: Dims) -> set[str]:
+    """Return the mesh axes that split the rows of the input."""
+    return {name for axis in order.rows for name in x_dims[axis]}
+
+
+def _gemm_dims(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> _GemmDims:
+    """Return the mesh axes of the GEMM's arrays in its own order, where several axes of a sum are one."""
+    rows = tuple(x_dims[axis] for axis in order.rows)
+    summed = tuple(x_dims[axis] for axis in order.summed)[:1]
+    kernel_summed = tuple(kernel_dims[axis] for axis in order.kernel_summed)[:1]
+    features = tuple(kernel_dims[axis] for axis in order.features)
     # Fully sharded parameters have the batch's mesh axes: the batch keeps them, and kernels are all-gathered.
-    features = [tuple(name for name in kernel_dims[axis] if name not in taken) for axis in order.features]
-    lead = [x_dims[axis] for axis in order.rows]
-    shapes = {"input": (x.shape, x_dims), "kernel": (kernel.shape, kernel_dims)}
-    for name, (shape, dims) in shapes.items():
-        if local_shape(shape, tuple(dims), mesh) is None:
-            spec = partition_spec(tuple(dims))
-            return GemmAxes(why=f"the {name} {shape} does not divide over {spec} of the mesh {dict(mesh.shape)}")
-    for name, axes, dims in (("input", order.kernel_summed, one), ("output", order.features, features)):
-        ranks = math.prod(mesh.shape[axis] for axis in flat(tuple(dims)))
-        size = math.prod(kernel.shape[axis] for axis in axes) // ranks
-        # XLA pads such a GEMM; TE's cannot run it.
-        if ranks > 1 and size % multiple:
-            return GemmAxes(why=f"the {name} size of one device, {size}, is no multiple of {multiple}")
-    of_kernel = (*other[:1], *(kernel_dims[axis] for axis in order.features))
-    x_spec, kernel_spec, out_spec = map(partition_spec, ((*lead, *one[:1]), of_kernel, (*lead, *features)))
-    return GemmAxes(x_spec, kernel_spec, out_spec)
+    taken = _of_batch(order, x_dims)
+    out = tuple(tuple(name for name in axes if name not in taken) for axes in features)
+    return _GemmDims((*rows, *summed), (*kernel_summed, *features), (*rows, *out))
+
+
+def _summed_apart(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> str | None:
+    """Return why axes of a sum that are one in the GEMM cannot be split so, or None."""
+    later = [x_dims[axis] for axis in order.summed[1:]] + [kernel_dims[axis] for axis in order.kernel_summed[1:]]
+    return "it sums over several axes, and another than the first of them is split" if flat(tuple(later)) else None
+
+
+def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str | None:
+    """Return why an array does not divide over its mesh axes, or None."""
+    if local_shape(shape, dims, mesh) is not None:
+        return None
+    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+
+
+def _misfit(name: str, sizes: Sequence[int], dims: Dims, mesh: AbstractMesh, multiple: int) -> str | None:
+    """Return why one device's GEMM cannot run on its part of the features of ``sizes``, or None."""
+    ranks = math.prod(mesh.shape[axis] for axis in flat(dims))
+    size = math.prod(sizes) // ranks
+    # XLA pads such a GEMM; TE's cannot run it.
+    if ranks == 1 or size % multiple == 0:
+        return None
+    return f"the {name} size of one device, {size}, is no multiple of {multiple}"
 
 
 def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:
@@ -148,18 +205,18 @@ def _auto_axes(mesh: AbstractMesh) -> set[str]:
     return {name for name, kind in types if kind == AxisType.Auto and mesh.shape[name] > 1}
 
 
-def _typed(x: Array, mesh: AbstractMesh) -> list[MeshAxes]:
+def _typed(x: Array, mesh: AbstractMesh) -> Dims:
     """Return the Explicit mesh axes in the type of ``x``, for each of its axes."""
     if AxisType.Explicit not in mesh.axis_types:
-        return [()] * x.ndim
+        return ((),) * x.ndim
     entries = tuple(jax.typeof(x).sharding.spec)
-    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
+    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
 
 
 def _resolved(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
     """Return the Auto axes that rules give each name, each once: the first name keeps it."""
     rules, free, taken, dims = current_rules(mesh), free_axes(mesh), set[str](), []
-    known = {*rules.names(), *dict(getattr(rules, "others", ()))}
+    known = known_names(rules)
     for name in names:
         # None or PartitionSpec.UNCONSTRAINED: no axis.
         parts = (name,) if isinstance(name, str) else name if isinstance(name, (tuple, list)) else ()

@@ -136,20 +136,33 @@ def _jaxprs(eqn: Any) -> list[Any]:
     return [found for name in sorted(eqn.params) for found in of(eqn.params[name])]
 
 
-def as_inputs(args: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def as_inputs(args: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the arrays and shapes in ``args``, and a function that puts others in their place.
 
     >>> arrays, fill = as_inputs((jax.numpy.ones(2), {"causal": True}))
     >>> fill([3.0])
     (3.0, {'causal': True})
     """
-    leaves, treedef = jax.tree.flatten(args)
-    places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    return split_leaves(args, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
-    def fill(arrays: list[Any]) -> Any:
-        filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
+
+def split_leaves(
+    tree: Any, chosen: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the leaves of ``tree`` that are ``chosen``, and a function that puts others in their place.
+
+    >>> numbers, fill = split_leaves({"a": 1, "b": "text"}, lambda leaf: isinstance(leaf, int))
+    >>> fill([2 * number for number in numbers])
+    {'a': 2, 'b': 'text'}
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    places = [place for place, leaf in enumerate(leaves) if chosen(leaf)]
+    others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+
+    def fill(values: Sequence[Any]) -> Any:
+        filled = list(others)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
         return jax.tree.unflatten(treedef, filled)
 
     return [leaves[place] for place in places], fill

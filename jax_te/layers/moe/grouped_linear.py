@@ -14,7 +14,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked, is_integer, log_hints
 from jax_te.config.internal import normal_init
 from jax_te.layers.linear import kernel_logical_axes
-from jax_te.layers.parameters import constant, expert_rngs, parameter
+from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule
 from jax_te.ops import LinearOptions, LinearWeights, RowGroups, grouped_dense
@@ -48,7 +48,7 @@ class GroupedLinear(TensorParallelModule):
             ``params``.
 
     Attributes:
-        frozen: no gradient reaches the parameters, and none is computed for the kernels. False.
+        frozen: no gradient reaches the parameters, and none is computed for the kernels. False. `GroupedLoRA` sets it.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 
     Raises:
@@ -93,7 +93,7 @@ class GroupedLinear(TensorParallelModule):
         self.kernel_shape = (num_gemms, in_features, *features)
         self.kernel_axes = mode_axes if kernel_axes is None else kernel_axes
         self.feature_axes = tuple(activation_axis(name) for name in self.kernel_axes[2:])
-        init = functools.partial(_of_each, normal_init() if init_method is None else init_method)
+        init = functools.partial(init_of_each, normal_init() if init_method is None else init_method)
         self.kernel = parameter(init, expert_rngs(rngs), self.kernel_shape, params_dtype, self.kernel_axes)
         bias_axes = (self.kernel_axes[0], *self.kernel_axes[2:])
         self.bias = constant(0.0, (num_gemms, *features), params_dtype, bias_axes) if bias else None
@@ -133,7 +133,7 @@ class GroupedLinear(TensorParallelModule):
         """
         with jax.named_scope("GroupedLinear"):
             x = self.tensor_parallel.enter(x, (None, "hidden"))
-            groups = RowGroups(sizes=self._sizes(group_sizes, x), rows=x.shape[0], alignment=alignment)
+            groups = self.row_groups(x, group_sizes, alignment)
             weights = self._weights(is_first_microbatch)
             y = grouped_dense(
                 x,
@@ -149,8 +149,12 @@ class GroupedLinear(TensorParallelModule):
                 return y
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
 
-    def _sizes(self, group_sizes: Array | Sequence[int], x: Array) -> Array:
-        """Return the sizes as int32 ``[e]``; those that are known are checked."""
+    def row_groups(self, x: Array, group_sizes: Array | Sequence[int], alignment: int = 1) -> RowGroups:
+        """Where the rows of each group lie in a call's ``x``; sizes that are known are checked.
+
+        Args:
+            x, group_sizes, alignment: as in a call.
+        """
         if not isinstance(group_sizes, jax.Array):
             sizes = list(group_sizes)
             if not all(map(is_integer, sizes)):
@@ -162,7 +166,7 @@ class GroupedLinear(TensorParallelModule):
             raise TypeError(f"group_sizes must be integers, got {group_sizes.dtype}")
         if group_sizes.shape != (self.num_gemms,):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
-        return group_sizes.astype(jnp.int32)
+        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0], alignment=alignment)
 
     def _options(self) -> LinearOptions:
         # Rows are not named: on a mesh they are those of all devices.
@@ -181,8 +185,3 @@ class GroupedLinear(TensorParallelModule):
         # The state is left out: its next value leaves backward as its gradient, also of a frozen layer.
         kernel, bias = jax.lax.stop_gradient((weights.kernel, weights.bias))
         return LinearWeights(kernel, bias, weights.state)
-
-
-def _of_each(init: Initializer, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return kernels ``[e, k, *n]``, each initialized by itself: an initializer may go by the sizes of its axes."""
-    return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))

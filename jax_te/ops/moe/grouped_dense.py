@@ -13,9 +13,9 @@ from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals
-from jax_te.ops.linear.plan import Plan
+from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
-from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, WgradProbe
+from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, grad_sink_of
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.sharded_vjp import sharded_vjp
@@ -37,7 +37,7 @@ def grouped_dense(
     groups: RowGroups,
     recipe: Recipe | None = None,
     state: GemmState | None = None,
-    grad_sink: Any = None,
+    grad_sink: GivenSink | None = None,
     options: LinearOptions = LinearOptions(),
     backend: BackendName | None = None,
 ) -> Array:
@@ -88,15 +88,8 @@ def grouped_dense(
     mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
     reason = None if mesh is None else "the rows of a group may lie on any device"
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
-    spec = _Spec(
-        (_linear_spec(x, weights._replace(kernel=usable.kernel), precision, reason, options),),
-        tiling(groups, precision),
-        groups.rows,
-        groups.alignment,
-    )
-    sink = None if isinstance(grad_sink, WgradProbe) else grad_sink
-    if getattr(sink, "ndim", 0) > kernel.ndim:
-        sink = sink.mean(axis=0)  # for the summands of devices, of which each gets an equal part
+    linear, sink = _linear_spec(x, usable._replace(grad_sink=grad_sink), precision, reason, options)
+    spec = _Spec((linear,), tiling(groups, precision), groups.rows, groups.alignment)
     return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
 
@@ -150,7 +143,8 @@ def _check_call(
 ) -> None:
     """Raise for arrays and options that do not go together."""
     kernel, bias, state, _ = weights
-    for array in (x, kernel, bias):
+    arrays: tuple[Any, ...] = (x, kernel, bias)
+    for array in arrays:
         if array is not None and array.dtype.name not in COMPUTE_DTYPES:
             check_float("grouped_dense", array)
     if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] != kernel.shape[1]:
@@ -180,24 +174,24 @@ def _check_call(
 
 def _linear_spec(
     x: Array, weights: LinearWeights, precision: Precision, reason: str | None, options: LinearOptions
-) -> LinearSpec:
-    kernel, bias, _, sink = weights
-    if isinstance(sink, WgradProbe):
-        sink.call()
-    return LinearSpec(
+) -> tuple[LinearSpec, Array | OpaqueTree | None]:
+    """Return the layers as one, as the op runs them, and the arrays of their sink."""
+    kernel, bias, _, given_sink = weights
+    plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
+    sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
+    spec = LinearSpec(
         backend=grouped,
         precision=precision,
-        # The op constrains its rows itself: those of the tiles lie otherwise.
-        plan=Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty),
+        plan=plan,
         options=options,
         x_dtype=x.dtype,
-        wgrad_dtype=getattr(sink, "dtype", kernel.dtype),
+        wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
         kernel_rank=kernel.ndim,
         lead=None,
         stored_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
-        grad_sink=sink is not None,
-        deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
+        sink=sink,
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,
     )
+    return spec, arrays

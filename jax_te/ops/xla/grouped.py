@@ -1,4 +1,6 @@
-"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: primitives as in `gemm`.
+"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: a `Backend` beside ``xla``.
+
+Its other primitives are those of ``xla``, which treat each row by itself.
 
 Rows lie in tiles of one group each. A tile is quantized with its group's scales and multiplied by its group's kernel by
 the primitives of one layer, so each group has that layer's numbers. The tiles take turns in a loop whose length is
@@ -17,12 +19,43 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
+from jax_te.ops.xla.activation import act, act_backward, act_backward_quantize, act_quantize
+from jax_te.ops.xla.attention import attention
+from jax_te.ops.xla.attention_block import attention_backward, attention_forward
+from jax_te.ops.xla.gemm import all_gather_kernel, all_gather_operand, quantize_dbias, residual_for_dgrad
+from jax_te.ops.xla.norm import norm, norm_backward, norm_quantize
 from jax_te.quantize import Quantizer
 from jax_te.quantize.internal import GroupTiles, Quantization, amax, quantize_tiles, stacked_statistics
 from jax_te.quantize.internal import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
 NAME = "xla"
+
+__all__ = [
+    "NAME",
+    "GroupedOperand",
+    "GroupedRows",
+    "act",
+    "act_backward",
+    "act_backward_quantize",
+    "act_quantize",
+    "all_gather_kernel",
+    "all_gather_operand",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "gemm_dgrad",
+    "gemm_fprop",
+    "gemm_wgrad",
+    "norm",
+    "norm_backward",
+    "norm_quantize",
+    "quantize_dbias",
+    "quantize_operand",
+    "residual_for_dgrad",
+    "residual_for_wgrad",
+    "statistics",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -103,9 +136,6 @@ def statistics(x: GroupedRows | Array, how: Quantization, *, axis: int) -> dict[
 def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
     """Return the forms of the rows that the GEMM of the kernels' gradients reads."""
     return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
-
-
-residual_for_dgrad = gemm.residual_for_dgrad
 
 
 def gemm_fprop(x: GroupedOperand, kernels: Any, bias: None, split_accumulator: bool) -> Array:

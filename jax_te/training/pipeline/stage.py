@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.sharding import constrain
 from jax_te.training.gradients import Gradients, WeightedMean, as_created
-from jax_te.training.kernel_gradients import Summands
+from jax_te.training.kernel_gradients import SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale
 from jax_te.training.pipeline.cut import AXIS, Flat
 from jax_te.training.pipeline.stage_model import StageModel, arguments
@@ -222,10 +222,10 @@ class Stage:
             layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
         return self._placed(layers)
 
-    def _as_summands(self, place: Summands, like: Array, added: Array) -> Array:
+    def _as_summands(self, place: SummandPlace, like: Array, added: Array) -> Array:
         return place._replace(lead=place.lead - 1).with_sum(jnp.zeros_like(like), added)
 
-    def _of_places(self, layers: list[Flat], fn: Callable[[Summands, Array], Array]) -> list[Flat]:
+    def _of_places(self, layers: list[Flat], fn: Callable[[SummandPlace, Array], Array]) -> list[Flat]:
         """Return sums with ``fn`` applied to those of kernels whose gradients wait."""
         return [
             {

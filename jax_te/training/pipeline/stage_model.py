@@ -16,7 +16,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.training import gradients
 from jax_te.training.deferred import deferred_vjp, with_summands
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean
-from jax_te.training.kernel_gradients import KernelGradients, Path, Summands
+from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import LossScale
 from jax_te.training.pipeline.cut import AXIS, Cut, Flat, is_array_tree
 from jax_te.training.pipeline.schedule import Schedule
@@ -90,7 +90,7 @@ class StageModel:
         own = zip(self.cut.graphdefs, *self.chunk((self.params, self.states), chunk), strict=True)
         return ChunkModel([nnx.merge(graphdef, *map(as_state, parts)) for graphdef, *parts in own])
 
-    def _places(self) -> dict[Path, Summands]:
+    def _places(self) -> dict[Path, SummandPlace]:
         model = self._module(0)
         return self.program.kernels.waiting(model, nnx.state(model, nnx.Param))
 
