@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops.moe.grouped_dense import grouped_dense
-from jax_te.ops.moe.row_groups import RowGroups, row_bound
+from jax_te.ops import RowGroups, grouped_dense, row_bound
 from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import ROLES
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -40,6 +38,7 @@ BLOCK, MX, NVFP4, TENSOR = (
     formulas.nvfp4_formula,
     formulas.tensor_formula,
 )
+ROLES = ("x", "kernel", "grad")
 LARGEST = {"nvfp4": 5.25}
 """Of each expert; 7 elsewhere. ``448 / 7``, ``57344 / 7`` and NVFP4's ``2688 / 5.25`` are powers of two."""
 
@@ -134,7 +133,7 @@ RECIPES: dict[str, tuple[Recipe, tuple[Any, Any, Any], bool]] = {
 }
 
 
-@pytest.mark.costly("current, e4m3", "mxfp8", "nvfp4, transformed")
+@pytest.mark.costly("current, e4m3", "mxfp8", "nvfp4", "nvfp4, transformed")
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_each_experts_formula(name: str) -> None:
     recipe, by_role, bits = RECIPES[name]
@@ -157,6 +156,7 @@ def used_state(recipe: DelayedScaling) -> tuple[Any, list[dict[str, np.float32]]
     return state, scales
 
 
+@pytest.mark.costly("Format.E4M3")
 @pytest.mark.parametrize("fmt", [Format.HYBRID, Format.E4M3])
 def test_delayed_scaling_has_a_scale_for_each_expert(fmt: Format) -> None:
     recipe = DelayedScaling(fp8_format=fmt, amax_history_len=3)
