@@ -390,6 +390,7 @@ def calls_of(function: Any) -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
+@functools.cache  # it reads the whole package
 def checked_names() -> set[str]:
     """Modules and names of what the sources decorate with ``@checked``."""
     found = set()

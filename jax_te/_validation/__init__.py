@@ -18,26 +18,3 @@ from jax_te._validation.checks import (
 )
 from jax_te._validation.extras import require_extra
 from jax_te._validation.files import brief, read_text
-
-__all__ = [
-    "COMPUTE_DTYPES",
-    "FLOAT_DTYPES",
-    "brief",
-    "check_annotations",
-    "check_bool",
-    "check_choice",
-    "check_float",
-    "check_number",
-    "check_positive",
-    "check_rate",
-    "check_seed",
-    "checked",
-    "dtype_name",
-    "float_dtype",
-    "is_integer",
-    "literal_names",
-    "log_hints",
-    "log_once",
-    "read_text",
-    "require_extra",
-]

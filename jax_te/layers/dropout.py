@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops import zigzag_positions
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import axis_ranks
+from jax_te.sharding import auto_region, axis_ranks
 from jax_te.typing import Array, LogicalAxes
 
 _SEQUENCE = ("sequence", "sequence_parallel")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.config.internal import normal_init
+from jax_te.config import normal_init
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import init_of_each, leading_axes, parameter

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import float_dtype
 from jax_te.random import EXPERT_PARALLEL_RNG
-from jax_te.sharding.internal import create_sharded, variable_axes
+from jax_te.sharding import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.layers.quantizable import QuantizableModule, cache_name
-from jax_te.quantize.internal import quantizer_variables
+from jax_te.quantize import quantizer_variables
 from jax_te.recipe import Recipe
 
 

@@ -12,11 +12,9 @@ from flax import nnx
 from jax_te._validation import check_bool
 from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
-from jax_te.ops.internal import Probe
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for
-from jax_te.quantize.internal import quantizer_variables
-from jax_te.recipe import ModuleRecipe, Recipe
-from jax_te.recipe.internal import ambient_recipe
+from jax_te.ops.linear import Probe
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
+from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
 from jax_te.typing import Array, LogicalAxes
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax_te._validation import check_bool
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
-from jax_te.quantize.internal import counts_are_next_values
+from jax_te.quantize import counts_are_next_values
 from jax_te.recipe import current_recipe
 from jax_te.typing import Array
 

@@ -10,8 +10,7 @@ from flax import linen as nn
 from flax.core import unfreeze
 
 from jax_te.linen.variables import CACHED, STATE
-from jax_te.quantize import as_float32, with_max_gradients, write_back
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, as_float32, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 
 

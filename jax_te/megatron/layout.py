@@ -14,8 +14,7 @@ from flax import nnx
 
 from jax_te.layers import Embedding, GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from jax_te.quantize import QuantizerState
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import variable_axes
+from jax_te.sharding import auto_region, variable_axes
 from jax_te.typing import LogicalAxes
 
 # Layers whose arrays Megatron names otherwise; a module that holds a kernel itself says so by ``megatron_layout``.

@@ -10,8 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import Router
-from jax_te.layers.internal import Experts, MixtureOfExperts, components, gate_parameter, shared_experts
+from jax_te.layers import Experts, MixtureOfExperts, Router, component_count, gate_parameter, shared_experts
 from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
@@ -191,7 +190,7 @@ class SharedExpertMLP(MegatronModule):
             "name": _named(name, "linear_fc2"),
             "rngs": rngs,
         }
-        self.linear_fc1 = TEColumnParallelLinear(h, (components(self.function), f), gather_output=False, **fc1)
+        self.linear_fc1 = TEColumnParallelLinear(h, (component_count(self.function), f), gather_output=False, **fc1)
         self.linear_fc2 = TERowParallelLinear(f, h, input_is_parallel=True, **fc2)
         init = condition_init_method(config, config.init_method)
         self.gate_kernel = gate_parameter(h, init, config.params_dtype, rngs) if gate else None
@@ -295,7 +294,7 @@ def _experts(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> Exp
     fc2: dict[str, Any] = {"init_method": config.output_layer_init_method, "skip_bias_add": True, **common}
     inner, outer = _named(name, "experts.linear_fc1"), _named(name, "experts.linear_fc2")
     return Experts(
-        TEColumnParallelGroupedLinear(e, h, (components(function), f), name=inner, **fc1),  # type: ignore[arg-type]
+        TEColumnParallelGroupedLinear(e, h, (component_count(function), f), name=inner, **fc1),  # type: ignore[arg-type]
         TERowParallelGroupedLinear(e, f, h, name=outer, **fc2),  # type: ignore[arg-type]
         function,
         apply_probs_on_input=config.moe_apply_probs_on_input,

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.layers import LayerNorm, RMSNorm
-from jax_te.layers.internal import CachedKernel, norm_spec
+from jax_te.layers import CachedKernel, LayerNorm, RMSNorm, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear
 from jax_te.megatron.norm import TENorm

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.core import Tracer
 
 from jax_te.errors import CheckpointMismatchError, Record, differences
-from jax_te.layers.internal import CachedKernel, drop_cached_kernels
+from jax_te.layers import CachedKernel, drop_cached_kernels
 from jax_te.megatron.layout import Layout, megatron_layout
-from jax_te.quantize.internal import counting_of
+from jax_te.quantize import counting_of
 from jax_te.typing import Array
 
 

@@ -17,7 +17,7 @@ from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.quantizer import Quantizer
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
-from jax_te.recipe.internal import E2M1_MAX, E4M3_MAX
+from jax_te.recipe import E2M1_MAX, E4M3_MAX
 from jax_te.typing import Array, DTypeLike
 
 NVFP4_BLOCK = 16

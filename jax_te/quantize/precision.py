@@ -15,6 +15,7 @@ from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
 from jax_te.quantize.scaling import AmaxRule, AmaxState, next_amax_state, scale_in_use
 from jax_te.recipe import (
+    GEMMS,
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -23,7 +24,6 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from jax_te.recipe.internal import GEMMS
 from jax_te.typing import Array
 
 TensorRole = Literal["x", "kernel", "grad"]

@@ -14,8 +14,8 @@ from jax_te._validation import dtype_name
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
-from jax_te.recipe.internal import AmaxScope, fp8_max
-from jax_te.sharding.internal import MeshAxes, reduce_max
+from jax_te.recipe import AmaxScope, fp8_max
+from jax_te.sharding import MeshAxes, reduce_max
 from jax_te.typing import Array, DTypeLike
 
 

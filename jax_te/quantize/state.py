@@ -27,7 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
-from jax_te.sharding.internal import batch_ranks
+from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
 
 _TOGETHER = 32

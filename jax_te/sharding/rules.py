@@ -13,8 +13,7 @@ import jax
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config import MESH_AXES
-from jax_te.config.internal import check_mesh_axis
+from jax_te.config import MESH_AXES, check_mesh_axis
 from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te._validation import checked
-from jax_te.layers.internal import (
+from jax_te.layers import (
     aux_losses_scaled,
     drop_cached_kernels,
     quantize_kernels,
@@ -24,14 +24,15 @@ from jax_te.layers.internal import (
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
+    added_counts,
     as_float32,
+    counts_within_step,
     merge_quantizers,
+    with_counts,
     with_max_gradients,
     write_back,
 )
-from jax_te.quantize.internal import added_counts, counts_within_step, with_counts
-from jax_te.sharding import constrain, current_mesh
-from jax_te.sharding.internal import leaves_with_axes, variable_axes
+from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision

@@ -13,10 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_te.layers import name_modules, prepare_quantization, quantizable_modules
-from jax_te.layers.internal import natural_order
-from jax_te.quantize import STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
-from jax_te.quantize.internal import ROLES
+from jax_te.layers import name_modules, natural_order, prepare_quantization, quantizable_modules
+from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
 from jax_te.training.global_batch import check_global, from_first

@@ -10,8 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, QuantizedTensor, Quantizer, TensorQuantizer
-from jax_te.quantize.internal import GroupTiles, pad_rows, quantize_operand, quantize_tiles
+from jax_te.quantize import (
+    BlockQuantizer,
+    GroupTiles,
+    MXQuantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    TensorQuantizer,
+    pad_rows,
+    quantize_operand,
+    quantize_tiles,
+)
 from jax_te.quantize.nvfp4 import _place
 from tests.support.numerics import assert_bitwise, draw, quick_jit
 
@@ -48,6 +58,7 @@ def tiled(groups: list[np.ndarray], tile: int) -> tuple[jax.Array, GroupTiles]:
     )
 
 
+@pytest.mark.costly("powers of two", "squares", "nvfp4")
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_group_has_the_bits_of_its_rows_alone(name):
     quantizer = QUANTIZERS[name]

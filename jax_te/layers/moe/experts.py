@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import normal_init
-from jax_te.layers.layernorm_mlp import components
+from jax_te.config import ActivationLike, ActivationParams, normal_init
+from jax_te.layers.layernorm_mlp import component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
 from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense
-from jax_te.remat.internal import run_recomputed
+from jax_te.remat import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -129,7 +128,7 @@ class SharedExperts(TrainingMode):
         self.function = Activation(activation, activation_params)
         common: dict[str, Any] = {"bias": False, "sequence_parallel": sequence_parallel, "params_dtype": params_dtype}
         common |= {"tp_group": tp_group, "tp_size": tp_size, "rngs": rngs}
-        inner = (components(self.function), ffn_hidden_size)
+        inner = (component_count(self.function), ffn_hidden_size)
         self.linear_fc1 = Linear(hidden_size, inner, parallel_mode="column", init_method=init_method, **common)
         self.linear_fc2 = Linear(
             ffn_hidden_size, hidden_size, parallel_mode="row", init_method=output_layer_init_method, **common

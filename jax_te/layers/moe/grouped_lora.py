@@ -24,7 +24,7 @@ class GroupedLoRA(LoRA):
 
     It is called like its base, and takes the base's place in a model::
 
-        moe.experts.wi = GroupedLoRA(moe.experts.wi, 8, rngs=rngs)
+        moe.experts.linear_fc1 = GroupedLoRA(moe.experts.linear_fc1, 8, rngs=rngs)
 
     Args:
         base: the layer of experts; taken over, not copied.
@@ -80,5 +80,7 @@ class GroupedLoRA(LoRA):
         down = LinearOptions(kernel_axes=(expert, inner, None), out_axes=(None, None))
         up = LinearOptions(kernel_axes=(expert, None, *outer), out_axes=(None, *self.base.feature_axes))
         # No recipe in either call, as in LoRA.
-        low = grouped_dense(x, self.lora_a[...], groups=groups, options=down)
-        return grouped_dense(low, self.lora_b[...], groups=groups, options=up) * self.scale
+        a, b = (getattr(self, name).get_value() for name in ("lora_a", "lora_b"))
+        return (
+            grouped_dense(grouped_dense(x, a, groups=groups, options=down), b, groups=groups, options=up) * self.scale
+        )

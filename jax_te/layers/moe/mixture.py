@@ -10,17 +10,15 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.config import ActivationLike, ActivationParams, RouterOptions
-from jax_te.layers.layernorm_mlp import components
+from jax_te.layers.layernorm_mlp import component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.experts import Experts, SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
-from jax_te.ops import Activation
-from jax_te.ops.internal import permute
-from jax_te.remat import selective_recompute
-from jax_te.remat.internal import recomputed
+from jax_te.ops import Activation, permute
+from jax_te.remat import recomputed, selective_recompute
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -169,7 +167,7 @@ class MoE(MixtureOfExperts):
         self.router = Router(hidden_size, router, bias=bias, layer_number=layer_number, **into)
         inner = hidden_size if latent_size is None else latent_size
         self.experts = Experts(
-            GroupedLinear(e, inner, (components(function), ffn_hidden_size), bias, **into),
+            GroupedLinear(e, inner, (component_count(function), ffn_hidden_size), bias, **into),
             GroupedLinear(e, ffn_hidden_size, inner, bias, return_bias=True, **out),
             function,
             apply_probs_on_input=apply_probs_on_input,

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_float, check_positive, checked
-from jax_te.config import RouterOptions
-from jax_te.config.internal import normal_init
+from jax_te.config import RouterOptions, normal_init
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, QuantileBias
 from jax_te.layers.parameters import parameter, value_or_none
-from jax_te.ops.internal import losses, routing
-from jax_te.quantize import QuantizerState
-from jax_te.quantize.internal import count
+from jax_te.ops import losses, routing
+from jax_te.quantize import QuantizerState, count
 from jax_te.typing import Array, DTypeLike, Initializer
 
 

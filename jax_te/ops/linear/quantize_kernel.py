@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_te.ops.backend import ambient_backend, backend_for
@@ -13,11 +14,31 @@ from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.xla import grouped as xla_grouped
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
-from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
+from jax_te.quantize import (
+    GemmState,
+    Guard,
+    OpaqueTree,
+    Quantization,
+    QuantizedKernel,
+    Quantizer,
+    TensorQuantizer,
+    ambient_observer,
+    as_float32,
+    precision_of,
+    quantize_operand,
+)
 from jax_te.recipe import Recipe
-from jax_te.sharding import auto_region, current_mesh, logical_to_spec
-from jax_te.sharding.internal import device_mesh, free_axes, gathered_axes, local_shape, mesh_dims, reduce_max
+from jax_te.sharding import (
+    auto_region,
+    current_mesh,
+    device_mesh,
+    free_axes,
+    gathered_axes,
+    local_shape,
+    logical_to_spec,
+    mesh_dims,
+    reduce_max,
+)
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -85,7 +106,12 @@ def quantize_kernel(
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
         form = operand if portable else OpaqueTree.pack(operand)
-    return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
+    guard = Guard.new() if portable else None
+    if grouped:  # each of its kernels has one, as those of a stack have
+        guard = jax.tree.map(lambda constant: jnp.full(kernel.shape[:1], constant), guard)
+    return QuantizedKernel(
+        form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
+    )
 
 
 def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:

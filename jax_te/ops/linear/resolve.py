@@ -18,19 +18,18 @@ from jax_te.ops.linear.plan import LinearOptions, Plan, linear_plan, rows_may_be
 from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, grad_sink_of
 from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import (
+from jax_te.quantize import (
     ROLES,
     OpaqueTree,
     Precision,
+    QuantizedKernel,
     ambient_observer,
     check_state,
     precision_of,
     scales_are_frozen,
 )
-from jax_te.recipe import Recipe
-from jax_te.recipe.internal import GEMMS
-from jax_te.sharding.internal import REPLICATED, Dims
+from jax_te.recipe import GEMMS, Recipe
+from jax_te.sharding import REPLICATED, Dims
 from jax_te.typing import Array, BackendName, DTypeLike
 
 

@@ -18,14 +18,21 @@ from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_
 from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, grad_sink_of
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
+from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla import grouped
-from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import OpaqueTree, Precision, ambient_observer, precision_of, scales_are_frozen
+from jax_te.quantize import (
+    GemmState,
+    OpaqueTree,
+    Precision,
+    QuantizedKernel,
+    ambient_observer,
+    precision_of,
+    scales_are_frozen,
+)
 from jax_te.recipe import Recipe
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import device_mesh
+from jax_te.sharding import constrain, device_mesh
 from jax_te.typing import Array, BackendName
 
 
@@ -88,8 +95,9 @@ def grouped_dense(
     mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
     reason = None if mesh is None else "the rows of a group may lie on any device"
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
-    linear, sink = _linear_spec(x, usable._replace(grad_sink=grad_sink), precision, reason, options)
-    spec = _Spec((linear,), tiling(groups, precision), groups.rows, groups.alignment)
+    how = tiling(groups, precision)
+    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, reason, options)
+    spec = _Spec((linear,), how, groups.rows, groups.alignment)
     return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
 
@@ -143,9 +151,8 @@ def _check_call(
 ) -> None:
     """Raise for arrays and options that do not go together."""
     kernel, bias, state, _ = weights
-    arrays: tuple[Any, ...] = (x, kernel, bias)
-    for array in arrays:
-        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
+    for array in (x, kernel, bias):
+        if array is not None and jnp.dtype(array.dtype).name not in COMPUTE_DTYPES:
             check_float("grouped_dense", array)
     if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] != kernel.shape[1]:
         raise ValueError(
@@ -172,15 +179,17 @@ def _check_call(
         )
 
 
-def _linear_spec(
-    x: Array, weights: LinearWeights, precision: Precision, reason: str | None, options: LinearOptions
+def _resolved(
+    x: Array, weights: LinearWeights, precision: Precision, tile: int, reason: str | None, options: LinearOptions
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
-    """Return the layers as one, as the op runs them, and the arrays of their sink."""
+    """Return the layer as the op runs it, and the arrays of its sink."""
     kernel, bias, _, given_sink = weights
+    backend: Any = hopper if hopper.runs_here(x.dtype, tile, precision) else grouped
+    # The op constrains its rows itself: those of the tiles lie otherwise.
     plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
     spec = LinearSpec(
-        backend=grouped,
+        backend=backend,
         precision=precision,
         plan=plan,
         options=options,

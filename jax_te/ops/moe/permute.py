@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_te._validation import check_positive
 from jax_te.ops.moe.routing import wide_dtype
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
-from jax_te.quantize.internal import padded_size
+from jax_te.quantize import padded_size
 from jax_te.typing import Array
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_te._validation import check_positive, is_integer
-from jax_te.quantize.internal import padded_size, precision_of
+from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
+from jax_te.ops.pallas.support import supported
+from jax_te.quantize import Precision, padded_size, precision_of
 from jax_te.recipe import Recipe
 from jax_te.typing import Array
 
@@ -85,10 +88,16 @@ def row_bound(rows: int, groups: int, *, alignment: int) -> int:
 def group_alignment(recipe: Recipe | None) -> int:
     """Return the alignment that the rows of groups need for `grouped_dense` to read them as they are under a recipe.
 
-    It is 32 under MXFP8 and NVFP4, 128 under block scaling, so that no block of scales is of two groups, and else 16.
+    It is 32 under MXFP8 and NVFP4, 128 under block scaling, so that no block of scales is of two groups, and else 16;
+    on a Hopper GPU always a multiple of 128, so that no step of its kernels is of two groups.
 
     >>> from jax_te.recipe import Float8BlockScaling
     >>> group_alignment(None), group_alignment(Float8BlockScaling())
     (16, 128)
     """
-    return precision_of(recipe).group_alignment
+    return tile_of(precision_of(recipe))
+
+
+def tile_of(precision: Precision) -> int:
+    """Return how many rows at once are quantized and multiplied as of one group, on the device at hand."""
+    return math.lcm(precision.group_alignment, GROUP_ALIGNMENT if supported()[0] else 1)

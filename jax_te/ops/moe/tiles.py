@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jax_te.ops.moe.row_groups import RowGroups, row_bound
-from jax_te.quantize.internal import GroupTiles, Precision, padded_size
+from jax_te.ops.moe.row_groups import RowGroups, row_bound, tile_of
+from jax_te.quantize import GroupTiles, Precision, padded_size
 from jax_te.typing import Array
 
 
@@ -31,9 +31,9 @@ def tiling(groups: RowGroups, precision: Precision) -> Tiling:
         # One tile, padded as one layer's rows are: its GEMMs are that layer's.
         rows = padded_size(max(groups.rows, 1), precision.alignment)
         return Tiling(rows, rows, True)
-    if groups.rows > 0 and groups.alignment % precision.group_alignment == 0:
+    tile = tile_of(precision)
+    if groups.rows > 0 and groups.alignment % tile == 0:
         return Tiling(padded_size(groups.rows, groups.alignment), groups.alignment, True)
-    tile = precision.group_alignment
     return Tiling(row_bound(groups.rows, groups.count, alignment=tile), tile, False)
 
 

@@ -13,10 +13,17 @@ import jax.numpy as jnp
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK
-from jax_te.quantize import BlockQuantizer, QuantizedOperand, QuantizedTensor, quantization_statistics
-from jax_te.quantize.internal import Gemm, Operand, Quantization
-from jax_te.quantize.internal import quantize_operand as quantize_both
-from jax_te.sharding.internal import Dims, all_gather
+from jax_te.quantize import (
+    BlockQuantizer,
+    Gemm,
+    Operand,
+    Quantization,
+    QuantizedOperand,
+    QuantizedTensor,
+    quantization_statistics,
+)
+from jax_te.quantize import quantize_operand as quantize_both
+from jax_te.sharding import Dims, all_gather
 from jax_te.typing import Array, DTypeLike
 
 

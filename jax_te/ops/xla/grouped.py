@@ -19,43 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
-from jax_te.ops.xla.activation import act, act_backward, act_backward_quantize, act_quantize
-from jax_te.ops.xla.attention import attention
-from jax_te.ops.xla.attention_block import attention_backward, attention_forward
-from jax_te.ops.xla.gemm import all_gather_kernel, all_gather_operand, quantize_dbias, residual_for_dgrad
-from jax_te.ops.xla.norm import norm, norm_backward, norm_quantize
-from jax_te.quantize import Quantizer
-from jax_te.quantize.internal import GroupTiles, Quantization, amax, quantize_tiles, stacked_statistics
-from jax_te.quantize.internal import quantize_operand as quantize_both
+from jax_te.ops.xla.gemm import residual_for_dgrad
+from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
+from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
-NAME = "xla"
+NAME: str = "xla"
 
-__all__ = [
-    "NAME",
-    "GroupedOperand",
-    "GroupedRows",
-    "act",
-    "act_backward",
-    "act_backward_quantize",
-    "act_quantize",
-    "all_gather_kernel",
-    "all_gather_operand",
-    "attention",
-    "attention_backward",
-    "attention_forward",
-    "gemm_dgrad",
-    "gemm_fprop",
-    "gemm_wgrad",
-    "norm",
-    "norm_backward",
-    "norm_quantize",
-    "quantize_dbias",
-    "quantize_operand",
-    "residual_for_dgrad",
-    "residual_for_wgrad",
-    "statistics",
-]
+__all__ = ["residual_for_dgrad"]  # as for one layer
 
 
 @jax.tree_util.register_dataclass
@@ -138,14 +109,15 @@ def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
     return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
 
 
-def gemm_fprop(x: GroupedOperand, kernels: Any, bias: None, split_accumulator: bool) -> Array:
-    """Return ``x [rows, k] @ kernels [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
-    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernels)
+def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
+    """Return ``x [rows, k] @ kernel [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    assert bias is None  # the op adds it, to the rows of no padding alone
+    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernel)
 
 
-def gemm_dgrad(g: GroupedOperand, kernels: Any, split_accumulator: bool) -> Array:
-    """Return ``g [rows, *n] @ kernels [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
-    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernels)
+def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array:
+    """Return ``g [rows, *n] @ kernel [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernel)
 
 
 def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:

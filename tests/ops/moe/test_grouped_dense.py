@@ -83,32 +83,35 @@ def arrays(groups, dtype=jnp.bfloat16, out=(N,)):
     return x, kernel, draw("bias", (groups.count, *out)), g
 
 
-def run(groups, recipe, args, state, **options):
-    x, kernel, bias, g = args
-    # The layout's arrays are arguments, so that one program serves all sizes.
-    call = functools.partial(grouped_dense, recipe=recipe, backend="xla", **options)
-    return quick_jit(
-        lambda args, sizes, g: with_vjp(
-            lambda x, kernel, bias, state: call(
-                x,
-                kernel,
-                bias,
-                state=state,
-                groups=RowGroups(sizes=sizes, rows=groups.rows, alignment=groups.alignment),
-            ),
-            args,
-            g,
-        )
-    )((x, kernel, bias, state), groups.sizes, g)
+@functools.cache
+def program(recipe, rows, alignment, options):
+    """Output and gradients as one program, of which sizes are arguments: tests with the same shapes share it."""
+
+    def call(x, kernel, bias, state, sizes):
+        groups = RowGroups(sizes=sizes, rows=rows, alignment=alignment)
+        more = {"recipe": recipe, "state": state, "options": options, "backend": "xla"}
+        return grouped_dense(x, kernel, bias, groups=groups, **more)
+
+    return quick_jit(lambda args, sizes, g: with_vjp(lambda *args: call(*args, sizes), args, g))
 
 
-def alone(recipe, args, state, rows, group):
+def run(groups, recipe, args, state, options=LinearOptions()):  # noqa: B008  # immutable
     x, kernel, bias, g = args
+    return program(recipe, groups.rows, groups.alignment, options)((x, kernel, bias, state), groups.sizes, g)
+
+
+@functools.cache
+def program_of_dense(recipe):
     return quick_jit(
         functools.partial(
             with_vjp, lambda x, kernel, bias, state: dense(x, kernel, bias, recipe=recipe, state=state, backend="xla")
         )
-    )((x[rows], kernel[group], bias[group], state), g[rows])
+    )
+
+
+def alone(recipe, args, state, rows, group):
+    x, kernel, bias, g = args
+    return program_of_dense(recipe)((x[rows], kernel[group], bias[group], state), g[rows])
 
 
 def rows_of(groups, group):
@@ -144,6 +147,7 @@ def test_a_group_is_dense_on_its_rows(name, aligned):
     assert not np.asarray(dx)[padding].any()
 
 
+@pytest.mark.costly("high precision", "current", "mxfp8", "custom")
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_group_is_dense_bitwise(name):
     recipe = RECIPES[name]
@@ -254,6 +258,7 @@ def test_a_gated_kernel_has_an_axis_of_components():
         assert_close(mine.reshape(expected.shape), expected, TOLERANCE["bfloat16"])
 
 
+@pytest.mark.costly("block")
 @pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
 def test_kernels_quantized_before_the_call_give_the_same_bits(name):
     recipe = RECIPES[name]
@@ -347,6 +352,7 @@ def test_statistics_are_of_all_groups_rows():
     assert found["amax"] == np.abs(np.asarray(kernel)).max()
 
 
+@pytest.mark.costly("high precision", "block")
 @pytest.mark.parametrize("name", ["high precision", "delayed", "block"])
 def test_a_mesh_changes_nothing(name):
     recipe, groups = RECIPES[name], layout()
