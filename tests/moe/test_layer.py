@@ -17,11 +17,13 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import set_aux_loss_scale
 from jax_te.megatron import MoELayer
 from jax_te.quantize import QuantizerState, write_back
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
+from tests.support import oracles
 from tests.support.moe import cover
 from tests.support.moe.data import LOSS_SCALE, B, Data, S, make_data
 from tests.support.moe.experts import MoEResult
 from tests.support.moe.router import updated_beta, updated_expert_bias
-from tests.support.numerics import assert_close, quick_jit
+from tests.support.numerics import assert_close, assert_same_rounding, quick_jit, relative_l2
 from tests.support.pairs import Case, case_id
 
 TOLERANCE = 1e-5
@@ -91,7 +93,7 @@ def parameter_at(layer: Any, name: str) -> Any:
 
 
 def layer_of(case: Case, data: Data) -> MoELayer:
-    """The layer with the data's parameters and state."""
+    """The layer with the data's parameters and state; with that of the ambient recipe, too."""
     layer = MoELayer(config_of(case), rngs=nnx.Rngs(0))
     layer.train() if data.training else layer.eval()
     for name, value in data.params.items():
@@ -204,6 +206,34 @@ def check_state(layer: MoELayer, grads: Any, expected: MoEResult, data: Data) ->
         assert_close(grads.router.quantile_bias.get_value(), [*theirs.quantiles, 1.0], TOLERANCE)
         beta = updated_beta(state.beta, [theirs.quantiles], data.options.moe_router_quantile_balancing_ema)
         assert_close(new.quantile_bias.get_value(), [*beta, 0.0], TOLERANCE)
+
+
+@pytest.mark.costly("delayed")
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_each_expert_is_quantized_by_itself(name: str) -> None:
+    """With a scale of its own for each operand of each of its layers, as the oracle's experts have."""
+    case = cover.full({"activation": "swiglu", "balancing": "aux_loss"})
+    data, fixed = make_data(case), None
+    recipe: Recipe = Float8CurrentScaling()
+    if name == "delayed":  # fresh scales are 1
+        recipe, fixed = DelayedScaling(), dict.fromkeys(("x", "kernel", "grad"), 1.0)
+    scales = [(oracles.Scales(fixed=fixed), oracles.Scales(fixed=fixed)) for _ in range(cover.EXPERTS)]
+    expected = data.expected(scales=scales)
+    with autocast(recipe):
+        y, routing, dx, grads = run(layer_of(case, data), data)
+    check_routing(routing, expected, data)
+    assert_same_rounding(by_position(y), expected.y, TOLERANCE, what="y")
+    assert_same_rounding(by_position(dx), expected.dx, TOLERANCE, what="dx")
+    for parameter, value in expected.gradients.items():
+        found = np.asarray(parameter_at(grads, parameter))
+        wanted = to_ours(parameter, value).reshape(found.shape)
+        assert_same_rounding(found, wanted, TOLERANCE, what=parameter)
+    assert relative_l2(by_position(y), data.expected().y) > 0.01  # unquantized
+    if name == "delayed":
+        for linear, which in ((grads.experts.linear_fc1, 0), (grads.experts.linear_fc2, 1)):
+            for role, state in nnx.as_pure(linear.quantizers).items():
+                amaxes = [scales[e][which].seen.get(role, 0.0) for e in range(cover.EXPERTS)]
+                np.testing.assert_allclose(state["amax_history"][:, 0], amaxes, rtol=TOLERANCE, err_msg=role)
 
 
 @pytest.mark.parametrize(("case", "field"), REFUSED, ids=[f"{field}-{i}" for i, (_, field) in enumerate(REFUSED)])

@@ -47,7 +47,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 """Values of each option; the first is the one that a case does not list. Megatron's fields by their names, and what
 several fields say together, the input, and the mode."""
 
-EXPERTS, HIDDEN, FFN = 8, 16, 24
+EXPERTS, HIDDEN, FFN = 8, 16, 32
 CALL = ("padding", "ties", "training")
 """Options of a call, not of the configuration."""
 
