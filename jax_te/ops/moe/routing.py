@@ -135,7 +135,10 @@ def route(
     if after:
         probs = jax.nn.softmax(probs, axis=-1)
     elif options.score_function != "softmax" and options.topk > 1:
-        probs = probs / (jnp.sum(probs, axis=-1, keepdims=True) + _SMALLEST_SUM)
+        total = jnp.broadcast_to(jnp.sum(probs, axis=-1, keepdims=True) + _SMALLEST_SUM, probs.shape)
+        # XLA multiplies by the reciprocal of what is broadcast, unless it cannot see that. Of two equal scores that
+        # gives 0.5 or the number below, by their size, and a capacity drops the tokens with the lower probability.
+        probs = probs / jax.lax.optimization_barrier(total)
     if options.topk_scaling_factor is not None:
         probs = probs * options.topk_scaling_factor
     # A nan that no score of the chosen experts has would go unseen.

@@ -233,3 +233,12 @@ def test_a_program_does_not_depend_on_values():
     assignment(LOGITS), assignment(TIED)
     assert assignment._cache_size() == 1
     assert isinstance(assignment(LOGITS), Assignment)
+
+
+@pytest.mark.parametrize("score_function", ["sigmoid", "sqrtsoftplus"])
+def test_two_equal_scores_have_half_each_whatever_they_are(score_function):
+    """So that tokens which are equal to an expert stay equal, and its capacity keeps the first of them."""
+    logits = draw("logits", (200, 1)) * jnp.array([[1.0, 1.0, 0.0]]) - jnp.array([[0.0, 0.0, 9.0]])
+    options = RouterOptions(num_experts=3, score_function=score_function)
+    for run in (routing.route, jax.jit(routing.route, static_argnums=1)):
+        np.testing.assert_array_equal(run(logits, options).probs, np.full((200, 2), 0.5, np.float32))
