@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te._validation.checks import log_once
+from jax_te._validation import log_once
 from jax_te.config import TransformerConfig
 from jax_te.megatron import (
     MLP,
