@@ -110,6 +110,7 @@ OF_EXPERTS = TransformerConfig(
 )
 QUERIES = jnp.ones((1, 4, 2, 8))
 LINEAR = layers.Linear(16, 16, rngs=nnx.Rngs(0))
+GROUPED = layers.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0))
 TOKENS, MATCH = np.arange(16, dtype=np.uint8), megatron.MatchContext("proj")
 
 
@@ -130,6 +131,8 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     layers.TransformerLayer: {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 1},
     layers.LoRA: {"base": LINEAR, "rank": 2},
     layers.RelativePositionBias: {"num_attention_heads": 2},
+    layers.GroupedLinear: {"num_gemms": 2, "in_features": 16, "out_features": 16},
+    layers.GroupedLoRA: {"base": GROUPED, "rank": 2},
     layers.MoE: {"hidden_size": 16, "ffn_hidden_size": 16, "router": EXPERTS},
     layers.Router: {"hidden_size": 16, "options": EXPERTS},
     layers.SharedExperts: {"hidden_size": 16, "ffn_hidden_size": 16},
@@ -138,6 +141,9 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     megatron.TopKRouter: {"config": OF_EXPERTS},
     megatron.TENorm: {"config": MODEL["config"], "hidden_size": 16},
     megatron.TELinear: TE | {"skip_weight_param_allocation": False, "parallel_mode": "duplicated"},
+    megatron.TEGroupedLinear: TE | SPLIT | {"num_gemms": 2, "parallel_mode": "column"},
+    megatron.TEColumnParallelGroupedLinear: TE | SPLIT | {"num_gemms": 2},
+    megatron.TERowParallelGroupedLinear: TE | SPLIT | {"num_gemms": 2},
     megatron.TEColumnParallelLinear: TE | SPLIT | {"gather_output": False},
     megatron.TERowParallelLinear: TE | SPLIT | {"input_is_parallel": True},
     megatron.TELayerNormColumnParallelLinear: TE | SPLIT | {"gather_output": False, "config": MODEL["config"]},
@@ -160,6 +166,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     recipe.MMParams: {},
     recipe.ModuleRecipe: {"training": None},
     ops.NormSpec: {},
+    ops.RowGroups: {"sizes": jnp.array([1, 2]), "rows": 4},
     ops.ContextParallel: {},
     ops.LossOptions: {},
     ops.dot_product_attention: {"qkv": (QUERIES,) * 3},
@@ -238,6 +245,7 @@ CONSTRUCTORS |= {
     if hasattr(linen, of.__name__) and of.__module__.startswith("jax_te.layers")
 }
 CONSTRUCTORS[linen.LoRA] = {"base": linen.Linear(16, 16), "rank": 2}
+CONSTRUCTORS[linen.GroupedLoRA] = {"base": linen.GroupedLinear(2, 16, 16), "rank": 2}
 # What the arguments are that have no annotation which says it.
 OF_ATTENTION = ["qkv", "q_lengths", "kv_lengths", "segments", "mask", "bias", "softmax_offset", "dropout_key"]
 OF_ATTENTION += ["context_parallel", "out_axes", "window"]

@@ -9,7 +9,7 @@ from jax_te.config.mesh import MESH_AXES, ParallelConfig, check_mesh_axis
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES, ModelParallelConfig
 from jax_te.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from jax_te.config.precision import PrecisionConfig
-from jax_te.config.recompute import RECOMPUTE_MODULES, RECOMPUTE_POLICIES, RecomputeConfig
+from jax_te.config.recompute import DENSE_RECOMPUTE_MODULES, RECOMPUTE_MODULES, RECOMPUTE_POLICIES, RecomputeConfig
 from jax_te.config.transformer import POSITION_EMBEDDINGS, TransformerConfig
 
 # For users. The other names above are for the other packages of jax_te.

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from jax_te._validation import check_annotations, check_positive
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp", "moe", "moe_act", "shared_experts")
+DENSE_RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
+RECOMPUTE_MODULES = (*DENSE_RECOMPUTE_MODULES, "moe", "moe_act", "shared_experts")
 """Parts of a transformer layer that selective recomputation may name."""
 
 _OTHER_MODULES = ("mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")

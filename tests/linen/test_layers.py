@@ -23,12 +23,15 @@ RECIPE = DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"
 X = draw("x", (2, 8, 32))
 Q = draw("q", (2, 8, 4, 8))
+ROWS, SIZES = draw("rows", (16, 32)), jnp.array([5, 11])
 IDS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
 
 # Arguments, keyword arguments, inputs.
 CASES = {
     "DotProductAttention": ((4, 8), {"softmax_type": "learnable"}, (Q, Q, Q)),
     "Embedding": ((32, 16), {"params_dtype": jnp.bfloat16}, (IDS,)),
+    "GroupedLinear": ((2, 32, 64), {}, (ROWS, SIZES)),
+    "GroupedLoRA": ((te.GroupedLinear(2, 32, 64), 4), {"alpha": 2.0}, (ROWS, SIZES)),
     "LayerNorm": ((32,), {"zero_centered_gamma": True}, (X,)),
     "LayerNormLinear": ((32, (3, 16)), {"parallel_mode": "column"}, (X,)),
     "LayerNormMLP": ((32, 64), {"activation": "swiglu", "bias": False}, (X,)),
@@ -46,7 +49,8 @@ CASES = {
 
 def nnx_layer(name):
     args, options, _ = CASES[name]
-    args = [layers.Linear(32, 64, rngs=nnx.Rngs(1)) if isinstance(arg, te.LinenModule) else arg for arg in args]
+    bases = {te.Linear: (layers.Linear, 32, 64), te.GroupedLinear: (layers.GroupedLinear, 2, 32, 64)}
+    args = [of[0](*of[1:], rngs=nnx.Rngs(1)) if (of := bases.get(type(arg))) else arg for arg in args]
     layer = getattr(layers, name)(*args, **options, rngs=nnx.Rngs(0))
     for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):  # zeros and ones would hide a mix-up
         variable.set_value(draw(str(path), variable.shape, variable.dtype, scale=0.3))
