@@ -105,8 +105,10 @@ def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
         rows, columns, scale_inv, amaxes = matrix, None, None, None
     else:
         assert isinstance(quantizer, TensorQuantizer)
+        # Under delayed scaling the amaxes are taken in the pass that quantizes.
         seen = tiles.amax(amax(x.x, axis=tuple(range(1, x.x.ndim)))) if quantizer.scaling == "current" else None
-        scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+        scale = how.scale if seen is None else quantizer.scale_for(seen, None)
+        assert scale is not None
         of_blocks = jnp.repeat(scale[tiles.group], height // BLOCK)
         (rows,), (columns,), of_blocks = _quantized(matrix[None], of_blocks[None], quantizer.dtype)
         amaxes = tiles.amax(amax(of_blocks.reshape(count, -1), axis=1)) if seen is None else seen
@@ -122,7 +124,8 @@ def _kernels(x: Array, how: Quantization) -> tuple[Kernels, Array]:
     quantizer, (e, k, *_) = how.quantizer, x.shape
     assert isinstance(quantizer, TensorQuantizer)
     seen = amax(x, axis=tuple(range(1, x.ndim))) if quantizer.scaling == "current" else None
-    scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+    scale = how.scale if seen is None else quantizer.scale_for(seen, None)
+    assert scale is not None
     padded = -(-k // BLOCK)
     stored, transposed, of_blocks = _quantized(
         x.reshape(e, k, -1), jnp.broadcast_to(scale[:, None], (e, padded)), quantizer.dtype
