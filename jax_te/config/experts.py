@@ -295,7 +295,7 @@ class ExpertsConfig:
             None: ``h``.
         moe_per_layer_logging: report the losses of each layer, not their mean over the layers alone.
         moe_layer_recompute: Megatron's former way to name ``"moe"`` in ``recompute_modules``.
-        moe_token_dispatcher_type: how tokens reach experts on other devices. On one device all are the same.
+        moe_token_dispatcher_type: way of tokens to experts on other devices. On one device all are the same.
         moe_expert_rank_capacity_factor: bound of the tokens that a device takes from others. On one device there are
             none.
         activation_func_clamp_value: limit of a gated activation's two components before the function: the first from

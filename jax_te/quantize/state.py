@@ -281,7 +281,7 @@ def count(x: jax.Array, states: Sequence[QuantizerState | None], counts: Sequenc
     Args:
         x: array of the forward pass that the loss depends on.
         states: Variables with a rule of `Counting`; None: nothing.
-        counts: what to add to each state's gradient, in its shape.
+        counts: summands of each state's gradient, in its shape.
 
     Raises:
         QuantizerStateError: when differentiated, for a derivative that leaves a state out whose rule is ``needed``.

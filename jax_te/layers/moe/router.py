@@ -53,7 +53,7 @@ class Router(TrainingMode):
 
     Args:
         hidden_size: ``h``.
-        options: how experts are chosen, and their load kept equal.
+        options: choice of experts, and what keeps their load equal.
         bias: learn a bias of the logits.
         init_method: initializer of the kernel, and of the bias. None: N(0, 0.023²).
         layer_number: number of the layer, for the random bias of ``force_biased`` below 0.

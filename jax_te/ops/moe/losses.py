@@ -157,7 +157,7 @@ def in_gradients(x: Array, loss: Array, scale: Array | float = 1.0) -> Array:
     Args:
         x: any array of the forward pass that the model's loss depends on.
         loss: ``[]``.
-        scale: of the model's own loss while it is differentiated; it has no gradient.
+        scale: factor of the model's own loss while it is differentiated; it has no gradient.
 
     Source: ``megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler``.
 

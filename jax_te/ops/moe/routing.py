@@ -75,7 +75,7 @@ def choose_experts(scores: Array, options: RouterOptions) -> Array:
 
     Args:
         scores: ``[t, e]``.
-        options: of the router.
+        options: options of the router.
 
     >>> options = RouterOptions(num_experts=4, topk=2, num_groups=2, group_topk=1)
     >>> choose_experts(jnp.array([[0.1, 0.9, 0.2, 0.3]]), options).tolist()
@@ -106,7 +106,7 @@ def route(
 
     Args:
         logits: ``[t, e]``. A token with a nan among its logits has probabilities of nan, so that the loss shows it.
-        options: of the router.
+        options: options of the router.
         expert_bias: ``[e]``, added to the scores for the choice, and not to the probabilities.
         experts: int32 ``[t, k]``, the choice made elsewhere: that of another run that is replayed, or by another rule.
 
@@ -153,7 +153,7 @@ def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 
         topk: ``k``.
         balanced: choose by `sinkhorn`'s matrix, as in training. False: by the logits, as in evaluation, where a token's
             experts may not depend on the others.
-        tol: of `sinkhorn`.
+        tol: tolerance of `sinkhorn`.
 
     Returns:
         The assignment; its probabilities are the sigmoid of the logits for ``topk = 1``, else their softmax over all
@@ -250,7 +250,7 @@ def within_capacity(assignment: Assignment, num_experts: int, capacity: int, pol
     expert computes.
 
     Args:
-        assignment: of the tokens.
+        assignment: choice of experts for the tokens.
         num_experts: ``e``.
         capacity: as `expert_capacity` returns it, at most the number of tokens.
         policy: which tokens an expert keeps: ``"probs"``, those with its largest probabilities; ``"position"``, the
@@ -317,8 +317,8 @@ def biased_at_random(logits: Array, std: float, key: Array, bias_key: Array) -> 
     Args:
         logits: ``[..., e]``.
         std: standard deviation of the bias.
-        key: of the logits.
-        bias_key: of the bias.
+        key: random key of the logits.
+        bias_key: random key of the bias.
 
     Source: ``megatron.core.transformer.moe.moe_utils.apply_biased_logits``.
 
