@@ -11,7 +11,6 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
-from jax_te.layers.options import LinearOptions
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
 from jax_te.remat import run_recomputed
@@ -75,13 +74,17 @@ class LayerNormLinear(Linear):
             out_features,
             bias,
             init_method=init_method,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
             parallel_mode=parallel_mode,
             skip_weight_param_allocation=skip_weight_param_allocation,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             return_bias=return_bias,
+            params_dtype=params_dtype,
             kernel_axes=kernel_axes,
             out_axes=out_axes,
             rngs=rngs,
-            **LinearOptions.of(locals()).keywords(),
         )
         self.norm = norm_spec(normalization, eps, zero_centered_gamma)
         self.scale, self.ln_bias = norm_parameters(self.norm, in_features, params_dtype)

@@ -20,7 +20,7 @@ from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
-from jax_te.layers.options import AttentionOptions, BlockOptions, NormOptions
+from jax_te.layers.options import AttentionOptions
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
@@ -149,46 +149,93 @@ class TransformerLayer(ContextParallelModule):
         check_positive(**{name: size for name, size in optional.items() if size is not None})
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
-        options = AttentionOptions.of(
-            locals(),
-            attn_mask_type=self_attn_mask_type,
+        of_self = AttentionOptions(
+            num_gqa_groups=num_gqa_groups,
+            kv_channels=kv_channels,
+            attention_dropout=attention_dropout,
+            layernorm_epsilon=layernorm_epsilon,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
             input_layernorm=not output_layernorm,
             # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
             return_layernorm_output=from_norm and not output_layernorm,
+            attention_type="self",
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softmax_type=softmax_type,
+            logit_softcap=logit_softcap,
+            return_max_logit=return_max_logit,
+            num_splits=num_splits,
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
+            qk_norm_type=qk_norm_type,
+            qk_norm_before_rope=qk_norm_before_rope,
+            qkv_bias=qkv_bias,
+            fuse_qkv_params=fuse_qkv_params,
+            set_parallel_mode=set_parallel_mode,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            return_bias=False,
+            bias=bias,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            params_dtype=params_dtype,
         )
-        heads = num_attention_heads
-        # Attention is made before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
-        self.self_attention = MultiheadAttention(hidden_size, heads, **options.keywords(), rngs=rngs)
-        # `output_layernorm` moves the norm of self-attention only.
-        cross = replace(
-            options,
-            attention_type="cross",
+        of_cross = replace(
+            of_self,
+            # `output_layernorm` moves the norm of self-attention only.
             input_layernorm=True,
             return_layernorm_output=from_norm,
+            attention_type="cross",
             attn_mask_type=enc_dec_attn_mask_type,
             window_size=enc_dec_window_size,
             return_max_logit=False,
             qkv_bias=False,
         )
-        self.inter_attention = (
-            MultiheadAttention(hidden_size, heads, **cross.keywords(), rngs=rngs) if layer_type == "decoder" else None
-        )
+        heads, decodes = num_attention_heads, layer_type == "decoder"
+        # Attention is made before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
+        self.self_attention = MultiheadAttention.of(hidden_size, heads, of_self, rngs=rngs)
+        self.inter_attention = MultiheadAttention.of(hidden_size, heads, of_cross, rngs=rngs) if decodes else None
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
+            bias,
             activation=activation,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
             return_layernorm_output=from_norm,
-            **options.keywords(BlockOptions),
+            set_parallel_mode=set_parallel_mode,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            params_dtype=params_dtype,
             rngs=rngs,
         )
-        norm: dict[str, Any] = {"sequence_parallel": sequence_parallel, "params_dtype": params_dtype, "rngs": rngs}
-        norm |= {"hidden_size": hidden_size, "eps": layernorm_epsilon, **options.keywords(NormOptions)}
-        self.layernorm = make_norm(**norm) if output_layernorm else None
+
+        def make_output_norm() -> LayerNorm | RMSNorm:
+            return make_norm(
+                normalization,
+                hidden_size,
+                layernorm_epsilon,
+                sequence_parallel=sequence_parallel,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                rngs=rngs,
+            )
+
         behind = block_output_layernorm
-        self.self_attention_norm = make_norm(**norm) if behind else None
-        self.inter_attention_norm = make_norm(**norm) if behind and layer_type == "decoder" else None
-        self.mlp_norm = make_norm(**norm) if behind else None
+        self.layernorm = make_output_norm() if output_layernorm else None
+        self.self_attention_norm = make_output_norm() if behind else None
+        self.inter_attention_norm = make_output_norm() if behind and decodes else None
+        self.mlp_norm = make_output_norm() if behind else None
         self.layer_number = layer_number
         self.hidden_size = hidden_size
         self.hidden_dropout = hidden_dropout

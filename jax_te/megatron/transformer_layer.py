@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from flax import nnx
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive
 from jax_te.config import TransformerConfig
-from jax_te.megatron.attention import is_layer_window_attention
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.norm import TENorm
@@ -22,14 +20,10 @@ from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
 
 
-def layer_options(
-    config: TransformerConfig, number: int, *, layer_type: Any, self_attn_mask_type: str
-) -> dict[str, Any]:
-    """Return the arguments of `jax_te.layers.TransformerLayer`, but for ``rngs``, of layer ``number``, from 0.
+def refuse_experts(config: TransformerConfig, number: int) -> None:
+    """Raise ValueError if layer ``number``, from 0, has experts, which no TransformerLayer has.
 
-    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
-    >>> layer_options(config, 0, layer_type="encoder", self_attn_mask_type="causal")["ffn_hidden_size"]
-    128
+    >>> refuse_experts(TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4), 0)
     """
     if config.has_experts(number):
         raise ValueError(
@@ -37,42 +31,18 @@ def layer_options(
             f"moe_layer_freq={config.moe_layer_freq}), and a TransformerLayer's feed-forward block has none: "
             "jax_te.megatron.MoELayer(config) is a block with experts, for a layer of your own"
         )
-    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
+
+
+def layer_cp_comm_type(config: TransformerConfig, number: int) -> str:
+    """Return how layer ``number``, from 0, exchanges keys and values along the mesh's context axis.
+
+    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, cp_comm_type=("a2a", "p2p"))
+    >>> layer_cp_comm_type(config, 1)
+    'p2p'
+    """
     kinds = config.cp_comm_type
     kind = kinds[number] if isinstance(kinds, tuple) else kinds
-    return {
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "layernorm_epsilon": config.layernorm_epsilon,
-        "hidden_dropout": config.hidden_dropout,
-        "attention_dropout": config.attention_dropout,
-        "init_method": config.init_method,
-        "output_layer_init_method": config.output_layer_init_method,
-        "layer_type": layer_type,
-        "kv_channels": config.kv_channels,
-        "self_attn_mask_type": self_attn_mask_type,
-        "window_size": config.window_size if windowed else None,
-        "softmax_scale": config.softmax_scale,
-        "softmax_type": config.softmax_type,
-        "logit_softcap": config.logit_softcap,
-        "cp_comm_type": "p2p" if kind is None else kind,
-        "hierarchical_context_parallel_sizes": config.hierarchical_context_parallel_sizes,
-        "cp_load_balanced": config.cp_load_balanced,
-        "qk_norm_type": config.normalization if config.qk_layernorm else None,
-        "qkv_bias": config.add_qkv_bias,
-        "block_output_layernorm": config.block_output_layernorm,
-        "qk_norm_before_rope": True,  # Megatron's order; Transformer Engine's default is the other one
-        "tp_size": config.tensor_model_parallel_size,
-        "sequence_parallel": config.sequence_parallel,
-        "fuse_wgrad_accumulation": config.gradient_accumulation_fusion,
-        "num_gqa_groups": config.num_query_groups,
-        "normalization": config.normalization,
-        "zero_centered_gamma": config.layernorm_zero_centered_gamma,
-        "activation": config.limited_activation,
-        "bias": config.add_bias_linear,
-        "params_dtype": config.params_dtype,
-    }
+    return "p2p" if kind is None else kind
 
 
 def layer_precision(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
@@ -83,12 +53,36 @@ def layer_precision(config: TransformerConfig, number: int) -> contextlib.Abstra
     return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
 
-def _cross_attention(options: dict[str, Any], rngs: nnx.Rngs) -> layers.MultiheadAttention:
-    """Return the cross-attention of a decoder layer with these `layer_options`."""
-    of_self = {"window_size", "qkv_bias"}
-    taken = inspect.signature(layers.MultiheadAttention.__init__).parameters.keys() - of_self
-    shared = {name: value for name, value in options.items() if name in taken}
-    return layers.MultiheadAttention(**shared, attention_type="cross", attn_mask_type="no_mask", rngs=rngs)
+def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> layers.MultiheadAttention:
+    """Return the cross-attention of layer ``number``, from 0, of a decoder: without a window, and all keys visible."""
+    return layers.MultiheadAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        num_gqa_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        attention_dropout=config.attention_dropout,
+        layernorm_epsilon=config.layernorm_epsilon,
+        normalization=config.normalization,
+        zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        attention_type="cross",
+        attn_mask_type="no_mask",
+        softmax_scale=config.softmax_scale,
+        softmax_type=config.softmax_type,
+        logit_softcap=config.logit_softcap,
+        cp_comm_type=layer_cp_comm_type(config, number),
+        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+        cp_load_balanced=config.cp_load_balanced,
+        qk_norm_type=config.normalization if config.qk_layernorm else None,
+        qk_norm_before_rope=True,
+        sequence_parallel=config.sequence_parallel,
+        tp_size=config.tensor_model_parallel_size,
+        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+        bias=config.add_bias_linear,
+        init_method=config.init_method,
+        output_layer_init_method=config.output_layer_init_method,
+        params_dtype=config.params_dtype,
+        rngs=rngs,
+    )
 
 
 class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
@@ -142,12 +136,12 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         # What jax_te.layers.TransformerLayer calls these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
         self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
-        options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
+        refuse_experts(config, number)
         with layer_precision(config, number):
             self.self_attention = SelfAttention(
-                config, layer_number, self_attn_mask_type, options["cp_comm_type"], rngs=rngs
+                config, layer_number, self_attn_mask_type, layer_cp_comm_type(config, number), rngs=rngs
             )
-            self.cross_attention = _cross_attention(options, rngs) if layer_type == "decoder" else None
+            self.cross_attention = _cross_attention(config, number, rngs) if layer_type == "decoder" else None
             self.mlp = MLP(config, rngs=rngs)
         norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
         behind = config.block_output_layernorm

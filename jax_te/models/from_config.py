@@ -10,7 +10,13 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import TransformerLayer, check_context_size, keep_in_high_precision
-from jax_te.megatron import layer_options, layer_precision, recipe_from_config
+from jax_te.megatron import (
+    is_layer_window_attention,
+    layer_cp_comm_type,
+    layer_precision,
+    recipe_from_config,
+    refuse_experts,
+)
 from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {
@@ -55,13 +61,47 @@ def transformer_layer(
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
-    options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
-    if post_norm:
-        # Self-attention has no norm in front, the feed-forward block's is behind the first sum, and its output is where
-        # the second sum begins, behind which is the layer's own.
-        options |= {"output_layernorm": True, "apply_residual_connection_post_layernorm": True}
+    refuse_experts(config, number)
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     with layer_precision(config, number):
-        layer = TransformerLayer(**options, rngs=rngs)
+        layer = TransformerLayer(
+            config.hidden_size,
+            config.ffn_hidden_size,  # type: ignore[arg-type]  # the config has filled it in
+            config.num_attention_heads,
+            layernorm_epsilon=config.layernorm_epsilon,
+            hidden_dropout=config.hidden_dropout,
+            attention_dropout=config.attention_dropout,
+            init_method=config.init_method,
+            output_layer_init_method=config.output_layer_init_method,
+            # Norms behind the sums: self-attention has no norm in front, the feed-forward block's is behind the first
+            # sum, and its output is where the second sum begins, behind which is the layer's own.
+            apply_residual_connection_post_layernorm=post_norm,
+            output_layernorm=post_norm,
+            block_output_layernorm=config.block_output_layernorm,
+            layer_type=layer_type,
+            kv_channels=config.kv_channels,
+            self_attn_mask_type=self_attn_mask_type,
+            window_size=config.window_size if windowed else None,
+            softmax_scale=config.softmax_scale,
+            softmax_type=config.softmax_type,
+            logit_softcap=config.logit_softcap,
+            cp_comm_type=layer_cp_comm_type(config, number),
+            hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+            cp_load_balanced=config.cp_load_balanced,
+            qk_norm_type=config.normalization if config.qk_layernorm else None,
+            qk_norm_before_rope=True,  # Megatron's order; Transformer Engine's default is the other one
+            qkv_bias=config.add_qkv_bias,
+            sequence_parallel=config.sequence_parallel,
+            tp_size=config.tensor_model_parallel_size,
+            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+            num_gqa_groups=config.num_query_groups,
+            normalization=config.normalization,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            activation=config.limited_activation,
+            bias=config.add_bias_linear,
+            params_dtype=config.params_dtype,
+            rngs=rngs,
+        )
     if config.in_high_precision(number):
         keep_in_high_precision(layer)
     return layer

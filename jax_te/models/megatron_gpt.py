@@ -134,7 +134,10 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     ):
         GraphableMegatronModule.__init__(self, config, vp_stage)
         layer_class = TransformerLayer if transformer_layer_spec is None else transformer_layer_spec
-        _check_fixed({name: value for name, value in locals().items() if name in _FIXED})
+        _check_fixed(
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
+        )
         if rope_scaling and seq_len_interpolation_factor is not None:
             raise ValueError("rope_scaling and seq_len_interpolation_factor both scale rotation; give one of the two")
         self._configure(config, vocab_size, max_sequence_length, execution, follows=_FOLLOWED)
@@ -211,7 +214,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             TypeError: for an argument that Megatron has not.
         """
         others.pop("loss_mask", None)
-        _check_fixed(others)
+        _check_fixed(**others)
         if not self._is_whole:
             if cache is not None:
                 raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
@@ -340,7 +343,7 @@ def _check_stage(numbers: range, num_layers: int, ends: tuple[bool, bool], tied:
         )
 
 
-def _check_fixed(given: dict[str, Any]) -> None:
+def _check_fixed(**given: Any) -> None:
     """Raise for arguments of Megatron's that have another value than the one that the model takes."""
     for name, value in given.items():
         if name not in _FIXED:

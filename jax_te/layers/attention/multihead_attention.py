@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ from jax_te.layers.attention.qkv import (
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import make_norm
-from jax_te.layers.options import AttentionOptions, CoreCall, CoreOptions, LinearOptions, NormOptions
+from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.options import AttentionOptions, CoreCall
 from jax_te.layers.parameters import value_or_none
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
-from jax_te.ops import Window, layernorm
+from jax_te.ops import MaskType, SoftmaxType, Window, layernorm
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
@@ -123,83 +123,132 @@ class MultiheadAttention(ContextParallelModule):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options = AttentionOptions.of(locals())
-        check_heads(num_attention_heads, num_gqa_groups)
-        check_positive(hidden_size=hidden_size)
-        if kv_channels is None and hidden_size % num_attention_heads:
+        options = AttentionOptions(
+            num_gqa_groups=num_gqa_groups,
+            kv_channels=kv_channels,
+            attention_dropout=attention_dropout,
+            layernorm_epsilon=layernorm_epsilon,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            input_layernorm=input_layernorm,
+            return_layernorm_output=return_layernorm_output,
+            attention_type=attention_type,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softmax_type=softmax_type,
+            logit_softcap=logit_softcap,
+            return_max_logit=return_max_logit,
+            num_splits=num_splits,
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
+            qk_norm_type=qk_norm_type,
+            qk_norm_before_rope=qk_norm_before_rope,
+            qkv_bias=qkv_bias,
+            fuse_qkv_params=fuse_qkv_params,
+            set_parallel_mode=set_parallel_mode,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            return_bias=return_bias,
+            bias=bias,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            params_dtype=params_dtype,
+        )
+        self._build(hidden_size, num_attention_heads, options, rngs)
+
+    @staticmethod
+    def of(
+        hidden_size: int, num_attention_heads: int, options: AttentionOptions, *, rngs: nnx.Rngs
+    ) -> MultiheadAttention:
+        """Return a `MultiheadAttention` with options in a group, as layers that are made of one have them."""
+        layer: MultiheadAttention = _OfOptions(hidden_size, num_attention_heads, options, rngs)
+        # That class is a constructor alone. Assigned in the plain way, NNX would take it for a static attribute.
+        object.__setattr__(layer, "__class__", MultiheadAttention)
+        return layer
+
+    def _build(self, h: int, num_attention_heads: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
+        """Construct the layer."""
+        check_heads(num_attention_heads, options.num_gqa_groups)
+        check_positive(hidden_size=h)
+        if options.kv_channels is None and h % num_attention_heads:
             raise ValueError(
-                f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
+                f"hidden_size {h} is not divisible by num_attention_heads {num_attention_heads}; "
                 "change one of them or give kv_channels"
             )
-        if return_layernorm_output and not input_layernorm:
+        if options.return_layernorm_output and not options.input_layernorm:
             raise ValueError(
                 "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
             )
-        d = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        self.attention_type = attention_type
-        self.return_layernorm_output = return_layernorm_output
-        self.fuse_qkv_params = fuse_qkv_params
-        self.qk_norm_before_rope = qk_norm_before_rope
-        self.core_attention = DotProductAttention(num_attention_heads, d, **options.keywords(CoreOptions))
-        self._make_projections(hidden_size, options, rngs)
+        self.attention_type = options.attention_type
+        self.return_layernorm_output = options.return_layernorm_output
+        self.fuse_qkv_params = options.fuse_qkv_params
+        self.qk_norm_before_rope = options.qk_norm_before_rope
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            h // num_attention_heads if options.kv_channels is None else options.kv_channels,
+            num_gqa_groups=options.num_gqa_groups,
+            attention_dropout=options.attention_dropout,
+            # Casts: the core checks both names.
+            attn_mask_type=cast(MaskType, options.attn_mask_type),
+            window_size=options.window_size,
+            softmax_scale=options.softmax_scale,
+            softmax_type=cast(SoftmaxType, options.softmax_type),
+            logit_softcap=options.logit_softcap,
+            return_max_logit=options.return_max_logit,
+            num_splits=options.num_splits,
+            cp_comm_type=options.cp_comm_type,
+            hierarchical_context_parallel_sizes=options.hierarchical_context_parallel_sizes,
+            cp_load_balanced=options.cp_load_balanced,
+        )
+        self._make_projections(h, options, rngs)
 
     def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
         """Create the norms and projections. Their order is that of the keys that they draw."""
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        r, epsilon, split = n // g, options.layernorm_epsilon, options.set_parallel_mode
-        # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
-        heads = "heads" if split else None
-        linear: dict[str, Any] = {"bias": options.bias, **options.keywords(LinearOptions), "rngs": rngs}
-        norm: dict[str, Any] = {"zero_centered_gamma": options.zero_centered_gamma, "rngs": rngs}
-        norm |= {"params_dtype": options.params_dtype}
-        column = {"parallel_mode": "column" if split else None, "init_method": options.init_method, **linear}
-        column |= {"bias": options.bias or options.qkv_bias}
-
-        def project(features: tuple[int, ...]) -> Linear:
-            axes = ("fsdp", *("components",) * (len(features) - 1), heads)
-            return Linear(h, features, kernel_axes=axes, **column)
-
-        def normalize_and_project(features: tuple[int, ...]) -> Linear:
-            if not options.input_layernorm:
-                return project(features)
-            return LayerNormLinear(
-                h,
-                features,
-                epsilon,
-                return_layernorm_output=options.return_layernorm_output,
-                kernel_axes=("fsdp", "components", heads),
-                **options.keywords(NormOptions),
-                **column,
-            )
-
-        separate = self.attention_type == "self" and not options.fuse_qkv_params
+        r, separate = n // g, options.attention_type == "self" and not options.fuse_qkv_params
         # One norm in front of the three projections, which fused layers would each compute anew.
         self.layernorm = (
-            make_norm(options.normalization, h, epsilon, sequence_parallel=options.sequence_parallel, **norm)
+            make_norm(
+                options.normalization,
+                h,
+                options.layernorm_epsilon,
+                sequence_parallel=options.sequence_parallel,
+                params_dtype=options.params_dtype,
+                zero_centered_gamma=options.zero_centered_gamma,
+                rngs=rngs,
+            )
             if separate and options.input_layernorm
             else None
         )
-        if self.attention_type == "cross":
-            self.query = normalize_and_project((r, g * d))
-            self.key_value = project((2, g * d))
+        if options.attention_type == "cross":
+            self.query = _normalize_and_project(h, (r, g * d), options, rngs)
+            self.key_value = _project(h, (2, g * d), options, rngs)
         elif not separate:
-            self.qkv = normalize_and_project((r + 2, g * d))
+            self.qkv = _normalize_and_project(h, (r + 2, g * d), options, rngs)
         else:
-            self.query = project((r, g * d))
-            self.key = project((g * d,))
-            self.value = project((g * d,))
-        qk_norm = options.qk_norm_type
-        self.q_norm = None if qk_norm is None else make_norm(qk_norm, d, epsilon, **norm)
-        self.k_norm = None if qk_norm is None else make_norm(qk_norm, d, epsilon, **norm)
+            self.query = _project(h, (r, g * d), options, rngs)
+            self.key = _project(h, (g * d,), options, rngs)
+            self.value = _project(h, (g * d,), options, rngs)
+        self.q_norm, self.k_norm = _head_norm(d, options, rngs), _head_norm(d, options, rngs)
         self.proj = Linear(
             n * d,
             h,
-            parallel_mode="row" if split else None,
+            options.bias,
             init_method=options.output_layer_init_method,
+            sequence_parallel=options.sequence_parallel,
+            tp_group=options.tp_group,
+            tp_size=options.tp_size,
+            parallel_mode="row" if options.set_parallel_mode else None,
+            fuse_wgrad_accumulation=options.fuse_wgrad_accumulation,
             return_bias=options.return_bias,
-            kernel_axes=(row_axis(heads), None),
-            **linear,
+            params_dtype=options.params_dtype,
+            kernel_axes=(row_axis(_heads_axis(options)), None),
+            rngs=rngs,
         )
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
@@ -283,7 +332,20 @@ class MultiheadAttention(ContextParallelModule):
                 # The mask of a ring says which keys are in the window: their order is not that of their positions.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
                 call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
-            attended = core(*operands, **call._asdict())
+            attended = core(
+                *operands,
+                attention_mask=call.attention_mask,
+                q_lengths=call.q_lengths,
+                kv_lengths=call.kv_lengths,
+                packed_seq_params=call.packed_seq_params,
+                core_attention_bias_type=call.core_attention_bias_type,
+                core_attention_bias=call.core_attention_bias,
+                alibi_slopes=call.alibi_slopes,
+                dropout_key=call.dropout_key,
+                attn_mask_type=call.attn_mask_type,
+                window_size=call.window_size,
+                checkpoint_core_attention=call.checkpoint_core_attention,
+            )
             context, *max_logit = attended if core.return_max_logit else (attended,)
             projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
             y, *bias = projected if isinstance(projected, tuple) else (projected,)
@@ -385,3 +447,74 @@ class MultiheadAttention(ContextParallelModule):
         q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
         k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
         return q, k
+
+
+class _OfOptions(MultiheadAttention):
+    """`MultiheadAttention` for as long as `MultiheadAttention.of` makes one.
+
+    NNX prepares an object for the constructor of its class, so that another constructor takes another class.
+    """
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, options: AttentionOptions, rngs: nnx.Rngs):
+        self._build(hidden_size, num_attention_heads, options, rngs)
+
+
+def _heads_axis(options: AttentionOptions) -> str | None:
+    # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
+    return "heads" if options.set_parallel_mode else None
+
+
+def _project(h: int, features: tuple[int, ...], options: AttentionOptions, rngs: nnx.Rngs) -> Linear:
+    """Return a projection to queries, keys or values."""
+    return Linear(
+        h,
+        features,
+        options.bias or options.qkv_bias,
+        init_method=options.init_method,
+        sequence_parallel=options.sequence_parallel,
+        tp_group=options.tp_group,
+        tp_size=options.tp_size,
+        parallel_mode="column" if options.set_parallel_mode else None,
+        fuse_wgrad_accumulation=options.fuse_wgrad_accumulation,
+        params_dtype=options.params_dtype,
+        kernel_axes=("fsdp", *("components",) * (len(features) - 1), _heads_axis(options)),
+        rngs=rngs,
+    )
+
+
+def _normalize_and_project(h: int, features: tuple[int, int], options: AttentionOptions, rngs: nnx.Rngs) -> Linear:
+    """Return a projection with the block's norm in front, unless there is none."""
+    if not options.input_layernorm:
+        return _project(h, features, options, rngs)
+    return LayerNormLinear(
+        h,
+        features,
+        options.layernorm_epsilon,
+        options.bias or options.qkv_bias,
+        normalization=options.normalization,
+        zero_centered_gamma=options.zero_centered_gamma,
+        init_method=options.init_method,
+        return_layernorm_output=options.return_layernorm_output,
+        sequence_parallel=options.sequence_parallel,
+        tp_group=options.tp_group,
+        tp_size=options.tp_size,
+        parallel_mode="column" if options.set_parallel_mode else None,
+        fuse_wgrad_accumulation=options.fuse_wgrad_accumulation,
+        params_dtype=options.params_dtype,
+        kernel_axes=("fsdp", "components", _heads_axis(options)),
+        rngs=rngs,
+    )
+
+
+def _head_norm(d: int, options: AttentionOptions, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
+    """Return a norm of each head's channels, if the layer has such norms."""
+    if options.qk_norm_type is None:
+        return None
+    return make_norm(
+        options.qk_norm_type,
+        d,
+        options.layernorm_epsilon,
+        params_dtype=options.params_dtype,
+        zero_centered_gamma=options.zero_centered_gamma,
+        rngs=rngs,
+    )
