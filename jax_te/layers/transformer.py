@@ -15,7 +15,7 @@ from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.attention.packed import PackedSeqParams
-from jax_te.layers.attention.padding_mask import read_mask
+from jax_te.layers.attention.padding_mask import MaskArguments, read_mask
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.layernorm_mlp import LayerNormMLP
@@ -297,10 +297,10 @@ class TransformerLayer(ContextParallelModule):
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
             )
         # Without a mask nothing of this runs: lengths, packed sequences and causal masks need no array.
-        masks = {"attention_mask": None, "attn_mask_type": self_attn_mask_type}
+        masks = MaskArguments(None, self_attn_mask_type)
         if attention_mask is not None:
             masks = _masks(self.self_attention, x, attention_mask, self_attn_mask_type)
-        cross_masks = {"attention_mask": None, "attn_mask_type": enc_dec_attn_mask_type}
+        cross_masks = MaskArguments(None, enc_dec_attn_mask_type)
         if enc_dec_attn_mask is not None:
             cross_masks = _masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
         key = self.used_dropout_key(dropout_key, **self._rates())
@@ -311,13 +311,15 @@ class TransformerLayer(ContextParallelModule):
             x = constrain(x, axes)
             attended: Any = self.self_attention(
                 x,
-                **masks,
+                attention_mask=masks.attention_mask,
                 sequence_lengths=sequence_lengths,
                 packed_seq_params=packed_seq_params,
                 rotary_pos_emb=rotary_pos_emb,
                 core_attention_bias_type=core_attention_bias_type,
                 core_attention_bias=core_attention_bias,
                 alibi_slopes=alibi_slopes,
+                attn_mask_type=masks.attn_mask_type,
+                window_size=masks.window_size,
                 dropout_key=keys[0],
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
@@ -334,11 +336,13 @@ class TransformerLayer(ContextParallelModule):
             if self.inter_attention is not None:
                 attended = self.inter_attention(
                     x,
-                    **cross_masks,
+                    attention_mask=cross_masks.attention_mask,
                     encoder_output=encoder_output,
                     # Lengths of the queries count only beside those of the keys.
                     sequence_lengths=sequence_lengths if encoder_lengths is not None else None,
                     encoder_lengths=encoder_lengths,
+                    attn_mask_type=cross_masks.attn_mask_type,
+                    window_size=cross_masks.window_size,
                     dropout_key=keys[3],
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
@@ -382,7 +386,7 @@ def _keys(key: Array) -> tuple[Array, ...]:
     return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
 
 
-def _masks(attention: Any, x: Array, mask: Any, mask_type: str | None) -> dict[str, Any]:
+def _masks(attention: Any, x: Array, mask: Any, mask_type: str | None) -> MaskArguments:
     """Return the arguments of an attention block that say what a mask of a call hides."""
     core = attention.core_attention
     kind: str = core.attn_mask_type if mask_type is None else mask_type

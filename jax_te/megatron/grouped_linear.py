@@ -78,16 +78,40 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         name: str | None = None,
         rngs: nnx.Rngs,
     ):
-        options = TELayerOptions(parallel_mode, bias, skip_bias_add, is_expert, tp_comm_buffer_name, None, None, name)
+        options = TELayerOptions(
+            config=config,
+            init_method=init_method,
+            parallel_mode=parallel_mode,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=None,
+            tp_group=None,
+            name=name,
+        )
         if config.sequence_parallel and options.sharded:
             raise ValueError(
                 f"sequence_parallel=True with parallel_mode={parallel_mode!r} splits a sequence, and rows sorted by "
                 "expert have none; set is_expert=True, with which the tensor axis does not shard the layer"
             )
-        self._describe((input_size, output_size), config, options)
-        keywords = self._keywords(config, init_method, options)
-        GroupedLinear.__init__(self, num_gemms, input_size, output_size, rngs=rngs, **keywords)
-        self._follow_rules(name)
+        self._describe(input_size, output_size, options)
+        GroupedLinear.__init__(
+            self,
+            num_gemms,
+            input_size,
+            output_size,
+            options.bias,
+            init_method=options.kernel_init,
+            tp_group=options.tp_group,
+            tp_size=options.tp_size,
+            parallel_mode=options.sharded_mode,
+            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+            return_bias=options.return_bias,
+            params_dtype=config.params_dtype,
+            rngs=rngs,
+        )
+        self._follow_rules(options.name)
 
     def __call__(
         self,

@@ -73,20 +73,39 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             skip_weight_param_allocation=skip_weight_param_allocation,
         )
         options = TELayerOptions(
-            "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
+            config=config,
+            init_method=init_method,
+            parallel_mode="column",
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=config.symmetric_ar_type,
+            tp_group=tp_group,
+            name=name,
         )
-        self._build(
-            (input_size, output_size),
-            config,
-            init_method,
-            rngs,
-            options,
+        self._describe(input_size, output_size, options)
+        LayerNormLinear.__init__(
+            self,
+            input_size,
+            output_size,
             # Unlike TENorm, which takes eps as an argument, Megatron's fused layer reads the configuration.
-            eps=config.layernorm_epsilon,
+            config.layernorm_epsilon,
+            options.bias,
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            init_method=options.kernel_init,
+            sequence_parallel=options.sequence_parallel,
+            tp_group=options.tp_group,
+            tp_size=options.tp_size,
+            parallel_mode=options.sharded_mode,
+            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+            return_bias=options.return_bias,
+            params_dtype=config.params_dtype,
             kernel_axes=kernel_axes,
+            rngs=rngs,
         )
+        self._follow_rules(options.name)
 
     def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:
         """Apply the layer.

@@ -98,9 +98,46 @@ class TELinear(TELayer, Linear):
         # Transformer Engine's layers have no word for a layer that every tensor rank has whole.
         mode = None if parallel_mode == "duplicated" else parallel_mode
         options = TELayerOptions(
-            mode, bias, skip_bias_add, is_expert, tp_comm_buffer_name, symmetric_ar_type, tp_group, name
+            config=config,
+            init_method=init_method,
+            parallel_mode=mode,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=symmetric_ar_type,
+            tp_group=tp_group,
+            name=name,
         )
-        self._build((input_size, output_size), config, init_method, rngs, options)
+        self._build(input_size, output_size, options, None, rngs)
+
+    def _build(
+        self,
+        input_size: int,
+        output_size: int | tuple[int, ...],
+        options: TELayerOptions,
+        kernel_axes: LogicalAxes | None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Construct the layer, also for the column- and row-parallel ones."""
+        self._describe(input_size, output_size, options)
+        Linear.__init__(
+            self,
+            input_size,
+            output_size,
+            options.bias,
+            init_method=options.kernel_init,
+            sequence_parallel=options.sequence_parallel,
+            tp_group=options.tp_group,
+            tp_size=options.tp_size,
+            parallel_mode=options.sharded_mode,
+            fuse_wgrad_accumulation=options.config.gradient_accumulation_fusion,
+            return_bias=options.return_bias,
+            params_dtype=options.config.params_dtype,
+            kernel_axes=kernel_axes,
+            rngs=options.rngs_of_kernel(rngs),
+        )
+        self._follow_rules(options.name)
 
     def __call__(self, x: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, Array | None]:
         """Apply the layer.
@@ -197,9 +234,18 @@ class TEColumnParallelLinear(TELinear):
         check_stride(stride)
         refuse(gather_output=gather_output, skip_weight_param_allocation=skip_weight_param_allocation)
         options = TELayerOptions(
-            "column", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
+            config=config,
+            init_method=init_method,
+            parallel_mode="column",
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=config.symmetric_ar_type,
+            tp_group=tp_group,
+            name=name,
         )
-        self._build((input_size, output_size), config, init_method, rngs, options, kernel_axes=kernel_axes)
+        self._build(input_size, output_size, options, kernel_axes, rngs)
 
     # TELinear's own is for duplicated layers, as in Megatron.
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]
@@ -253,8 +299,17 @@ class TERowParallelLinear(TELinear):
                 "ranks; jax_te.sharding.constrain(x, axes) with 'ffn' as the last axis splits it"
             )
         options = TELayerOptions(
-            "row", bias, skip_bias_add, is_expert, tp_comm_buffer_name, config.symmetric_ar_type, tp_group, name
+            config=config,
+            init_method=init_method,
+            parallel_mode="row",
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            symmetric_ar_type=config.symmetric_ar_type,
+            tp_group=tp_group,
+            name=name,
         )
-        self._build((input_size, output_size), config, init_method, rngs, options, kernel_axes=kernel_axes)
+        self._build(input_size, output_size, options, kernel_axes, rngs)
 
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]

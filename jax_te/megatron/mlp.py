@@ -46,12 +46,30 @@ class MLP(MegatronModule):
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
         (h, f), n_act = sizes, component_count(Activation(config.limited_activation, None))
         # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
-        common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": False}
-        common |= {"is_expert": False, "rngs": rngs}
-        fc1: dict[str, Any] = {"init_method": config.init_method, "tp_comm_buffer_name": "fc1"}
-        fc2: dict[str, Any] = {"init_method": config.output_layer_init_method, "tp_comm_buffer_name": "fc2"}
-        self.linear_fc1 = TELayerNormColumnParallelLinear(h, (n_act, f), gather_output=False, **fc1, **common)
-        self.linear_fc2 = TERowParallelLinear(f, h, input_is_parallel=True, **fc2, **common)
+        self.linear_fc1 = TELayerNormColumnParallelLinear(
+            h,
+            (n_act, f),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            rngs=rngs,
+        )
+        self.linear_fc2 = TERowParallelLinear(
+            f,
+            h,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            rngs=rngs,
+        )
 
     def __call__(self, hidden_states: Array, *, is_first_microbatch: bool | None = None) -> tuple[Array, None]:
         """Apply the block.

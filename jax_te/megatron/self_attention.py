@@ -68,21 +68,36 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         core.return_max_logit = False
         self.core_attention = core
         n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
-        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
-        common: dict[str, Any] = {"config": config, "skip_bias_add": False, "is_expert": False, "rngs": rngs}
-        qkv: dict[str, Any] = {"init_method": config.init_method, "tp_comm_buffer_name": "qkv", **common}
-        proj: dict[str, Any] = {"init_method": config.output_layer_init_method, "tp_comm_buffer_name": "proj", **common}
-        # Not "ffn", the default: heads and the feed-forward dimension may have different rules.
-        axes = ("fsdp", "components", "heads")
-        bias = config.add_bias_linear
-        self.linear_qkv = TELayerNormColumnParallelLinear(
-            h, (n // g + 2, g * d), bias=bias or config.add_qkv_bias, gather_output=False, kernel_axes=axes, **qkv
-        )
         norm: Any = (config, d, config.layernorm_epsilon)
+        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        self.linear_qkv = TELayerNormColumnParallelLinear(
+            h,
+            (n // g + 2, g * d),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
+            # Not "ffn", the default: heads and the feed-forward dimension may have different rules.
+            kernel_axes=("fsdp", "components", "heads"),
+            rngs=rngs,
+        )
         self.q_layernorm = TENorm(*norm) if config.qk_layernorm else None
         self.k_layernorm = TENorm(*norm) if config.qk_layernorm else None
         self.linear_proj = TERowParallelLinear(
-            n * d, h, bias=bias, input_is_parallel=True, kernel_axes=(row_axis("heads"), None), **proj
+            n * d,
+            h,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            kernel_axes=(row_axis("heads"), None),
+            rngs=rngs,
         )
 
     # The names under which MultiheadAttention and `clip_qk` know the layers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from flax import nnx
 
@@ -14,14 +14,20 @@ from jax_te.megatron.quantization.layer_precision import finish_init, will_execu
 from jax_te.megatron.quantization.rules import get_quant_config_or_none
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
-from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
+from jax_te.megatron.te_kwargs import condition_init_method
 from jax_te.sharding import axis_ranks, current_mesh
 from jax_te.typing import Initializer, TensorGroup
 
 
-class TELayerOptions(NamedTuple):
-    """Arguments of Megatron's linear layers beside sizes, configuration and initializer; see `TELinear`."""
+@dataclass(frozen=True, kw_only=True)
+class TELayerOptions:
+    """Arguments of Megatron's linear layers beside their sizes and ``rngs``, see `TELinear`.
 
+    The properties say them in the words of the layers of `jax_te.layers`.
+    """
+
+    config: ModelParallelConfig
+    init_method: Initializer
     parallel_mode: str | None
     bias: bool
     skip_bias_add: bool
@@ -39,6 +45,35 @@ class TELayerOptions(NamedTuple):
         A layer that is not sharded takes and gives whole sequences.
         """
         return self.parallel_mode is not None and not self.is_expert
+
+    @property
+    def sharded_mode(self) -> str | None:
+        """The parallel mode of the kernel."""
+        return self.parallel_mode if self.sharded else None
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor devices; 1 leaves it to the mesh."""
+        return self.config.tensor_model_parallel_size if self.sharded else 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations are sharded along the sequence outside of the layer."""
+        return self.config.sequence_parallel and self.sharded
+
+    @property
+    def return_bias(self) -> bool:
+        """Whether calls return a bias. Not with ``skip_bias_add`` alone: without a bias they return ``(y, None)``."""
+        return self.skip_bias_add and self.bias
+
+    @property
+    def kernel_init(self) -> Initializer:
+        """The initializer, or zeros if the configuration asks for none."""
+        return condition_init_method(self.config, self.init_method)
+
+    def rngs_of_kernel(self, rngs: nnx.Rngs) -> nnx.Rngs:
+        """Return the streams that draw the kernel; an expert has its own."""
+        return expert_rngs(rngs) if self.is_expert else rngs
 
 
 class TELayer(StateDicts, QuantizableModule):
@@ -70,65 +105,26 @@ class TELayer(StateDicts, QuantizableModule):
     will_execute_quantized = will_execute_quantized
     sharded_state_dict = sharded_state_dict
 
-    def _build(
-        self,
-        sizes: tuple[int, int | tuple[int, ...]],
-        config: ModelParallelConfig,
-        init_method: Initializer,
-        rngs: nnx.Rngs,
-        options: TELayerOptions,
-        **own: Any,
-    ) -> None:
-        """Construct the layer of `jax_te.layers` that comes behind this class; ``own``: arguments of that one alone."""
-        self._describe(sizes, config, options)
-        # The next class in the resolution order is a layer of jax_te.layers, which a type checker cannot know here.
-        super().__init__(  # pyright: ignore[reportCallIssue]
-            *sizes,
-            sequence_parallel=config.sequence_parallel and options.sharded,
-            rngs=expert_rngs(rngs) if options.is_expert else rngs,
-            **self._keywords(config, init_method, options),
-            **own,
-        )
-        self._follow_rules(options.name)
-
-    def _keywords(
-        self, config: ModelParallelConfig, init_method: Initializer, options: TELayerOptions
-    ) -> dict[str, Any]:
-        """Return the keywords that every layer of `jax_te.layers` behind a class of this kind takes."""
-        return {
-            "bias": options.bias,
-            "init_method": condition_init_method(config, init_method),
-            "tp_group": options.tp_group,
-            "tp_size": config.tensor_model_parallel_size if options.sharded else 1,
-            "parallel_mode": options.parallel_mode if options.sharded else None,
-            "fuse_wgrad_accumulation": config.gradient_accumulation_fusion,
-            "return_bias": self.te_return_bias,
-            **get_extra_te_kwargs(config),
-        }
-
     def _follow_rules(self, name: str | None) -> None:
         """Take the precision that ``config.quant_recipe`` has for a layer of this name."""
         # Without a name the rules are not consulted: a rule for "*" would apply to layers that it was not written for.
         if name is not None:
             finish_init(self, get_quant_config_or_none(name, self.config.quant_recipe))
 
-    def _describe(
-        self, sizes: tuple[int, int | tuple[int, ...]], config: ModelParallelConfig, options: TELayerOptions
-    ) -> None:
+    def _describe(self, input_size: int, output_size: int | tuple[int, ...], options: TELayerOptions) -> None:
         """Check the arguments that the layer behind this class does not check, and set the attributes."""
-        mode = options.parallel_mode
+        config, mode = options.config, options.parallel_mode
         if options.symmetric_ar_type not in SYMMETRIC_AR_TYPES:
             raise AssertionError(
                 f"symmetric_ar_type must be one of {SYMMETRIC_AR_TYPES}, got {options.symmetric_ar_type!r}"
             )
         log_hints(symmetric_ar_type=options.symmetric_ar_type, tp_comm_buffer_name=options.tp_comm_buffer_name)
         self.config = config
-        outer = sizes[1] if isinstance(sizes[1], tuple) else (sizes[1],)
-        self.in_features, self.out_features = sizes[0], math.prod(outer)
+        outer = output_size if isinstance(output_size, tuple) else (output_size,)
+        self.in_features, self.out_features = input_size, math.prod(outer)
         self.parallel_mode = mode
         self.is_expert = options.is_expert
-        # Not return_bias: with skip_bias_add and no bias a call returns (y, None), not y.
-        self.te_return_bias = options.skip_bias_add and options.bias
+        self.te_return_bias = options.return_bias
         self.tp_comm_buffer_name = options.tp_comm_buffer_name
         self.symmetric_ar_type = options.symmetric_ar_type
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -62,7 +62,15 @@ def arbitrary_mask(pair: tuple[Array, Array], mask_type: str, window: Window | N
     return q_hidden.swapaxes(2, 3) | kv_hidden, normal_window(window, mask_type)
 
 
-def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_self: bool) -> dict[str, Any]:
+class MaskArguments(NamedTuple):
+    """Arguments of a call of `MultiheadAttention` that say what is masked out."""
+
+    attention_mask: Array | None
+    attn_mask_type: str | None
+    window_size: Window | None = None
+
+
+def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_self: bool) -> MaskArguments:
     """Return the arguments of `MultiheadAttention` for a mask under any mask type, as Transformer Engine reads it.
 
     ``"arbitrary"`` takes it as it is, the padding types read which tokens are padding, and the others ignore it, which
@@ -75,7 +83,7 @@ def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_s
     Raises:
         TypeError, ValueError: as `padding_pair` and `arbitrary_mask`.
 
-    >>> read_mask(jnp.zeros((1, 1, 4, 4), bool), "causal", None, 4, of_self=True)["attention_mask"] is None
+    >>> read_mask(jnp.zeros((1, 1, 4, 4), bool), "causal", None, 4, of_self=True).attention_mask is None
     True
     """
     if mask_type.startswith("padding"):
@@ -85,4 +93,4 @@ def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_s
         # Programs for Transformer Engine pass a mask with every call, and most kernels ignore it.
         log_once(f"attention masks have no effect under mask type {mask_type!r}, as in Transformer Engine")
         mask = None
-    return {"attention_mask": mask, "attn_mask_type": mask_type, "window_size": window}
+    return MaskArguments(mask, mask_type, window)
