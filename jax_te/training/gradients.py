@@ -39,7 +39,6 @@ from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
 
-_AT_ONCE = KernelGradients()
 _SMALL = 2**15
 """The largest number of elements of a bias or a norm's scale, of which there are many."""
 
@@ -98,6 +97,25 @@ class Gradients(NamedTuple):
 
 Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
 """Graph definition, differentiated parameters, quantizer states, other state of a model; `split_model` gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differentiation:
+    """How `differentiate` takes a model apart, and computes its gradients.
+
+    Args:
+        split: gives the parts of a model.
+        scaler: multiplier of the loss.
+        kernels: how gradients of kernels are computed; summands are given as ``waiting``.
+        cached: quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
+        like: Variables in whose axes the gradients come. None: the parameters.
+    """
+
+    split: Callable[[Any], Parts]
+    scaler: LossScale
+    kernels: KernelGradients
+    cached: list[QuantizedKernel | None] | None = None
+    like: nnx.State | None = None
 
 
 @checked
@@ -167,9 +185,11 @@ def value_and_grad(
             graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
             return graphdef, wanted, quantizers, rest
 
+        how = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
+
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
-            found = differentiate(run, (graphdef, params, old, rest), split, factor)
+            found = differentiate(run, (graphdef, params, old, rest), how)
             grads = factor.unscale(found.grads)
             quantizers = write_back(old, found.quantizers, keep_old=~all_finite((found.loss, grads)))
             return found._replace(grads=grads, quantizers=quantizers)
@@ -282,56 +302,48 @@ def _of_batch(
     kernels: KernelGradients,
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
-    parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
-    return differentiate(
-        lambda model: (loss_fn(model, batch, key), None),
-        parts,
-        split_model,
-        state.scaler,
-        cached=cached,
+    how = Differentiation(
+        split=split_model,
+        scaler=state.scaler,
         kernels=kernels,
-        like=full,
+        cached=cached,
+        like=full_precision(state.params, state.masters),
     )
+    parts = state.graphdef, state.params, state.quantizers, rest
+    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, how)
 
 
 def differentiate(
     fn: Callable[..., tuple[Array | WeightedMean, Any]],
     parts: Parts,
-    split: Callable[[Any], Parts],
-    scaler: LossScale,
-    cached: list[QuantizedKernel | None] | None = None,
+    how: Differentiation,
     inputs: tuple[Array, ...] = (),
-    kernels: KernelGradients = _AT_ONCE,
-    like: nnx.State | None = None,
 ) -> Gradients:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
     Args:
         fn: may change the model's other state.
         parts: of the model.
-        split: gives the parts of a model.
-        scaler: multiplies the loss.
-        cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
+        how: the loss scale, and what happens to kernels.
         inputs: other arrays to differentiate by.
-        kernels: how their gradients are computed; summands are given as ``waiting``.
-        like: Variables in whose axes the gradients come. None: the parameters.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
-    names = dict(nnx.to_flat_state(params if like is None else like))
+    names = dict(nnx.to_flat_state(params if how.like is None else how.like))
     model = nnx.merge(graphdef, params, quantizers, rest)
-    grad_sinks, places = kernels.sinks(model, params), kernels.waiting(model, params)
+    grad_sinks, places = how.kernels.sinks(model, params), how.kernels.waiting(model, params)
+    cached: list[QuantizedKernel | None] = [None] * len(grad_sinks) if how.cached is None else how.cached
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
-        use_cached_kernels(model, [None] * len(grad_sinks) if cached is None else cached, list(grad_sinks.values()))
-        with aux_losses_scaled(model, scaler.scale):
+        use_cached_kernels(model, cached, list(grad_sinks.values()))
+        with aux_losses_scaled(model, how.scaler.scale):
             value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
         # The caches belong to this pass: they must not be among the model's other state that is returned.
         drop_cached_kernels(model)
-        return scaler.scale_loss(loss), (loss, split(model)[3], weight, aux)
+        return how.scaler.scale_loss(loss), (loss, how.split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is no ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
@@ -363,7 +375,7 @@ def vjp_of_model(
         fn: differentiable. It gets a copy of the model.
         model: may have cached kernels, and kernels that are stored quantized.
         x: an array.
-        kernels: as in `differentiate`.
+        kernels: as in `Differentiation`.
 
     Returns:
         ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands, of

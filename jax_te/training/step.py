@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,9 +164,12 @@ def make_train_step(
         }
         counted = nnx.merge(state.graphdef, state.params, next_quantizers, state.rest)
         metrics |= {f"experts/{name}": x for name, x in expert_metrics(counted).items() if "/" not in name}
+        updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
         state = dataclasses.replace(
             state,
-            **_apply(transformation, state, finite, next_quantizers, grads, asked_for),
+            params=updates.params,
+            masters=updates.masters,
+            opt_state=updates.opt_state,
             rest=select(finite, found.rest, state.rest),
             step=state.step + 1,
             quantizers=next_quantizers,
@@ -199,6 +202,14 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     return of_global_batches(eval_step)
 
 
+class _Updated(NamedTuple):
+    """What a transformation changes of a state."""
+
+    params: nnx.State
+    masters: Any
+    opt_state: Any
+
+
 def _apply(
     tx: optax.GradientTransformationExtraArgs,
     state: TrainState,
@@ -206,13 +217,13 @@ def _apply(
     quantizers: PyTree,
     grads: PyTree,
     asked_for: dict[str, Any],
-) -> dict[str, Any]:
-    """Parameters, masters and optimizer state after an update; those before where gradients are not finite."""
+) -> _Updated:
+    """Return parameters, masters and optimizer state after an update; those before if gradients are not finite."""
     full = full_precision(state.params, taken_over(state.params, state.masters))
     new, opt_state, _ = transformed(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
     params, masters = updated(finite, new, state.params, state.masters, model)
-    return {"params": params, "masters": masters, "opt_state": select(finite, opt_state, state.opt_state)}
+    return _Updated(params, masters, select(finite, opt_state, state.opt_state))
 
 
 @jax.tree_util.register_dataclass

@@ -158,15 +158,14 @@ class StageModel:
 
         nothing = nnx.State({})
         graphdef, layers, params, states = nnx.split(self.outer_model(), of_layer, nnx.Param, QuantizerState)
-        # Around the stack devices add up at once: few parameters there belong to layers.
-        return gradients.differentiate(
-            lambda *args: (fn(*args), None),
-            (graphdef, params, states, layers),
-            lambda model: (None, nothing, nothing, nothing),
-            scaler,
-            inputs=inputs,
+        how = gradients.Differentiation(
+            split=lambda model: (None, nothing, nothing, nothing),
+            scaler=scaler,
+            # Around the stack devices add up at once: few parameters there belong to layers.
             kernels=self.program.kernels._replace(once=False),
         )
+        parts = graphdef, params, states, layers
+        return gradients.differentiate(lambda *args: (fn(*args), None), parts, how, inputs)
 
     def microbatch(self, number: Array) -> tuple[PyTree, Array]:
         """Return a microbatch and its key."""
