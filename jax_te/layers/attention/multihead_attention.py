@@ -164,9 +164,20 @@ class MultiheadAttention(ContextParallelModule):
     def of(
         hidden_size: int, num_attention_heads: int, options: AttentionOptions, *, rngs: nnx.Rngs
     ) -> MultiheadAttention:
-        """Return a `MultiheadAttention` with options in a group, as layers that are made of one have them."""
+        """Return the layer for options that travel as an object, as those of a `TransformerLayer` do.
+
+        Args:
+            hidden_size, num_attention_heads, rngs: as in the constructor.
+            options: its other keywords.
+
+        Returns:
+            A `MultiheadAttention`, the same that the constructor makes of these keywords.
+
+        Raises:
+            ValueError: as the constructor.
+        """
         layer: MultiheadAttention = _OfOptions(hidden_size, num_attention_heads, options, rngs)
-        # That class is a constructor alone. Assigned in the plain way, NNX would take it for a static attribute.
+        # The class was for its constructor alone. A plain assignment would be that of an attribute of the module.
         object.__setattr__(layer, "__class__", MultiheadAttention)
         return layer
 
@@ -450,9 +461,10 @@ class MultiheadAttention(ContextParallelModule):
 
 
 class _OfOptions(MultiheadAttention):
-    """`MultiheadAttention` for as long as `MultiheadAttention.of` makes one.
+    """A `MultiheadAttention` that `MultiheadAttention.of` is making.
 
-    NNX prepares an object for the constructor of its class, so that another constructor takes another class.
+    NNX prepares a module around the constructor of its class, and nowhere else: a second constructor takes a second
+    class.
     """
 
     def __init__(self, hidden_size: int, num_attention_heads: int, options: AttentionOptions, rngs: nnx.Rngs):
