@@ -17,7 +17,7 @@ from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method
 from jax_te.ops import Activation
-from jax_te.typing import Array, NoProcessGroups
+from jax_te.typing import Array, Initializer, NoProcessGroups
 
 
 class ReplayedExperts(nnx.Variable):
@@ -183,15 +183,30 @@ class SharedExpertMLP(MegatronModule):
         if (f := config.moe_shared_expert_intermediate_size) is None:
             raise ValueError("moe_shared_expert_intermediate_size is None: give the features of the shared experts")
         self.function, h = Activation(config.limited_activation), config.hidden_size
-        common: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
-        fc1 = common | {"init_method": config.init_method, "name": _named(name, "linear_fc1"), "rngs": rngs}
-        fc2 = common | {
-            "init_method": config.output_layer_init_method,
-            "name": _named(name, "linear_fc2"),
-            "rngs": rngs,
-        }
-        self.linear_fc1 = TEColumnParallelLinear(h, (component_count(self.function), f), gather_output=False, **fc1)
-        self.linear_fc2 = TERowParallelLinear(f, h, input_is_parallel=True, **fc2)
+        self.linear_fc1 = TEColumnParallelLinear(
+            h,
+            (component_count(self.function), f),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            name=_named(name, "linear_fc1"),
+            rngs=rngs,
+        )
+        self.linear_fc2 = TERowParallelLinear(
+            f,
+            h,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            is_expert=False,
+            name=_named(name, "linear_fc2"),
+            rngs=rngs,
+        )
         init = condition_init_method(config, config.init_method)
         self.gate_kernel = gate_parameter(h, init, config.params_dtype, rngs) if gate else None
 
@@ -240,8 +255,9 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         rngs: nnx.Rngs,
     ):
         super().__init__(config)
-        numbered: dict[str, Any] = {"layer_number": layer_number, "aux_loss_groups": aux_loss_groups}
-        self.router = TopKRouter(config, None, is_mtp_layer, **numbered, rngs=rngs)
+        self.router = TopKRouter(
+            config, None, is_mtp_layer, layer_number=layer_number, aux_loss_groups=aux_loss_groups, rngs=rngs
+        )
         self.experts = _experts(config, name, rngs)
         self.fc1_latent_proj, self.fc2_latent_proj = _latent(config, name, rngs)
         shared, gate = config.moe_shared_expert_intermediate_size is not None, config.moe_shared_expert_gate
@@ -286,19 +302,35 @@ class MoELayer(MegatronModule, MixtureOfExperts):
 
 
 def _experts(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> Experts:
-    function, e = Activation(config.limited_activation), config.num_moe_experts
-    h: Any = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
+    function = Activation(config.limited_activation)
+    h = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
+    e: Any = config.num_moe_experts
     f: Any = config.moe_ffn_hidden_size  # the configuration has filled it in
-    common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "is_expert": True, "rngs": rngs}
-    fc1: dict[str, Any] = {"init_method": config.init_method, "skip_bias_add": False, **common}
-    fc2: dict[str, Any] = {"init_method": config.output_layer_init_method, "skip_bias_add": True, **common}
-    inner, outer = _named(name, "experts.linear_fc1"), _named(name, "experts.linear_fc2")
-    return Experts(
-        TEColumnParallelGroupedLinear(e, h, (component_count(function), f), name=inner, **fc1),  # type: ignore[arg-type]
-        TERowParallelGroupedLinear(e, f, h, name=outer, **fc2),  # type: ignore[arg-type]
-        function,
-        apply_probs_on_input=config.moe_apply_probs_on_input,
+    linear_fc1 = TEColumnParallelGroupedLinear(
+        e,
+        h,
+        (component_count(function), f),
+        config=config,
+        init_method=config.init_method,
+        bias=config.add_bias_linear,
+        skip_bias_add=False,
+        is_expert=True,
+        name=_named(name, "experts.linear_fc1"),
+        rngs=rngs,
     )
+    linear_fc2 = TERowParallelGroupedLinear(
+        e,
+        f,
+        h,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=config.add_bias_linear,
+        skip_bias_add=True,
+        is_expert=True,
+        name=_named(name, "experts.linear_fc2"),
+        rngs=rngs,
+    )
+    return Experts(linear_fc1, linear_fc2, function, apply_probs_on_input=config.moe_apply_probs_on_input)
 
 
 def _latent(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> tuple[Any, Any]:
@@ -306,11 +338,23 @@ def _latent(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> tupl
     h, latent = config.hidden_size, config.moe_latent_size
     if latent is None:
         return None, None
-    common: dict[str, Any] = {"parallel_mode": "duplicated", "config": config, "bias": config.add_bias_linear}
-    common |= {"skip_bias_add": False, "skip_weight_param_allocation": False, "rngs": rngs}
-    into = TELinear(h, latent, init_method=config.init_method, name=_named(name, "fc1_latent_proj"), **common)
-    out = config.output_layer_init_method
-    return into, TELinear(latent, h, init_method=out, name=_named(name, "fc2_latent_proj"), **common)
+
+    def make(k: int, n: int, init_method: Initializer, own_name: str) -> TELinear:
+        return TELinear(
+            k,
+            n,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+            name=_named(name, own_name),
+            rngs=rngs,
+        )
+
+    into = make(h, latent, config.init_method, "fc1_latent_proj")
+    return into, make(latent, h, config.output_layer_init_method, "fc2_latent_proj")
 
 
 def _named(prefix: str | None, name: str) -> str | None:

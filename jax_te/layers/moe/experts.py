@@ -64,8 +64,8 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # They are applied; padding stays without a bias.
             probs = (groups.of_rows() < groups.count).astype(probs.dtype)
-        call: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "alignment": groups.alignment}
-        hidden = _output(self.linear_fc1(x, groups.sizes, **call))
+        fc1, alignment = self.linear_fc1, groups.alignment
+        hidden = _output(fc1(x, groups.sizes, is_first_microbatch=is_first_microbatch, alignment=alignment))
 
         # Its layer is an argument, since that of jax.checkpoint is a copy.
         def rest(parts: Any) -> Array:
@@ -73,10 +73,10 @@ class Experts(TrainingMode):
             z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
             if not self.apply_probs_on_input:
                 z = (z.astype(probs.dtype) * probs[:, None]).astype(z.dtype)
-            y, bias = linear_fc2(z, sizes, **call)
+            y, bias = linear_fc2(z, sizes, is_first_microbatch=is_first_microbatch, alignment=alignment)
             if bias is None:
                 return y
-            of = RowGroups(sizes=sizes, rows=groups.rows, alignment=groups.alignment)
+            of = RowGroups(sizes=sizes, rows=groups.rows, alignment=alignment)
             # As a GEMM with one feature, whose gradients add rows up in an order that does not depend on the device.
             weighted = grouped_dense(probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=of)
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
@@ -126,12 +126,29 @@ class SharedExperts(TrainingMode):
     ):
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.function = Activation(activation, activation_params)
-        common: dict[str, Any] = {"bias": False, "sequence_parallel": sequence_parallel, "params_dtype": params_dtype}
-        common |= {"tp_group": tp_group, "tp_size": tp_size, "rngs": rngs}
-        inner = (component_count(self.function), ffn_hidden_size)
-        self.linear_fc1 = Linear(hidden_size, inner, parallel_mode="column", init_method=init_method, **common)
+        self.linear_fc1 = Linear(
+            hidden_size,
+            (component_count(self.function), ffn_hidden_size),
+            bias=False,
+            init_method=init_method,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            parallel_mode="column",
+            params_dtype=params_dtype,
+            rngs=rngs,
+        )
         self.linear_fc2 = Linear(
-            ffn_hidden_size, hidden_size, parallel_mode="row", init_method=output_layer_init_method, **common
+            ffn_hidden_size,
+            hidden_size,
+            bias=False,
+            init_method=output_layer_init_method,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            parallel_mode="row",
+            params_dtype=params_dtype,
+            rngs=rngs,
         )
         self.gate_kernel = gate_parameter(hidden_size, init_method, params_dtype, rngs) if gate else None
 

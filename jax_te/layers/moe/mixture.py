@@ -162,23 +162,48 @@ class MoE(MixtureOfExperts):
         if bias and shared_expert_intermediate_size is not None:
             raise ValueError("shared experts have no biases, as in Megatron: set bias=False, or leave them out")
         function, e = Activation(activation, activation_params), router.num_experts
-        into: dict[str, Any] = {"init_method": init_method, "params_dtype": params_dtype, "rngs": rngs}
-        out: dict[str, Any] = {**into, "init_method": output_layer_init_method}
-        self.router = Router(hidden_size, router, bias=bias, layer_number=layer_number, **into)
-        inner = hidden_size if latent_size is None else latent_size
+        into, out = init_method, output_layer_init_method
+        self.router = Router(
+            hidden_size,
+            router,
+            bias=bias,
+            init_method=into,
+            layer_number=layer_number,
+            params_dtype=params_dtype,
+            rngs=rngs,
+        )
+        inner, wide = hidden_size if latent_size is None else latent_size, (component_count(function), ffn_hidden_size)
         self.experts = Experts(
-            GroupedLinear(e, inner, (component_count(function), ffn_hidden_size), bias, **into),
-            GroupedLinear(e, ffn_hidden_size, inner, bias, return_bias=True, **out),
+            GroupedLinear(e, inner, wide, bias, init_method=into, params_dtype=params_dtype, rngs=rngs),
+            GroupedLinear(
+                e, ffn_hidden_size, inner, bias, init_method=out, return_bias=True, params_dtype=params_dtype, rngs=rngs
+            ),
             function,
             apply_probs_on_input=apply_probs_on_input,
         )
-        self.fc1_latent_proj = None if latent_size is None else Linear(hidden_size, latent_size, bias, **into)
-        self.fc2_latent_proj = None if latent_size is None else Linear(latent_size, hidden_size, bias, **out)
-        shared: dict[str, Any] = {"activation": activation, "activation_params": activation_params}
-        shared |= {"gate": shared_expert_gate, "output_layer_init_method": output_layer_init_method}
-        shared |= {"tp_group": tp_group, "tp_size": tp_size, **into}
-        size = shared_expert_intermediate_size
-        self.shared_experts = None if size is None else SharedExperts(hidden_size, size, **shared)
+
+        def latent(k: int, n: int, init_method: Initializer | None) -> Linear:
+            return Linear(k, n, bias, init_method=init_method, params_dtype=params_dtype, rngs=rngs)
+
+        self.fc1_latent_proj = None if latent_size is None else latent(hidden_size, latent_size, into)
+        self.fc2_latent_proj = None if latent_size is None else latent(latent_size, hidden_size, out)
+        self.shared_experts = (
+            None
+            if shared_expert_intermediate_size is None
+            else SharedExperts(
+                hidden_size,
+                shared_expert_intermediate_size,
+                activation=activation,
+                activation_params=activation_params,
+                gate=shared_expert_gate,
+                init_method=into,
+                output_layer_init_method=out,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                params_dtype=params_dtype,
+                rngs=rngs,
+            )
+        )
         self.return_routing = return_routing
 
     def __call__(

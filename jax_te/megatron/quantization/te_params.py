@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_te._validation import brief, checked
@@ -11,8 +11,6 @@ from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigTyp
 from jax_te.megatron.quantization.rules import QuantizationConfig
 from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe
 from jax_te.recipe import ModuleRecipe, Recipe
-
-_FLAGS = ("override_quantized_autocast", "override_nonquantized_autocast")
 
 
 @checked
@@ -86,16 +84,35 @@ class TEQuantizationParams:
         for name in ("fp8_param", "fp4_param"):
             if getattr(evaluation, name) and not getattr(training, name):
                 raise ValueError(f"{name} holds in training and evaluation alike: set it in training_recipe")
-        common: dict[str, Any] = {name: getattr(training, name) for name in (*_FLAGS, "fp8_param", "fp4_param")}
-        common["training"] = training.to_recipe()
+        in_training = ModuleRecipe(
+            training=training.to_recipe(),
+            override_quantized_autocast=training.override_quantized_autocast,
+            override_nonquantized_autocast=training.override_nonquantized_autocast,
+            fp8_param=training.fp8_param,
+            fp4_param=training.fp4_param,
+        )
         if self.evaluation_recipe is None:
-            return ModuleRecipe(**common)
+            return in_training
+        in_evaluation = ModuleRecipe(
+            training=evaluation.to_recipe(),
+            override_quantized_autocast=evaluation.override_quantized_autocast,
+            override_nonquantized_autocast=evaluation.override_nonquantized_autocast,
+        )
         # A plain ModuleRecipe if it says everything, so that equal precisions compare equal however they were written.
-        common["evaluation"] = evaluation.to_recipe()
-        flags = {name: getattr(evaluation, name) for name in _FLAGS}
-        if all(common[name] == flag for name, flag in flags.items()):
-            return ModuleRecipe(**common)
-        return TwoModeRecipe(**common, in_evaluation=ModuleRecipe(training=common["evaluation"], **flags))
+        if (
+            in_training.override_quantized_autocast == in_evaluation.override_quantized_autocast
+            and in_training.override_nonquantized_autocast == in_evaluation.override_nonquantized_autocast
+        ):
+            return replace(in_training, evaluation=in_evaluation.training)
+        return TwoModeRecipe(
+            training=in_training.training,
+            evaluation=in_evaluation.training,
+            override_quantized_autocast=in_training.override_quantized_autocast,
+            override_nonquantized_autocast=in_training.override_nonquantized_autocast,
+            fp8_param=in_training.fp8_param,
+            fp4_param=in_training.fp4_param,
+            in_evaluation=in_evaluation,
+        )
 
 
 @checked
