@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ModelParallelConfig, NormalInit, ParallelConfig, TransformerConfig
-from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from jax_te.layers import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, TensorParallel, norm_spec
 from jax_te.megatron import (
     MegatronModule,
     TEColumnParallelLinear,
@@ -212,6 +212,33 @@ def test_no_initialization_is_zeros():
     init = NormalInit(1.0)
     assert condition_init_method(CONFIG, init) is init
     assert _get_extra_te_kwargs(config) == {"params_dtype": jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN])
+def test_a_configuration_reaches_the_layer_behind(kind: Any):
+    config = dataclasses.replace(
+        CONFIG,
+        gradient_accumulation_fusion=True,
+        layernorm_epsilon=1e-3,
+        layernorm_zero_centered_gamma=True,
+        normalization="RMSNorm",
+        params_dtype=jnp.bfloat16,
+        sequence_parallel=True,
+        tensor_model_parallel_size=2,
+    )
+    split = kind is not TELinear
+    group = {"tp_group": "tensor"} if split else {}
+    axes = {"kernel_axes": ("fsdp", "heads")} if split else {}
+    layer = nnx.eval_shape(lambda: te(kind, config=config, skip_bias_add=True, **group, **axes))
+    assert layer.tensor_parallel == TensorParallel(
+        group="tensor" if split else None, size=2 if split else 1, sequence_parallel=split, split=split
+    )
+    assert layer.kernel_axes == axes.get("kernel_axes", ("fsdp", None))
+    assert layer.fuse_wgrad_accumulation
+    assert layer.return_bias
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+    if kind is LN:
+        assert layer.norm == norm_spec("RMSNorm", 1e-3, True)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("LayerNorm", LayerNorm), ("RMSNorm", RMSNorm)])
