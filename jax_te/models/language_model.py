@@ -227,10 +227,11 @@ class LanguageModel(TrainingMode):
     def _loss(self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: str) -> Array:
         """Return the loss of hidden states ``[b, s, h]``; that of each token ``[b, s]`` for the reduction "none"."""
         axes, chunks = ("batch", "sequence"), self.execution.loss_chunks
-        common = {"weights": weights, "options": options, "reduction": reduction, "out_axes": axes}
         with jax.named_scope("loss"):
             if chunks == 1:
-                return softmax_cross_entropy(self._head(x), labels, **common)
+                return softmax_cross_entropy(
+                    self._head(x), labels, weights=weights, options=options, reduction=reduction, out_axes=axes
+                )
             if self.multipliers.softcap is not None or self.output_bias is not None:
                 raise ValueError(
                     f"loss_chunks={chunks} computes logits without softcap and bias, and the model's have one; build "
@@ -238,7 +239,16 @@ class LanguageModel(TrainingMode):
                 )
             # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
             x = _times(constrain(x, (*axes, "hidden")), self.multipliers.head)
-            return linear_cross_entropy(x, self._head_kernel(), labels, chunks=chunks, **common)
+            return linear_cross_entropy(
+                x,
+                self._head_kernel(),
+                labels,
+                chunks=chunks,
+                weights=weights,
+                options=options,
+                reduction=reduction,
+                out_axes=axes,
+            )
 
 
 def _times(x: Array, factor: float) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from flax import nnx
 
@@ -25,10 +24,12 @@ class LanguageModelEmbedding(MegatronModule):
         self, config: TransformerConfig, vocab_size: int, max_sequence_length: int, learned: bool, *, rngs: nnx.Rngs
     ):
         super().__init__(config)
-        common: Any = {"init_method": config.init_method, "params_dtype": config.params_dtype, "rngs": rngs}
-        self.word_embeddings = Embedding(vocab_size, config.hidden_size, **common)
+        h, init, dtype = config.hidden_size, config.init_method, config.params_dtype
+        self.word_embeddings = Embedding(vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
         self.position_embeddings = (
-            Embedding(max_sequence_length, config.hidden_size, axes=(None, "fsdp"), **common) if learned else None
+            Embedding(max_sequence_length, h, init_method=init, params_dtype=dtype, axes=(None, "fsdp"), rngs=rngs)
+            if learned
+            else None
         )
 
     def __call__(self, input_ids: Array, position_ids: Array | None = None) -> Array:
