@@ -9,7 +9,7 @@ import pytest
 
 from jax_te.bench import contestants, megatron, train_steps
 from jax_te.bench.megatron import MegatronProcess, megatron_model
-from jax_te.bench.peers import megatron_gpt
+from jax_te.bench.peers import megatron_core
 from jax_te.bench.settings import Sizes
 from jax_te.cli.bench import model as command
 from jax_te.cli.main import main
@@ -258,9 +258,9 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert "fp8" not in made["config"]
     assert {"groups": [1, 1], "rank": 0} in found
     # A step before each round does not count.
-    assert len([line for line in found if "step" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    assert len([line for line in found if "step" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
     # Each step quantizes its kernels.
-    assert len([line for line in found if "first" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
 
 
 @pytest.mark.parametrize(("free", "apart"), [(2**40, False), (2**16, True)])
@@ -313,7 +313,7 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     assert all(line["reduction"]["use_distributed_optimizer"] for line in of("reduction"))
     assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction"))
     assert all(line["reduction"]["grad_reduce_in_fp32"] for line in of("reduction"))
-    steps = megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    steps = megatron_core.WARM_UP + 1 + 3 * (1 + 2)
     # Only the last microbatch of a step reduces gradients.
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
 
