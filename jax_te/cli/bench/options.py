@@ -132,7 +132,7 @@ class BenchLayer:
     rounds: int = _rounds()
     calls: int = _calls("calls")
     output: str | None = _rows_file()
-    profile: str | None = option(FOLDER, "folder to write traces of moe to, whose kinds of kernels are then timed", None)
+    profile: str | None = option(FOLDER, "folder to write traces of moe to, for times by kind of kernel", None)
     hlo: str | None = option(FOLDER, "folder to write the compiled programs to", None)
 
 
