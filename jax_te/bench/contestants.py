@@ -16,7 +16,6 @@ import jax
 
 from jax_te.bench.settings import GIB, Row, Settings
 from jax_te.metrics import KernelTimes, StepTrace
-from jax_te.typing import Array
 
 TRACED_STEPS = 2
 
@@ -75,27 +74,27 @@ class Contestant:
         """Make it ready; a `CompiledStep` is compiled, and its state not made yet."""
         self._try(self._begin)
 
-    def start(self, tokens: Array) -> None:
+    def start(self, arrays: Any) -> None:
         """Take a step that does not count, unless it has failed before."""
         if self.error is None:
-            self._try(lambda: self._steps(tokens, 1))  # the first step of a program also loads it
+            self._try(lambda: self._steps(arrays, 1))  # the first step of a program also loads it
 
-    def round(self, tokens: Array, calls: int) -> None:
+    def round(self, arrays: Any, calls: int) -> None:
         """Take this many steps and note their mean time, unless it has failed before.
 
         A step before them does not count. After another contestant's turn it may find its arrays at other addresses,
         for which CUDA graphs must be updated; a program that runs alone finds them where they were.
         """
         if self.error is None:
-            self._try(lambda: self._steps(tokens, 1))
+            self._try(lambda: self._steps(arrays, 1))
         if self.error is None:
-            self._try(lambda: self.seconds.append(self._steps(tokens, calls)))
+            self._try(lambda: self.seconds.append(self._steps(arrays, calls)))
 
-    def trace(self, tokens: Array, folder: Path) -> None:
+    def trace(self, arrays: Any, folder: Path) -> None:
         """Trace some steps into a folder in this one, and note their kernels' times, unless it has failed before."""
         trace = StepTrace(folder / re.sub(r"\W+", "_", self.name), 1, TRACED_STEPS)
         if self.error is None:
-            self._try(lambda: self._traced(tokens, trace))
+            self._try(lambda: self._traced(arrays, trace))
 
     def close(self) -> None:
         """Give back what it has outside of this process: nothing, unless a subclass says so."""
@@ -103,14 +102,14 @@ class Contestant:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _steps(self, tokens: Array, calls: int) -> float:
+    def _steps(self, arrays: Any, calls: int) -> float:
         """Return the mean seconds of a step over this many."""
         raise NotImplementedError
 
-    def _traced(self, tokens: Array, trace: StepTrace) -> None:
+    def _traced(self, arrays: Any, trace: StepTrace) -> None:
         trace.before(1)
         try:
-            self._steps(tokens, TRACED_STEPS)
+            self._steps(arrays, TRACED_STEPS)
             self.times = trace.after(TRACED_STEPS)
         finally:
             trace.close()
@@ -158,12 +157,12 @@ class CompiledStep(Contestant):
         self.compile_s = time.perf_counter() - start
         print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
 
-    def _steps(self, tokens: Array, calls: int) -> float:
+    def _steps(self, arrays: Any, calls: int) -> float:
         # Waiting first, so that no work of the contestant before is timed.
         state, result = jax.block_until_ready(self.prepare(self.state.take())), None
         start = time.perf_counter()
         for _ in range(calls):
-            state, result = self.compiled(state, tokens)
+            state, result = self.compiled(state, arrays)
         jax.block_until_ready(result)
         seconds = (time.perf_counter() - start) / calls
         self.state.put(state)

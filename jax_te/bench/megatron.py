@@ -21,7 +21,6 @@ from jax_te.bench.contestants import Contestant
 from jax_te.bench.settings import GIB, Sizes
 from jax_te.config import RouterOptions
 from jax_te.recipe import DelayedScaling, Format, Recipe
-from jax_te.typing import Array
 
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
 """Megatron-Core's names of recipes; others are measured beside what it does in bf16."""
@@ -160,7 +159,7 @@ class Megatron(Contestant):
             port = probe.getsockname()[1]
         self._ask(self.request | {"port": port})
 
-    def _steps(self, tokens: Array, calls: int) -> float:
+    def _steps(self, arrays: Any, calls: int) -> float:
         return self._ask(calls)
 
     def _ask(self, request: Any) -> float:
