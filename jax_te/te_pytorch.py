@@ -28,6 +28,7 @@ from jax_te.layers import (
     WindowKVCache,
 )
 from jax_te.megatron import te_checkpoint
+from jax_te.ops import RowGroups
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
@@ -240,19 +241,19 @@ class GroupedLinear(layers.GroupedLinear):
         )
 
     def __call__(  # type: ignore[override]  # Transformer Engine's names
-        self, inp: Array, m_splits: Array | Sequence[int], is_first_microbatch: bool | None = None, **options: Any
+        self, inp: Array, m_splits: Array | Sequence[int] | RowGroups, is_first_microbatch: bool | None = None
     ) -> Any:
         """Apply the layer.
 
         Args:
             inp: ``[rows, k]``, the ``x`` of `jax_te.layers.GroupedLinear`.
             m_splits: its ``group_sizes``.
-            is_first_microbatch, options: as there.
+            is_first_microbatch: as there.
 
         Returns:
             As there.
         """
-        return super().__call__(inp, m_splits, is_first_microbatch, **options)
+        return super().__call__(inp, m_splits, is_first_microbatch)
 
 
 class TransformerLayer(layers.TransformerLayer):
