@@ -326,7 +326,7 @@ def _quantizing(
             if options:
                 with running.inside(path):
                     return quantized_call(module, options, args, kwargs)
-        if not quantize or entry is None or entry.why is not None:
+        if not quantize or layer is None or entry is None or entry.why is not None:
             return run(*args, **kwargs)
         if isinstance(module, nn.Einsum):
             return _einsum(module, own, *args, **kwargs)
@@ -360,8 +360,8 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
     why = precision_reason(module.precision)
     if isinstance(module, nn.Einsum):
         equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
-        *names, reason = read_einsum(equation, inputs.ndim)
-        layer = einsum_linear(*names, module.shape, why or reason)
+        x, names, out, reason = read_einsum(equation, inputs.ndim)
+        layer = einsum_linear(x, names, out, module.shape, why or reason)
     elif isinstance(module, nn.Dense):
         layer = FlaxLinear(inputs.shape[-1:], (module.features,), why)
     else:

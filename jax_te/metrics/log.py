@@ -15,6 +15,7 @@ from jax_te.metrics.writers import (
     METRICS_FILE,
     JsonLinesWriter,
     MetricsWriter,
+    Recorded,
     curve,
     open_writer,
     read_records,
@@ -110,15 +111,15 @@ class MetricsLog:
         self.close()
 
 
-def _plain(values: Mapping[str, float | Array]) -> dict[str, float | list[float]]:
+def _plain(values: Mapping[str, float | Array]) -> dict[str, Recorded]:
     return {
         name: value if isinstance(value, int) else np.asarray(value, float).tolist() for name, value in values.items()
     }
 
 
-def _one_by_one(values: Mapping[str, float | list[float]]) -> dict[str, float]:
+def _one_by_one(values: Mapping[str, Recorded]) -> dict[str, int | float]:
     """Return the values with a name for each number of a vector."""
-    found: dict[str, float] = {}
+    found: dict[str, int | float] = {}
     for name, value in values.items():
         found |= {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
     return found

@@ -18,6 +18,10 @@ TENSORBOARD_FOLDER = "tensorboard"
 _WANDB_ID_FILE = "wandb_id"
 
 
+Recorded = int | float | list[float]
+"""A number, or a vector, in a record."""
+
+
 @runtime_checkable
 class MetricsWriter(Protocol):
     """What `MetricsLog` writes to: a class with these three methods.
@@ -51,7 +55,7 @@ class JsonLinesWriter:
         cut_after(directory / METRICS_FILE, resume_step)
         self._file = (directory / METRICS_FILE).open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, float | list[float]]) -> None:
+    def write(self, step: int, values: Mapping[str, Recorded]) -> None:
         finite = {
             name: [*map(_finite, value)] if isinstance(value, list) else _finite(value)
             for name, value in values.items()
@@ -68,7 +72,7 @@ class JsonLinesWriter:
         self._file.close()
 
 
-def _finite(value: float) -> float | None:
+def _finite(value: int | float) -> int | float | None:
     # null, because JSON has no nan: json.dumps would write a line that other readers refuse.
     return value if math.isfinite(value) else None
 

@@ -305,8 +305,8 @@ def flax_linear(module: Any) -> FlaxLinear | None:
         return None
     why = precision_reason(module.precision)
     if isinstance(module, nnx.Einsum):
-        *names, reason = read_einsum(module.einsum_str)
-        layer, rank = einsum_linear(*names, module.kernel_shape, why or reason), len(module.kernel_shape)
+        x, names, out, reason = read_einsum(module.einsum_str)
+        layer, rank = einsum_linear(x, names, out, module.kernel_shape, why or reason), len(module.kernel_shape)
     elif isinstance(module, nnx.Linear):
         layer, rank = FlaxLinear((module.in_features,), (module.out_features,), why, default=jax.lax.dot_general), 2
     else:
