@@ -6,17 +6,18 @@ those of `jax_te.layers`, under the same names, with the same arguments and ``rn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from flax import nnx
+
 from jax_te import layers
-from jax_te._validation import check_bool, log_hints
+from jax_te._validation import check_bool, checked, log_hints
 from jax_te.layers import (
     DotProductAttention,
     Fp8Padding,
     Fp8Unpadding,
-    GroupedLinear,
     KVCache,
     LayerNorm,
     LayerNormLinear,
@@ -27,10 +28,11 @@ from jax_te.layers import (
     WindowKVCache,
 )
 from jax_te.megatron import te_checkpoint
+from jax_te.ops import RowGroups
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
-from jax_te.typing import Array, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 __all__ = [
     "DotProductAttention",
@@ -153,6 +155,105 @@ def checkpoint(
     if isinstance(flag, bool) and (tracker is None or callable(tracker)) and (group is None or isinstance(group, str)):
         options, args = args[:3], args[3:]
     return te_checkpoint(function, *options, *args, **kwargs)
+
+
+@checked
+class GroupedLinear(layers.GroupedLinear):
+    """`jax_te.layers.GroupedLinear`, with the names of Transformer Engine's arguments.
+
+    Args:
+        num_gemms, in_features, out_features, bias, init_method, tp_group, tp_size, parallel_mode,
+            fuse_wgrad_accumulation, return_bias, params_dtype, rngs: as there.
+        sequence_parallel: without effect without a ``parallel_mode``, and else False: rows sorted by expert have no
+            sequence that could be split.
+        ub_overlap_rs, ub_overlap_ag: False, as in Transformer Engine.
+        ub_name: without effect: XLA has no user buffers.
+        delay_wgrad_compute: False; `jax_te.training.deferred_vjp` gives the kernels' gradients later.
+        save_original_input: False: backward reads the quantized input.
+        single_grouped_weight, single_grouped_bias, use_grouped_tensor: without effect: kernels are one array
+            ``[e, k, *n]``, biases one array ``[e, *n]``.
+
+    Raises:
+        ValueError: for options that cannot be followed; as `jax_te.layers.GroupedLinear`.
+        TypeError: as `jax_te.layers.GroupedLinear`.
+
+    Source: ``transformer_engine.pytorch.GroupedLinear``.
+
+    >>> layer = GroupedLinear(2, 16, 32, bias=False, rngs=nnx.Rngs(0))
+    >>> layer(inp=jnp.ones((5, 16)), m_splits=[4, 1]).shape
+    (5, 32)
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        bias: bool = True,
+        *,
+        init_method: Initializer | None = None,
+        sequence_parallel: bool = False,
+        tp_group: TensorGroup = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: DTypeLike = "float32",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        use_grouped_tensor: bool | None = None,
+        rngs: nnx.Rngs,
+    ):
+        refused = {
+            "sequence_parallel": (sequence_parallel and parallel_mode is not None, "rows sorted by expert have none"),
+            "ub_overlap_rs": (ub_overlap_rs, "XLA overlaps collectives"),
+            "ub_overlap_ag": (ub_overlap_ag, "XLA overlaps collectives"),
+            "delay_wgrad_compute": (delay_wgrad_compute, "jax_te.training.deferred_vjp gives these gradients later"),
+            "save_original_input": (save_original_input, "backward reads the quantized input"),
+        }
+        for name, (given, why) in refused.items():
+            if given:
+                raise ValueError(f"{name}=True cannot be followed by a GroupedLinear: {why}; leave it False")
+        log_hints(
+            ub_name=ub_name,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            use_grouped_tensor=use_grouped_tensor,
+        )
+        super().__init__(
+            num_gemms,
+            in_features,
+            out_features,
+            bias,
+            init_method=init_method,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            parallel_mode=parallel_mode,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(  # type: ignore[override]  # Transformer Engine's names
+        self, inp: Array, m_splits: Array | Sequence[int] | RowGroups, is_first_microbatch: bool | None = None
+    ) -> Any:
+        """Apply the layer.
+
+        Args:
+            inp: ``[rows, k]``, the ``x`` of `jax_te.layers.GroupedLinear`.
+            m_splits: its ``group_sizes``.
+            is_first_microbatch: as there.
+
+        Returns:
+            As there.
+        """
+        return super().__call__(inp, m_splits, is_first_microbatch)
 
 
 class TransformerLayer(layers.TransformerLayer):

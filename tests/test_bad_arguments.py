@@ -234,6 +234,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     quantize.TensorQuantizer: {"dtype": jnp.float8_e4m3fn},
     remat.RecomputePolicy: {},
     sharding.ShardingRules: {},
+    te_pytorch.GroupedLinear: {"num_gemms": 2, "in_features": 16, "out_features": 16},
     te_pytorch.TransformerLayer: {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 1},
     training.Optimizer: {"model": LINEAR, "tx": optax.sgd(0.1)},
 }  # fmt: skip

@@ -13,7 +13,7 @@ from jax_te.config import TransformerConfig
 from jax_te.config.megatron_fields import HINTS, parsed
 from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
 from jax_te.megatron import TELinear, initialize_rng_tracker
-from jax_te.te_pytorch import checkpoint
+from jax_te.te_pytorch import GroupedLinear, checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,6 +69,16 @@ GIVEN = [
         },
     ),
     (te_linear, {"symmetric_ar_type": "one_shot", "tp_comm_buffer_name": "fc1"}),
+    (
+        lambda **hints: GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0), **hints),
+        {
+            "fuse_wgrad_accumulation": True,
+            "single_grouped_bias": True,
+            "single_grouped_weight": True,
+            "ub_name": "fc1",
+            "use_grouped_tensor": True,
+        },
+    ),
     (lambda **hints: checkpoint(abs, 1.0, **hints), {"use_reentrant": False}),
     (initialize_rng_tracker, {"use_cudagraphable_rng": True, "use_te_rng_tracker": True}),
 ]

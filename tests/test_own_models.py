@@ -216,8 +216,7 @@ class OwnCall(nnx.Linear):
 
 
 LEFT = {
-    "it has batch axes": lambda r: nnx.LinearGeneral(32, 32, batch_axis={0: 2}, rngs=r),
-    "'bsd,bdf->bsf' has the batch axes b": lambda r: nnx.Einsum("bsd,bdf->bsf", (2, 32, 32), rngs=r),
+    "its output size 24 is no multiple of 16": lambda r: nnx.Einsum("bsd,bdf->bsf", (2, 32, 24), rngs=r),
     "'bsd,df->bf' is more than a sum": lambda r: nnx.Einsum("bsd,df->bf", (32, 32), rngs=r),
     "its precision is 'highest'": lambda r: nnx.Linear(32, 32, precision="highest", rngs=r),
     "it has a dot_general of its own": lambda r: nnx.Linear(32, 32, dot_general=lambda *a, **k: None, rngs=r),
@@ -229,7 +228,7 @@ LEFT = {
 
 def test_what_is_left_in_high_precision_says_why():
     rngs = nnx.Rngs(0)
-    names = dict(zip("abcdefgh", LEFT, strict=True))
+    names = dict(zip("abcdefg", LEFT, strict=True))
     model = nnx.Dict(good=nnx.Linear(32, 32, rngs=rngs), **{name: LEFT[why](rngs) for name, why in names.items()})
     report = quantize_model(model, X, rules={"good": "ambient"}, method=lambda model, x: model["good"](x))
     assert report.quantized == ("good",)
@@ -264,8 +263,12 @@ def test_a_call_that_is_no_gemm_is_refused():
             DotGeneral()(X, X, (((2,), (2,)), ((0,), (0,))))
         with pytest.raises(ValueError, match="precision is 'highest'"):
             DotGeneral()(X, X[0], (((2,), (1,)), ((), ())), "highest")
-        with pytest.raises(ValueError, match="batch axes b"):
+        with pytest.raises(ValueError, match="it has batch axes"):
             EinsumOp()("bsd,btd->bst", X, X)
+        with pytest.raises(ValueError, match=r"its batch axes have sizes \(2,\), and it is of groups=3 kernels"):
+            EinsumOp(groups=3)("bsd,bdf->bsf", X, jnp.ones((2, 32, 16)))
+        with pytest.raises(ValueError, match=r"its batch axes have sizes \(\), and it is of groups=3"):
+            EinsumOp(groups=3)("bsd,df->bsf", X, jnp.ones((32, 16)))
     model = te.quantize_model(LinenNet(), X)
     with pytest.raises(ValueError, match="not bound"):
         te.quantize_model(model.bind({}), X)

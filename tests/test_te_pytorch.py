@@ -113,6 +113,37 @@ def test_a_layer_is_called_with_transformer_engines_arguments(caplog: pytest.Log
     assert_bitwise(y, base(x, cache=cache)[0])
 
 
+def test_experts_take_transformer_engines_arguments():
+    x, sizes = draw("x", (5, 16)), [4, 1]
+    options: dict[str, Any] = {"parallel_mode": "column", "return_bias": True, "params_dtype": "bfloat16"}
+    layer, base = (
+        kind(2, 16, 32, init_method=nnx.initializers.ones, **options, rngs=nnx.Rngs(0))
+        for kind in (te_pytorch.GroupedLinear, layers.GroupedLinear)
+    )
+    expected, biases = base(x, sizes)
+    y, bias = layer(inp=x, m_splits=jnp.array(sizes), is_first_microbatch=None)
+    assert_bitwise(y, expected)
+    assert_bitwise(bias, biases)
+    assert layer.kernel.dtype == jnp.bfloat16
+    # Megatron gives its configuration's to all layers; without a split there is nothing to follow.
+    assert te_pytorch.GroupedLinear(2, 16, 32, sequence_parallel=True, rngs=nnx.Rngs(0)).parallel_mode is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sequence_parallel": True, "parallel_mode": "row"}, "sequence_parallel=True .* rows sorted by expert"),
+        ({"ub_overlap_rs": True}, "ub_overlap_rs=True .* XLA overlaps"),
+        ({"ub_overlap_ag": True}, "ub_overlap_ag=True .* XLA overlaps"),
+        ({"delay_wgrad_compute": True}, r"delay_wgrad_compute=True .* jax_te\.training\.deferred_vjp"),
+        ({"save_original_input": True}, "save_original_input=True .* quantized input"),
+    ],
+)
+def test_what_experts_cannot_follow_says_so(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        te_pytorch.GroupedLinear(2, 16, 32, **options, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
     "name",
     [

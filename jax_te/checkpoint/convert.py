@@ -290,16 +290,29 @@ def _of_length(history: Array, length: int) -> Array:
 
 def _dequantize(dtype: str, data: Array, scales: Array, tensor: Array | None = None) -> Array:
     """Return data times scales, in fp32, rounded once. The size of the blocks follows from the shapes."""
-    if scales.ndim in (1, 3):  # of layers in a stack
-        layers = zip(data, scales, [None] * len(data) if tensor is None else tensor, strict=True)
-        return jnp.stack([_dequantize(dtype, *layer) for layer in layers])
-    sizes, block = (data.shape[0], prod(data.shape[1:])), None
-    # No two sides give the same number of blocks, but where there is one: then the larger is as good.
-    if scales.ndim:
-        r, c = (
-            max(side for side in SIDES if -(-size // side) == count)
-            for size, count in zip(sizes, scales.shape, strict=True)
-        )
-        block = (r, c)
+    block = _block_of(data.shape, scales.shape)
+    if scales.ndim > (0 if block is None else 2):  # of layers in a stack, of experts, or of experts in a stack
+        kernels = zip(data, scales, [None] * len(data) if tensor is None else tensor, strict=True)
+        return jnp.stack([_dequantize(dtype, *kernel) for kernel in kernels])
     tensors: Any = {"data": data, "scale_inv": scales, "tensor_scale_inv": tensor}
     return QuantizedTensor(**tensors, dtype=jnp.dtype(dtype), block=block).dequantize()
+
+
+def _block_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return the sides of the blocks of each kernel, or None if it has one scale.
+
+    Args:
+        shape: of the data: axes of kernels, and behind them a kernel's own.
+        scales: of the scales: the same axes of kernels, and behind them the numbers of blocks, or nothing.
+    """
+    kernels = len(scales) - 2
+    if kernels < 0 or scales[:kernels] != shape[:kernels]:
+        return None
+    sizes = (shape[kernels], prod(shape[kernels + 1 :]))
+    rows, columns = (
+        [side for side in SIDES if -(-size // side) == count]
+        for size, count in zip(sizes, scales[kernels:], strict=True)
+    )
+    # No two sides give the same number of blocks, but where there is one: then the larger is as good. Two axes of
+    # kernels are not taken for numbers of blocks: a row of a block has fewer values than a kernel.
+    return (max(rows), max(columns)) if rows and columns else None

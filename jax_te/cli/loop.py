@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_te.checkpoint import Signs
 from jax_te.metrics import MetricsLog, Progress, Speed, StepTrace, StepWork
@@ -29,7 +30,7 @@ class LoopPlan:
         steps: the run ends after this step.
         save_every, eval_every: checkpoints and held-out losses; both also come at the end.
         eval_saved: held-out losses also come with checkpoints, but for one that a signal asks for.
-        log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
+        log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step, and vectors at these points.
         inspect_every: steps that are inspected; 0 for none.
         work: of a step, for the speed.
         give_up_after: steps in a row that made no update, or whose loss or gradient norm was not finite, after which a
@@ -53,7 +54,7 @@ class LoopActions:
     """What a run does with its states.
 
     Args:
-        step: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
+        step: ``(state, batch) -> (state, metrics)``, metrics being numbers, with a ``"loss"``, and vectors.
         evaluate: returns the held-out loss of a state.
         save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
             return before it is on disk.
@@ -339,15 +340,18 @@ class _Recorder:
         self._skipped, self._bad = skipped, 0
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        found = jax.device_get(metrics)
+        vectors = {name: value for name, value in found.items() if np.ndim(value)}
+        values = {name: float(value) for name, value in found.items() if name not in vectors}
         values = {"loss": values.pop("loss"), **values}
         if self._plan.learning_rate is not None:
             values["learning_rate"] = self._plan.learning_rate(step - 1 - self._skipped)  # a skip does not advance it
         self._skipped += values.get("skipped", 0.0) > 0.0
         values |= self._speed.rates()
         listed = step % self._plan.log_every == 0 or step == self._plan.steps
-        self._log.write(step, values, chart=listed)
-        self._progress.update(step, values["loss"], line=listed)
+        # A model of many experts has thousands of them: with the points of charts alone.
+        self._log.write(step, values | vectors if listed else values, chart=listed)
+        self._progress.update(step, values, line=listed)
         self._give_up_if_lost(step, values)
 
     def _give_up_if_lost(self, step: int, values: dict[str, float]) -> None:

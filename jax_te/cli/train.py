@@ -33,6 +33,7 @@ from jax_te.config import ParallelConfig
 from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy, text_crc32
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
+    EXPERTS_PLOT,
     METRICS_FILE,
     PLOT_FILE,
     PRECISION_FILE,
@@ -47,6 +48,7 @@ from jax_te.metrics import (
     clock,
     make_progress,
     peak_flops,
+    plot_experts,
     plot_losses,
     plot_precision,
     require_writers,
@@ -188,10 +190,11 @@ def _train(
         )
     trainer.checkpointer.wait()
     actions.begin("the end of the run")
-    inspected = False
+    drawn = list[str]()
     if is_first():
         plot_losses(output, bigram_entropy=bigram)
-        inspected = plot_precision(output) is not None
+        drawn += [EXPERTS_PLOT] if plot_experts(output) is not None else []
+        drawn += [PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else []
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
@@ -201,7 +204,7 @@ def _train(
     if not of_bytes:  # PROMPT may be no word of the tokenizer's
         prompt = data.heldout[: min(16, config.seq_len // 2)]
     losses = _losses(data, heldout, bigram, unit(tokenizer))
-    progress.facts(_outcome(result, losses, output, inspected, tokenizer.decode(prompt)))
+    progress.facts(_outcome(result, losses, output, drawn, tokenizer.decode(prompt)))
     sizes = config.parallel_config()
     # On a mesh the batch is split: as many copies of the prompt as it has shards.
     copies = 1 if sizes is None else sizes.data * sizes.fsdp
@@ -333,8 +336,8 @@ def _losses(data: TextData, heldout: float, bigram: float | None, word: str) -> 
     return rows
 
 
-def _outcome(result: LoopResult, losses: dict[str, str], output: Path, inspected: bool, prompt: str) -> dict[str, str]:
-    """Return what a user should see at the end."""
+def _outcome(result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], prompt: str) -> dict[str, str]:
+    """Return what a user should see at the end; ``drawn``: files of what not every run has."""
     rows = dict(losses)
     if result.tokens_per_second is not None:
         rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s; {clock(result.seconds)} in all"
@@ -344,8 +347,8 @@ def _outcome(result: LoopResult, losses: dict[str, str], output: Path, inspected
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if peak:
         rows["memory"] = f"{peak / 2**30:.2f} GiB at the peak"
-    names = [METRICS_FILE, PLOT_FILE, *([PRECISION_FILE, PRECISION_PLOT] if inspected else [])]
-    names = [name for name in (*names, TENSORBOARD_FOLDER, PROFILE_FOLDER) if (output / name).exists()]
+    names = [METRICS_FILE, PLOT_FILE, *drawn, TENSORBOARD_FOLDER, PROFILE_FOLDER]
+    names = [name for name in names if (output / name).exists()]
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
     rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
     return rows

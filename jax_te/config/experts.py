@@ -63,6 +63,8 @@ class RouterOptions:
         force_load_balancing: choose at random, for measurements under equal load.
         force_biased: choose at random, with a normal random bias of each expert of this standard deviation; below 0:
             the same bias in each call.
+        per_layer_logging: give the losses, dropped share and largest load of this layer, too, among a train step's
+            metrics, and not only their means over all layers.
 
     Raises:
         ValueError: for more chosen experts than there are; groups that do not divide the experts or offer fewer than
@@ -97,6 +99,7 @@ class RouterOptions:
     dtype: Literal["fp32", "fp64"] | None = None
     force_load_balancing: bool = False
     force_biased: float | None = None
+    per_layer_logging: bool = False
 
     def __post_init__(self) -> None:
         check_annotations(self, RouterOptions)
@@ -130,7 +133,7 @@ _ROUTER_FIELDS = {
         name: f"moe_{name}"
         for name in (
             *("aux_loss_coeff", "z_loss_coeff", "input_jitter_eps", "expert_capacity_factor", "token_drop_policy"),
-            "pad_expert_input_to_capacity",
+            *("pad_expert_input_to_capacity", "per_layer_logging"),
         )
     },
     "num_experts": "num_moe_experts",
@@ -280,8 +283,8 @@ class ExpertsConfig:
             moe_router_topk_scaling_factor, moe_router_num_groups, moe_router_group_topk, moe_router_dtype,
             moe_router_enable_expert_bias, moe_router_bias_update_rate, moe_router_quantile_balancing_ema,
             moe_router_force_load_balancing, moe_router_force_biased, moe_aux_loss_coeff, moe_z_loss_coeff,
-            moe_input_jitter_eps, moe_expert_capacity_factor, moe_pad_expert_input_to_capacity, moe_token_drop_policy:
-            see `RouterOptions`.
+            moe_input_jitter_eps, moe_expert_capacity_factor, moe_pad_expert_input_to_capacity, moe_token_drop_policy,
+            moe_per_layer_logging: see `RouterOptions`.
         moe_router_topk_limited_devices: Megatron's former name of ``moe_router_group_topk`` for as many groups as there
             are expert-parallel devices.
         moe_enable_routing_replay: keep the choice of each call in the router, and take one that was set, see
@@ -293,7 +296,6 @@ class ExpertsConfig:
             expert a token.
         moe_latent_size: features of the experts' inputs and outputs, to and from which two linear layers project.
             None: ``h``.
-        moe_per_layer_logging: report the losses of each layer, not their mean over the layers alone.
         moe_layer_recompute: Megatron's former way to name ``"moe"`` in ``recompute_modules``.
         moe_token_dispatcher_type: way of tokens to experts on other devices. On one device all are the same.
         moe_expert_rank_capacity_factor: bound of the tokens that a device takes from others. On one device there are

@@ -19,6 +19,7 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.expert_metrics import expert_metrics, step_metrics
 from jax_te.layers.moe.experts import Experts, SharedExperts, gate_parameter, shared_experts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.grouped_lora import GroupedLoRA
@@ -27,7 +28,6 @@ from jax_te.layers.moe.router import (
     Router,
     Routing,
     aux_losses_scaled,
-    expert_metrics,
     routers_of,
     set_aux_loss_scale,
 )

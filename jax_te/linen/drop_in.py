@@ -8,6 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ from jax_te.layers.flax import (
 )
 from jax_te.linen.module import LinenModule
 from jax_te.linen.own_modules import (
+    GemmOptions,
     OwnParameter,
     Running,
     call_apart,
@@ -85,7 +87,7 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     """Return a model written in plain Flax Linen, in which recipes quantize the linear layers.
 
     Every ``nn.Dense``, ``nn.DenseGeneral`` (with it the projections of Flax's attention modules) and ``nn.Einsum`` that
-    is one GEMM computes by a `DotGeneral` or `EinsumOp`, in all methods of the model and in what ``nn.remat``,
+    is a GEMM computes by a `DotGeneral` or `EinsumOp`, in all methods of the model and in what ``nn.remat``,
     ``nn.scan``, ``nn.vmap`` and ``nn.jit`` run. Nothing else changes: parameters have their names, boxes and dtypes, so
     that checkpoints and optimizer states still fit, and where no recipe is in force the model computes what it computed
     before. The state of a recipe is in the collection ``_overwrite_with_gradient``, which ``init`` makes under
@@ -315,21 +317,21 @@ def _quantizing(
         if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
             found.setdefault(path, entry)
         if quantize and entry is None and path not in running and context.method_name == "__call__":
-            recipes = _recipes_in_force(choice, path)
-            if recipes and module.is_initializing():
+            options = _gemms_in_force(choice, path)
+            if options and module.is_initializing():
                 out = run(*args, **kwargs)  # makes the parameters
-                for gemm in parameter_gemms(module, recipes).values():
+                for gemm in parameter_gemms(module, options).values():
                     gemm.bound_module()  # and this their state
                 return out
-            if recipes:
+            if options:
                 with running.inside(path):
-                    return quantized_call(module, recipes, args, kwargs)
-        if not quantize or entry is None or entry.why is not None:
+                    return quantized_call(module, options, args, kwargs)
+        if not quantize or layer is None or entry is None or entry.why is not None:
             return run(*args, **kwargs)
         if isinstance(module, nn.Einsum):
             return _einsum(module, own, *args, **kwargs)
         # For the time of this call: the module is the user's.
-        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, kernel_axes(module)))
+        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, kernel_axes(module), layer.groups))
         try:
             return run(*args, **kwargs)
         finally:
@@ -340,13 +342,13 @@ def _quantizing(
         yield
 
 
-def _recipes_in_force(choice: _Choice, scope: str) -> dict[str, Any]:
-    """Return those parameters in a scope that a recipe quantizes here -> their own recipes, or None."""
+def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
+    """Return those parameters in a scope that a recipe quantizes here -> the options of their GEMMs."""
     found, rules = {}, dict(choice.rules)
     for one in choice.own:
         decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False) if one.scope == scope else None
         if decided is not None and decided[0].why is None and training_recipe(decided[1]) is not None:
-            found[one.name] = decided[1]
+            found[one.name] = GemmOptions(decided[1], one.seen.groups)
     return found
 
 
@@ -358,16 +360,17 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
     why = precision_reason(module.precision)
     if isinstance(module, nn.Einsum):
         equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
-        kernel, out, reason = read_einsum(equation, inputs.ndim)[1:]
-        layer = einsum_linear(kernel, out, module.shape, why or reason)
+        x, names, out, reason = read_einsum(equation, inputs.ndim)
+        layer = einsum_linear(x, names, out, module.shape, why or reason)
     elif isinstance(module, nn.Dense):
         layer = FlaxLinear(inputs.shape[-1:], (module.features,), why)
     else:
-        axes, features = (
-            value if isinstance(value, Sequence) else (value,) for value in (module.axis, module.features)
+        axes, batch, features = (
+            value if isinstance(value, Sequence) else (value,)
+            for value in (module.axis, module.batch_dims, module.features)
         )
-        why = "it has batch axes" if module.batch_dims else why
-        layer = FlaxLinear([inputs.shape[axis] for axis in axes], features, why)
+        groups = prod(inputs.shape[axis] for axis in batch) if batch else None
+        layer = FlaxLinear([inputs.shape[axis] for axis in axes], features, why, groups=groups)
     if _original(type(module)).__call__ is not own.__call__:
         return layer._replace(why=f"its class overrides the __call__ of nn.{own.__name__}")
     for name in ("dot_general", "dot_general_cls"):
@@ -385,7 +388,7 @@ def _is_ours(module: Any) -> bool:
 def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None) -> Array:
     """Return what ``nn.Einsum`` returns, from inside of a call of ``module``."""
     equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
-    _, names, out, _ = read_einsum(equation, inputs.ndim)
+    x, names, out, _ = read_einsum(equation, inputs.ndim)
     sizes = dict(zip(names, module.shape, strict=True))
     kernel, bias = module.param("kernel", module.kernel_init, module.shape, module.param_dtype), None
     if module.use_bias:
@@ -393,5 +396,6 @@ def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    y = EinsumOp(recipe, kernel_axes(module))(equation, inputs, kernel, **options)
+    groups = einsum_linear(x, names, out, module.shape, None).groups
+    y = EinsumOp(recipe, kernel_axes(module), groups)(equation, inputs, kernel, **options)
     return y if bias is None else y + jnp.reshape(bias, [sizes.get(name, 1) for name in out])

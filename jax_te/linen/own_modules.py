@@ -27,6 +27,13 @@ class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
     """
 
 
+class GemmOptions(NamedTuple):
+    """What is decided about the GEMMs of a parameter: its own recipe, or None, and as of `DotGeneral` ``groups``."""
+
+    recipe: Any
+    groups: int | None
+
+
 class OwnParameter(NamedTuple):
     """A parameter of a module of the user's own.
 
@@ -107,26 +114,26 @@ def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, k
     return lift_direct_transform(transform, (type(module).__call__,), module, *args, **kwargs)
 
 
-def quantized_call(module: Any, recipes: dict[str, Any], args: Any, kwargs: Any) -> Any:
+def quantized_call(module: Any, options: dict[str, GemmOptions], args: Any, kwargs: Any) -> Any:
     """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
 
     Args:
         module: bound, with its parameters.
-        recipes: name of each parameter -> its own recipe, or None.
+        options: name of each parameter -> options of its GEMMs.
     """
-    gemms = parameter_gemms(module, recipes)
+    gemms = parameter_gemms(module, options)
 
     def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array:
         op = gemms[contraction.kernel.name]
         return op(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
 
-    return call_apart(module, list(recipes), Visitor(gemm), args, kwargs)
+    return call_apart(module, list(options), Visitor(gemm), args, kwargs)
 
 
-def parameter_gemms(module: Any, recipes: dict[str, Any]) -> dict[str, ParameterGemm]:
+def parameter_gemms(module: Any, options: dict[str, GemmOptions]) -> dict[str, ParameterGemm]:
     """Return name of each parameter -> what computes its contractions; arguments as of `quantized_call`."""
-    scopes = {name: module.scope.push(f"{name}_gemm", reuse=True) for name in recipes}
-    return {name: ParameterGemm(name, (), recipe, parent=scopes[name]) for name, recipe in recipes.items()}
+    scopes = {name: module.scope.push(f"{name}_gemm", reuse=True) for name in options}
+    return {name: ParameterGemm(name, (), *own, parent=scopes[name]) for name, own in options.items()}
 
 
 def unboxed(tree: Any) -> Any:

@@ -1,5 +1,6 @@
 """Records of a training run and their display: metrics writers, plots, progress, speed, and traces of kernels."""
 
+from jax_te.metrics.experts_plot import EXPERTS_PLOT, plot_experts
 from jax_te.metrics.log import PLOT_FILE, MetricsLog, plot_losses
 from jax_te.metrics.precision_log import (
     PRECISION_FILE,
@@ -29,6 +30,7 @@ __all__ = [
     "kernel_times",
     "make_progress",
     "peak_flops",
+    "plot_experts",
     "plot_losses",
     "plot_precision",
     "train_flops",

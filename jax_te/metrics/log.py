@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_te._validation import checked, require_extra
 from jax_te.metrics.writers import (
     METRICS_FILE,
     JsonLinesWriter,
     MetricsWriter,
-    is_number,
+    Recorded,
+    curve,
     open_writer,
     read_records,
 )
@@ -29,11 +31,13 @@ class MetricsLog:
 
     - ``"jsonl"`` appends a record to ``metrics.jsonl``: one line, ``{"step": n, name: number, …}``. Resuming at a step
       truncates the file after that step's records, so that a run that was killed and resumed leaves the same file as
-      an unbroken run, measured speeds apart. Numbers that are not finite are null.
+      an unbroken run, measured speeds apart. Numbers that are not finite are null, vectors are lists.
     - ``"tensorboard"`` writes events in the folder ``tensorboard``, by tensorboardX.
     - ``"wandb"`` writes to a run of Weights & Biases, which a resumed run goes on with; its settings are those of the
       package ``wandb``.
     - A `MetricsWriter` of one's own.
+
+    Writers other than ``"jsonl"`` get the numbers of a vector one by one, as ``name/0``, ``name/1``, ….
 
     Processes other than the first write nothing.
 
@@ -74,19 +78,21 @@ class MetricsLog:
 
         Args:
             step: the step's number.
-            values: numbers by name; arrays of one number will do.
+            values: numbers by name, also as arrays ``[]``; and vectors ``[n]``, such as the tokens of each expert.
             chart: for all writers. False: for ``metrics.jsonl`` alone, which can take every step of a long run.
         """
         plain = _plain(values)
         for writer in self._writers:
-            if chart or isinstance(writer, JsonLinesWriter):
+            if isinstance(writer, JsonLinesWriter):
                 writer.write(step, plain)
+            elif chart:
+                writer.write(step, _one_by_one(plain))
 
     def chart(self, step: int, values: Mapping[str, float | Array]) -> None:
         """Write values to all writers but ``metrics.jsonl``."""
         for writer in self._writers:
             if not isinstance(writer, JsonLinesWriter):
-                writer.write(step, _plain(values))
+                writer.write(step, _one_by_one(_plain(values)))
 
     def sync(self) -> None:
         """Write all buffered data to the disk, e.g. before a checkpoint of the same step."""
@@ -105,8 +111,18 @@ class MetricsLog:
         self.close()
 
 
-def _plain(values: Mapping[str, float | Array]) -> dict[str, float]:
-    return {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+def _plain(values: Mapping[str, float | Array]) -> dict[str, Recorded]:
+    return {
+        name: value if isinstance(value, int) else np.asarray(value, float).tolist() for name, value in values.items()
+    }
+
+
+def _one_by_one(values: Mapping[str, Recorded]) -> dict[str, int | float]:
+    """Return the values with a name for each number of a vector."""
+    found: dict[str, int | float] = {}
+    for name, value in values.items():
+        found |= {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
+    return found
 
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -125,7 +141,7 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
         The file's path; None if there is nothing to draw.
     """
     records = read_metrics(directory)
-    train, heldout = _curve(records, "loss"), _curve(records, "heldout_loss")
+    train, heldout = curve(records, "loss"), curve(records, "heldout_loss")
     if not train[0]:
         return None
     # matplotlib.figure and not pyplot, which keeps every figure and may ask for a display.
@@ -145,11 +161,6 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
     path = Path(directory) / PLOT_FILE
     figure.savefig(path, dpi=120)
     return path
-
-
-def _curve(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    points = [(record["step"], record[name]) for record in records if is_number(record.get(name))]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:

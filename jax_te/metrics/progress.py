@@ -37,12 +37,12 @@ class Progress(Protocol):
         """
         ...
 
-    def update(self, step: int, loss: float, *, line: bool) -> None:
+    def update(self, step: int, values: Mapping[str, float], *, line: bool) -> None:
         """Report that a step is done.
 
         Args:
             step: the step's number.
-            loss: the step's loss.
+            values: the step's metrics, of which the ``"loss"`` is shown, and those of `make_train_step` of experts.
             line: print a line for it if there is no live display.
         """
         ...
@@ -63,6 +63,17 @@ def _status(speed: Speed, steps: int) -> str:
         text += f" ({rates['tokens_per_second_per_device']:,.0f} a device)"
     mfu = f"  {rates['mfu']:.1%} MFU" if "mfu" in rates else ""
     return f"{text}{mfu}  ETA {clock(left)}"
+
+
+def _experts(values: Mapping[str, float]) -> list[str]:
+    """Return the routers' losses, the largest load over the mean one, and the share of dropped choices if any were."""
+    overall = {name.removeprefix("experts/"): value for name, value in values.items() if name.startswith("experts/")}
+    shown = [f"{name} {value:.4f}" for name, value in overall.items() if name.endswith("_loss") and "/" not in name]
+    if "max_over_mean_load" in overall:
+        shown.append(f"max/mean load {overall['max_over_mean_load']:.2f}")
+    if overall.get("dropped_share"):
+        shown.append(f"dropped {overall['dropped_share']:.2%}")
+    return shown
 
 
 def clock(seconds: float) -> str:
@@ -99,11 +110,11 @@ class PlainProgress:
         del first
         self._steps, self._speed = steps, speed
 
-    def update(self, step: int, loss: float, *, line: bool) -> None:
+    def update(self, step: int, values: Mapping[str, float], *, line: bool) -> None:
         assert self._speed is not None
         if line:
-            status = _status(self._speed, self._steps - step)
-            print(f"step {step}/{self._steps}  loss {loss:.4f}  {status}", flush=True)
+            shown = [f"loss {values['loss']:.4f}", *_experts(values), _status(self._speed, self._steps - step)]
+            print(f"step {step}/{self._steps}  {'  '.join(shown)}", flush=True)
 
     def stop(self) -> None:
         sys.stdout.flush()
@@ -149,10 +160,11 @@ class RichProgress:
         self._task = self._bar.add_task("train", total=steps, completed=first, status="compiling …")
         self._bar.start()
 
-    def update(self, step: int, loss: float, *, line: bool) -> None:
+    def update(self, step: int, values: Mapping[str, float], *, line: bool) -> None:
         assert self._speed is not None
-        status = f"loss [bold green]{loss:.4f}[/]  {_status(self._speed, self._steps - step)}"
-        self._bar.update(self._task, completed=step, status=status)
+        loss = f"loss [bold green]{values['loss']:.4f}[/]"
+        shown = [loss, *_experts(values), _status(self._speed, self._steps - step)]
+        self._bar.update(self._task, completed=step, status="  ".join(shown))
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -18,6 +18,10 @@ TENSORBOARD_FOLDER = "tensorboard"
 _WANDB_ID_FILE = "wandb_id"
 
 
+Recorded = int | float | list[float]
+"""A number, or a vector, in a record."""
+
+
 @runtime_checkable
 class MetricsWriter(Protocol):
     """What `MetricsLog` writes to: a class with these three methods.
@@ -45,15 +49,17 @@ class MetricsWriter(Protocol):
 
 
 class JsonLinesWriter:
-    """A line of ``metrics.jsonl`` for each record; numbers that are not finite are null."""
+    """A line of ``metrics.jsonl`` for each record; numbers that are not finite are null, vectors are lists."""
 
     def __init__(self, directory: Path, resume_step: int):
         cut_after(directory / METRICS_FILE, resume_step)
         self._file = (directory / METRICS_FILE).open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        # null, because JSON has no nan: json.dumps would write a line that other readers refuse.
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def write(self, step: int, values: Mapping[str, Recorded]) -> None:
+        finite = {
+            name: [*map(_finite, value)] if isinstance(value, list) else _finite(value)
+            for name, value in values.items()
+        }
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
 
@@ -64,6 +70,11 @@ class JsonLinesWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _finite(value: int | float) -> int | float | None:
+    # null, because JSON has no nan: json.dumps would write a line that other readers refuse.
+    return value if math.isfinite(value) else None
 
 
 class _TensorBoardWriter:
@@ -169,6 +180,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)
     return record if whole and is_number(record["step"]) else None
+
+
+def curve(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return steps and values of a metric, from those records that have it as a number.
+
+    >>> curve([{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}], "loss")
+    ([1], [2.5])
+    """
+    points = [(record["step"], float(record[name])) for record in records if is_number(record.get(name))]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import yaml
 from flax import nnx
 
-from jax_te.layers import quantizable_kernels, quantizable_modules, use_cached_kernels
+from jax_te.layers import QuantizableModule, quantizable_kernels, quantizable_modules, use_cached_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
@@ -83,6 +83,7 @@ def sensitivity(
     check_global(list(batches), nnx.state(model, nnx.Param))
     calibrate_delayed_scaling(model, loss_fn, batches[0], recipe)
     kinds = {path: type(module).__name__ for path, module in quantizable_modules(model)}
+    places = _places(model)
     measure, off = _switched_measure(model, loss_fn)
     totals, norm = {path: [0.0, 0.0] for path in kinds}, 0.0
     # Every measurement under the calibrated scales: only then do they differ in the layer alone.
@@ -91,7 +92,7 @@ def sensitivity(
             loss0, gradient0 = measure(off, batch)
             norm += float(_squared_norm(gradient0))
             for path, total in totals.items():
-                loss, gradient = measure(_turned_on(off, path), batch)
+                loss, gradient = measure(_turned_on(off, places[path]), batch)
                 total[0] += float(loss) - float(loss0)
                 total[1] += float(_squared_distance(gradient, gradient0))
     found = [
@@ -202,10 +203,19 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
     return lambda switches, batch: run(switches, params, rest, sinks, batch), switches
 
 
-def _turned_on(switches: nnx.State, path: str) -> nnx.State:
+def _places(model: nnx.Module) -> dict[str, tuple[str, ...]]:
+    """Return path of each quantizable layer -> where it stands: one in a layer of Flax has that layer's path."""
+    return {
+        ".".join(map(str, module.layer_path(place))): tuple(map(str, place))
+        for place, module in nnx.iter_modules(model)
+        if isinstance(module, QuantizableModule)
+    }
+
+
+def _turned_on(switches: nnx.State, place: tuple[str, ...]) -> nnx.State:
     # Only values change, so the program is not compiled again.
     flat = [
-        (key, variable.replace(jnp.asarray(".".join(map(str, key[:-1])) == path)))
+        (key, variable.replace(jnp.asarray(tuple(map(str, key[:-1])) == place)))
         for key, variable in nnx.to_flat_state(switches)
     ]
     return nnx.from_flat_state(flat)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
-from jax_te.layers import expert_metrics
+from jax_te.layers import step_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import (
     ShardingRules,
@@ -100,8 +100,10 @@ def make_train_step(
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the
         logical axis ``batch``. In several processes its arrays are global, see `global_batch`. Its ``metrics`` are fp32
         ``[]``: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping), ``skipped`` (0 or 1),
-        ``loss_scale`` (the one that this step used); of a model with experts those of `jax_te.layers.expert_metrics`
-        over all layers, as ``experts/dropped_share``.
+        ``loss_scale`` (the one that this step used); of a model with experts also those of
+        `jax_te.layers.expert_metrics` over all layers, as ``experts/dropped_share``, and the tokens of each expert of
+        each layer, ``experts/<path of the router>/tokens_per_expert [e]``; those of each layer by itself where its
+        options have ``per_layer_logging``.
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
@@ -163,7 +165,7 @@ def make_train_step(
             "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
         }
         counted = nnx.merge(state.graphdef, state.params, next_quantizers, state.rest)
-        metrics |= {f"experts/{name}": x for name, x in expert_metrics(counted).items() if "/" not in name}
+        metrics |= step_metrics(counted)
         updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
         state = dataclasses.replace(
             state,

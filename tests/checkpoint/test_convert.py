@@ -17,7 +17,7 @@ from flax import nnx
 from jax_te import DelayedScaling, ParallelConfig, autocast, make_mesh
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.errors import CheckpointMismatchError
-from jax_te.layers import LoRA, MultiheadAttention
+from jax_te.layers import GroupedLinear, LoRA, MultiheadAttention
 from jax_te.ops import quantize_kernel
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -223,6 +223,22 @@ def test_quantized_kernels_without_masters(tmp_path, recipe):
         is_leaf=lambda node: isinstance(node, QuantizedKernel),
     )
     assert_same_layers(nnx.as_pure(exact), expected)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("recipe", [CURRENT, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
+def test_quantized_kernels_of_experts_without_masters(tmp_path, recipe, stacked):
+    """Each has scales of its own, in a stack of layers, too, whose two axes are no blocks."""
+
+    def experts(rngs):
+        return GroupedLinear(3, 32, (2, 16), rngs=rngs)
+
+    make = nnx.split_rngs(splits=2)(nnx.vmap(experts)) if stacked else experts
+    with autocast(recipe):
+        stored = create_train_state(make, TX, key=jax.random.key(1), fp8_param=True)
+    target = {"params": abstract_train_state(make, TX).params}
+    exact = move(tmp_path, {"params": stored.params}, target, allow={"dequantize"})["params"]
+    np.testing.assert_array_equal(exact["kernel"][...], stored.params["kernel"].get_value().dequantize())
 
 
 @pytest.mark.costly

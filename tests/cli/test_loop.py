@@ -301,11 +301,11 @@ def test_the_display_shows_mean_speed_and_time_left(monkeypatch, capsys):
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     speed, progress = Speed(StepWork(tokens=1000, devices=4, flops=1e12, peak=1e12)), PlainProgress()
     progress.start(5, 105, speed)
-    progress.update(6, 2.0, line=True)
+    progress.update(6, {"loss": 2.0}, line=True)
     speed.done(6)
     now[0] = 2.0
     speed.done(10)
-    progress.update(10, 1.5, line=True)
+    progress.update(10, {"loss": 1.5, "grad_norm": 3.0}, line=True)
     assert capsys.readouterr().out.splitlines() == [
         "step 6/105  loss 2.0000  … tokens/s  ETA -:--",
         "step 10/105  loss 1.5000  2,000 tokens/s (500 a device)  50.0% MFU  ETA 0:48",

@@ -41,6 +41,16 @@ def test_only_the_writers_that_are_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
+def test_vectors_are_lists_and_in_charts_numbers(tmp_path):
+    own = Own()
+    with MetricsLog(tmp_path, writers=["jsonl", "tensorboard", own]) as log:
+        log.write(1, {"loss": 0.5, "load": jnp.array([2.0, jnp.inf])})
+        log.write(2, {"load": jnp.array([1.0, 3.0])}, chart=False)
+        log.chart(3, {"load": jnp.array([4])})
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5, "load": [2.0, None]}, {"step": 2, "load": [1.0, 3.0]}]
+    assert own.calls == [(1, {"loss": 0.5, "load/0": 2.0, "load/1": float("inf")}), (3, {"load/0": 4.0}), "close"]
+
+
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     own = Own()

@@ -67,7 +67,11 @@ LINES = [
     ),
     # How a state goes on.
     Forgotten(
-        RULES, "return old + self.rate * jnp.sign(jnp.mean(total) - total)", "return old", STEPS, "goes_on_once and 1"
+        RULES,
+        "return old + self.rate * jnp.sign(jnp.mean(total, axis=-1, keepdims=True) - total)",
+        "return old",
+        STEPS,
+        "goes_on_once and 1",
     ),
     Forgotten(RULES, "return jnp.where(calls > 0.0, new, old)", "return old", STEPS, "quantiles"),
     Forgotten(RULES, "return old + total", "return old", STEPS, "later_microbatches"),

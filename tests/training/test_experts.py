@@ -1,6 +1,7 @@
 """State of routers over steps: microbatches, skipped steps, loops, own loops, loss scales, checkpoints."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig, RecomputeConfig, RouterOptions
 from jax_te.layers import MoE, Router, expert_metrics
+from jax_te.layers.moe.router_state import ExpertBias
 from jax_te.models.stack import run_layers
 from jax_te.quantize import QuantizerState, merge_quantizers, write_back
 from jax_te.quantize.state import Counting
@@ -303,6 +305,72 @@ def test_metrics():
         np.testing.assert_allclose(found[f"router/{name}"], want, rtol=1e-5)
 
 
+def test_metrics_of_a_step():
+    """Means over layers, tokens of each expert, and a layer's own where it says so."""
+    names = {"experts/aux_loss", "experts/dropped_share", "experts/max_over_mean_load"}
+    tokens, own = "experts/router/tokens_per_expert", {name.replace("/", "/router/") for name in names}
+    for per_layer in (False, True):
+        state = state_of({"aux_loss_coeff": 0.1, "per_layer_logging": per_layer})
+        state, metrics = step_of()(state, X)
+        assert {name for name in metrics if "experts" in name} == names | {tokens} | (own if per_layer else set())
+        np.testing.assert_array_equal(metrics[tokens], expert_metrics(state.model)["router/tokens_per_expert"])
+        assert np.sum(metrics[tokens]) == 2 * B * S
+    assert metrics["experts/router/aux_loss"] == metrics["experts/aux_loss"]
+
+
+LAYERS = 2
+
+
+def scanned(stack, x):
+    return nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, stack)
+
+
+class Layers(nnx.Module):
+    """Layers that differ, stacked by ``nnx.vmap`` and run by ``nnx.scan``, or one by one."""
+
+    def __init__(self, key, options, *, stacked):
+        make = lambda key: MoE(H, F, RouterOptions(num_experts=E, **options), rngs=nnx.Rngs(key))  # noqa: E731
+        keys = jax.random.split(key, LAYERS)
+        self.layers = nnx.vmap(make)(keys) if stacked else nnx.List([make(key) for key in keys])
+
+    def __call__(self, x):
+        if not isinstance(self.layers, nnx.List):
+            return scanned(self.layers, x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BIASED | {"expert_capacity_factor": 0.5, "aux_loss_coeff": 0.5},
+        {"load_balancing_type": "quantile_balancing", "quantile_balancing_ema": 0.5},
+    ],
+    ids=["bias", "quantiles"],
+)
+def test_a_stack_is_its_layers(options):
+    """States, gradients of scaled losses, and metrics: of each layer by itself."""
+    found = {}
+    for stacked in (False, True):
+        build = lambda rngs, stacked=stacked: Layers(jax.random.key(0), options, stacked=stacked)  # noqa: E731
+        scaler = ConstantLossScale(scale=8.0)
+        state = create_train_state(build, optax.sgd(0.1), key=jax.random.key(0), scaler=scaler)
+        found[stacked], metrics = step_of(microbatches=2)(state, X)
+    plain, stack = (found[stacked] for stacked in (False, True))
+    for name in ("params", "quantizers"):
+        of_layers = [nnx.to_pure_dict(getattr(plain, name)["layers"][i]) for i in range(LAYERS)]
+        want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
+        got = nnx.to_pure_dict(getattr(stack, name)["layers"])
+        for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=str(path))
+    one_by_one = expert_metrics(plain.model)
+    for name, value in expert_metrics(stack.model).items():
+        of_layer = re.sub(r"layers\.router\[(\d)\]", r"layers.\1.router", name)
+        np.testing.assert_allclose(value, one_by_one[of_layer], rtol=1e-5, err_msg=name)
+    assert metrics["experts/layers.router[1]/tokens_per_expert"].shape == (E,)
+
+
 # --- the rules themselves
 
 
@@ -327,6 +395,11 @@ def test_counts_merge_by_sums_and_scales_by_maxima():
     assert new["q"]["scale"][...] == 4.0
     kept = write_back(old, merged, keep_old=jnp.array(True))
     jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
+def test_biases_of_a_stack_follow_their_own_layers_mean():
+    bias = ExpertBias(1.0).advance(jnp.zeros((2, 2)), jnp.array([[3.0, 1.0], [9.0, 7.0]]))
+    np.testing.assert_array_equal(bias, [[-1.0, 1.0], [-1.0, 1.0]])
 
 
 @pytest.mark.parametrize(

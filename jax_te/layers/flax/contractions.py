@@ -64,6 +64,7 @@ class Contraction(NamedTuple):
         kernel: the parameter.
         order: axes of input and parameter.
         summed, features: sizes of the parameter's axes that are summed over, and of the others.
+        groups: number of kernels in the parameter, along axes that stay one for one with the input's; None: it is one.
         why: why no recipe can quantize it, or None.
     """
 
@@ -71,6 +72,7 @@ class Contraction(NamedTuple):
     order: GemmOrder
     summed: tuple[int, ...]
     features: tuple[int, ...]
+    groups: int | None
     why: str | None
 
 
@@ -88,15 +90,22 @@ class Seen(NamedTuple):
     @property
     def why(self) -> str | None:
         """Why no recipe can quantize one of the contractions, or None."""
+        if len({one.groups for one in self.contractions}) > 1:
+            return "others take it with other axes that stay, so that it would be another number of kernels"
         return next((one.why for one in self.contractions if one.why is not None), None)
+
+    @property
+    def groups(self) -> int | None:
+        """Number of kernels in the parameter; None: it is one."""
+        return self.contractions[0].groups if self.contractions else None
 
 
 class Visitor(NamedTuple):
     """What `compute` calls.
 
     Args:
-        gemm: function of a contraction, its input, its kernel, and dtype and sharding of the product, the input's axes
-            first. It returns the product, or None: ``dot_general`` computes this one.
+        gemm: function of a contraction, its input, its kernel, and dtype and sharding of the product, the axes that
+            stay first, then the input's. It returns the product, or None: ``dot_general`` computes this one.
         other: function of a parameter and the name of another operation that takes it.
     """
 
@@ -208,9 +217,9 @@ class _Run:
         x, kernel = reversed(operands) if kernel_first else operands
         axes = list(range(aval.ndim))
         if kernel_first:
-            # Axes of the product, the input's first.
-            features = len(contraction.features)
-            axes = [*axes[features:], *axes[:features]]
+            # Axes of the product, the input's before the parameter's.
+            stay, features = len(contraction.order.batch), len(contraction.features)
+            axes = [*axes[:stay], *axes[stay + features :], *axes[stay : stay + features]]
         sharding, mesh = None, jax.sharding.get_abstract_mesh()
         if not mesh.empty and AxisType.Explicit in mesh.axis_types:
             # What follows was traced with this sharding.
@@ -222,27 +231,29 @@ class _Run:
 def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
     """Return the description of a ``dot_general`` equation with a parameter."""
     x, rhs = (atom.aval for atom in eqn.invars)
-    (summed, rhs_summed), (batch, _) = eqn.params["dimension_numbers"]
+    (summed, rhs_summed), (batch, rhs_batch) = eqn.params["dimension_numbers"]
     kernel: Any = taken[1]
     if kernel is None:
         kernel, x, rhs, summed, rhs_summed = taken[0], rhs, x, rhs_summed, summed
+        batch, rhs_batch = rhs_batch, batch
     # In the input's order, which is that of `EinsumOp`, too.
     pairs = sorted(zip(summed, rhs_summed, strict=True))
     order = GemmOrder(
-        tuple(axis for axis in range(x.ndim) if axis not in summed),
+        tuple(axis for axis in range(x.ndim) if axis not in (*summed, *batch)),
         tuple(axis for axis, _ in pairs),
         tuple(axis for _, axis in pairs),
-        tuple(axis for axis in range(rhs.ndim) if axis not in rhs_summed),
+        tuple(axis for axis in range(rhs.ndim) if axis not in (*rhs_summed, *rhs_batch)),
+        tuple(batch),
+        tuple(rhs_batch),
     )
     why = precision_reason(eqn.params["precision"])
-    if batch:
-        why = f"the parameter, {rhs.shape} there, has axes that stay, one for one with the input's ({x.shape})"
-    elif all(taken):
+    if all(taken):
         why = "both of its operands are parameters"
     elif not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in (x, rhs, eqn.outvars[0].aval)):
         why = f"its operands are {x.dtype} and {rhs.dtype}"
     summed, features = (tuple(rhs.shape[axis] for axis in axes) for axes in (order.kernel_summed, order.features))
-    return Contraction(kernel, order, summed, features, why)
+    groups = prod(rhs.shape[axis] for axis in rhs_batch) if batch else None
+    return Contraction(kernel, order, summed, features, groups, why)
 
 
 def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_te._validation import checked
+from jax_te._validation import check_positive, checked
 from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.ops import LinearOptions, dense, explain_backend
+from jax_te.ops import LinearOptions, RowGroups, dense, explain_backend, group_alignment, grouped_dense
+from jax_te.quantize import padded_size
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, own_recipe
 from jax_te.typing import Array
 
@@ -36,11 +37,14 @@ class DotGeneral(QuantizableModule):
         kernel_axes: names of the kernel's axes, which rules give mesh axes, or mesh axes. `quantize_model` takes them
             from the kernel's metadata. Where they say how the GEMMs lie on a mesh, each device runs its part, on
             backend ``te``, too; else the compiler partitions them.
+        groups: number of kernels along batch axes, those of experts: each is quantized by itself, as those of
+            `GroupedLinear`, and on a mesh the compiler partitions their GEMMs. None: there are no batch axes.
 
     Raises:
         TypeError: for another type of recipe.
-        ValueError: when called under a recipe with batch axes, or with a ``precision`` above the default, whose sums a
-            recipe does not give; for sizes that do not fit, see `jax_te.ops.dense`.
+        ValueError: when called under a recipe with batch axes that are not of ``groups`` kernels, or with a
+            ``precision`` above the default, whose sums a recipe does not give; for sizes that do not fit, see
+            `jax_te.ops.dense`.
         QuantizerStateError: when called under a recipe with state, if there is none.
 
     Source: ``transformer_engine.jax.flax.make_dot_general_cls``.
@@ -57,7 +61,15 @@ class DotGeneral(QuantizableModule):
     attribute: ClassVar[str] = "dot_general"
     """The attribute of Flax's layers in which it stands."""
 
-    def __init__(self, recipe: Recipe | ModuleRecipe | None = None, kernel_axes: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        recipe: Recipe | ModuleRecipe | None = None,
+        kernel_axes: Sequence[Any] | None = None,
+        groups: int | None = None,
+    ):
+        if groups is not None:
+            check_positive(groups=groups)
+        self.groups = groups  # first: the state's shape depends on it
         self._init_quantization()
         self.kernel_axes = None if kernel_axes is None else tuple(kernel_axes)
         self.kernel = None  # each call is given one
@@ -94,16 +106,25 @@ class DotGeneral(QuantizableModule):
             return jax.lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
             )
-        (summed, kernel_summed), (batch, _) = dimension_numbers
-        why = "it has batch axes" if batch else precision_reason(precision)
+        (summed, kernel_summed), (batch, kernel_batch) = dimension_numbers
+        why = self._batch_reason([rhs.shape[axis] for axis in kernel_batch]) or precision_reason(precision)
         if why is not None:
             raise ValueError(
                 f"no recipe can quantize this dot_general: {why}; input {lhs.shape}, kernel {rhs.shape}. Leave it to "
                 "lax.dot_general, or call it inside `with autocast(None):`"
             )
-        order = GemmOrder(_others(lhs, summed), summed, kernel_summed, _others(rhs, kernel_summed))
-        out = _out_spec(lhs, rhs, order.rows, order.features) if out_sharding is None else out_sharding
+        rows, features = _others(lhs, (*summed, *batch)), _others(rhs, (*kernel_summed, *kernel_batch))
+        order = GemmOrder(rows, summed, kernel_summed, features, batch, kernel_batch)
+        out = _out_spec(lhs, rhs, (*batch, *rows), features) if out_sharding is None else out_sharding
         return self._quantized(lhs, rhs, order, self.kernel_axes, preferred_element_type, out)
+
+    def _batch_reason(self, sizes: Sequence[int]) -> str | None:
+        """Return why batch axes of these sizes cannot be those of this layer's kernels, or None."""
+        if (prod(sizes) if sizes else None) == self.groups:
+            return None
+        if self.groups is None:
+            return "it has batch axes"
+        return f"its batch axes have sizes {tuple(sizes)}, and it is of groups={self.groups} kernels"
 
     def _quantized(
         self, lhs: Array, rhs: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
@@ -120,13 +141,18 @@ class DotGeneral(QuantizableModule):
         recipe: Any = self.recipe
         # The dtype of a GEMM's input is that of its output; quantized values do not change in a wider one.
         x = lhs if dtype is None else lhs.astype(dtype)
+        if order.batch:
+            options = LinearOptions(name=self.module_name, evaluation=self.deterministic)
+            grouped = functools.partial(_grouped_gemm, order=order, recipe=recipe, options=options)
+            run: Any = grouped if out is None else jax.sharding.auto_axes(grouped, out_sharding=out)
+            return run(x, rhs, self.gemm_state("kernel"))
         found, backend = gemm_axes(lhs, rhs, order, kernel_axes, recipe.alignment), None
         if found.why is not None:
             # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
             backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
         options = LinearOptions(*found[:3], name=self.module_name, evaluation=self.deterministic)
         gemm = functools.partial(_gemm, order=order, recipe=recipe, options=options, backend=backend)
-        run: Any = gemm if out is None else jax.sharding.auto_axes(gemm, out_sharding=out)
+        run = gemm if out is None else jax.sharding.auto_axes(gemm, out_sharding=out)
         return run(x, rhs, self.gemm_state("kernel"))
 
 
@@ -134,10 +160,11 @@ class EinsumOp(DotGeneral):
     """``jnp.einsum`` of an input and a kernel whose GEMMs a recipe quantizes: the ``einsum_op`` of ``nnx.Einsum``.
 
     Args:
-        recipe, kernel_axes: as of `DotGeneral`.
+        recipe, kernel_axes, groups: as of `DotGeneral`.
 
     Raises:
-        ValueError: when called under a recipe with an equation that is not one GEMM, and as `DotGeneral`.
+        ValueError: when called under a recipe with an equation that is not one GEMM, or one for each of ``groups``
+            kernels, and as `DotGeneral`.
 
     >>> from jax_te.recipe import Float8CurrentScaling
     >>> op = EinsumOp(Float8CurrentScaling())
@@ -165,16 +192,22 @@ class ParameterGemm(DotGeneral):
     Args:
         parameter: name of the parameter.
         stack: sizes of the axes that ``nnx.vmap`` put before the parameter's.
-        recipe: recipe of this GEMM, as that of `DotGeneral`.
+        recipe, groups: as of `DotGeneral`.
 
     >>> ParameterGemm("w").layer_path(("layers", 0, "w_gemm"))
     ('layers', 0, 'w')
     """
 
-    def __init__(self, parameter: str, stack: tuple[int, ...] = (), recipe: Recipe | ModuleRecipe | None = None):
+    def __init__(
+        self,
+        parameter: str,
+        stack: tuple[int, ...] = (),
+        recipe: Recipe | ModuleRecipe | None = None,
+        groups: int | None = None,
+    ):
         # Before the base class makes the state, whose shape depends on them.
         self.parameter, self.stack = parameter, stack
-        super().__init__(recipe)
+        super().__init__(recipe, groups=groups)
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
         """Sizes of the axes by which the module that holds this one was stacked."""
@@ -197,7 +230,11 @@ class ParameterGemm(DotGeneral):
             dtype: dtype of the product.
             out: sharding of the product on a mesh with Explicit axes, or None.
         """
-        return self._quantized(x, kernel, order, kernel_axes, dtype, out)
+        if self.recipe is not None:
+            return self._quantized(x, kernel, order, kernel_axes, dtype, out)
+        # Where the recipe of a call is another than that under which the module was traced, as in `sensitivity`.
+        numbers = (order.summed, order.kernel_summed), (order.batch, order.kernel_batch)
+        return jax.lax.dot_general(x, kernel, numbers, preferred_element_type=dtype, out_sharding=out)
 
 
 def dot_general_as_placed(
@@ -216,9 +253,10 @@ def dot_general_as_placed(
     >>> dot_general_as_placed(jnp.ones((2, 4)), jnp.ones((4, 8)), (((1,), (0,)), ((), ()))).shape
     (2, 8)
     """
-    (summed, kernel_summed), _ = dimension_numbers
+    (summed, kernel_summed), (batch, kernel_batch) = dimension_numbers
     if out_sharding is None:
-        out_sharding = _out_spec(lhs, rhs, _others(lhs, summed), _others(rhs, kernel_summed))
+        rows, features = _others(lhs, (*summed, *batch)), _others(rhs, (*kernel_summed, *kernel_batch))
+        out_sharding = _out_spec(lhs, rhs, (*batch, *rows), features)
     return jax.lax.dot_general(
         lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
     )
@@ -243,6 +281,7 @@ class FlaxLinear(NamedTuple):
         as_placed: what computes it without a recipe, see `dot_general_as_placed`.
         default: what its attribute ``op.attribute`` is if the user gave nothing.
         stack: sizes of the axes that ``nnx.vmap`` put before the kernel's.
+        groups: number of kernels along its batch axes; None: it has none.
     """
 
     summed: Sequence[int]
@@ -252,6 +291,7 @@ class FlaxLinear(NamedTuple):
     as_placed: Callable[..., Array] = dot_general_as_placed
     default: Any = None
     stack: tuple[int, ...] = ()
+    groups: int | None = None
 
 
 def flax_linear(module: Any) -> FlaxLinear | None:
@@ -265,14 +305,14 @@ def flax_linear(module: Any) -> FlaxLinear | None:
         return None
     why = precision_reason(module.precision)
     if isinstance(module, nnx.Einsum):
-        _, names, out, reason = read_einsum(module.einsum_str)
-        layer, rank = einsum_linear(names, out, module.kernel_shape, why or reason), len(module.kernel_shape)
+        x, names, out, reason = read_einsum(module.einsum_str)
+        layer, rank = einsum_linear(x, names, out, module.kernel_shape, why or reason), len(module.kernel_shape)
     elif isinstance(module, nnx.Linear):
         layer, rank = FlaxLinear((module.in_features,), (module.out_features,), why, default=jax.lax.dot_general), 2
     else:
-        why = "it has batch axes" if module.batch_axis else why
         why = why if module.dot_general_cls is None else "it has a dot_general_cls of its own"
-        layer = FlaxLinear(module.in_features, module.out_features, why)
+        groups = prod(module.batch_axis.values()) if module.batch_axis else None
+        layer = FlaxLinear(module.in_features, module.out_features, why, groups=groups)
         rank = len(module.batch_axis) + len(layer.summed) + len(layer.features)
     present = getattr(module, layer.op.attribute)
     # Flax's LoRALinear adds to what nnx.Linear returns.
@@ -284,12 +324,14 @@ def flax_linear(module: Any) -> FlaxLinear | None:
     return layer._replace(stack=shape[: len(shape) - rank])
 
 
-def einsum_linear(kernel: str, out: str, shape: Sequence[int], why: str | None) -> FlaxLinear:
+def einsum_linear(x: str, kernel: str, out: str, shape: Sequence[int], why: str | None) -> FlaxLinear:
     """Return the description of an einsum with a kernel of ``shape``; see `read_einsum`."""
-    summed, features = (
-        [n for name, n in zip(kernel, shape, strict=False) if (name in out) is k] for k in (False, True)
-    )
-    return FlaxLinear(summed, features, why, EinsumOp, einsum_as_placed, jnp.einsum)
+    sizes = list(zip(kernel, shape, strict=False))
+    summed = [size for name, size in sizes if name not in out]
+    features = [size for name, size in sizes if name in out and name not in x]
+    batch = [size for name, size in sizes if name in out and name in x]
+    groups = prod(batch) if batch else None
+    return FlaxLinear(summed, features, why, EinsumOp, einsum_as_placed, jnp.einsum, groups=groups)
 
 
 def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe | None) -> str | None:
@@ -317,7 +359,9 @@ def precision_reason(precision: Any) -> str | None:
 
 
 def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, str | None]:
-    """Return the axes of input, kernel and output of an equation, and why it is not one GEMM, or None.
+    """Return the axes of input, kernel and output of an equation, and why it is no GEMM, or None.
+
+    An equation with axes that all three share, those of experts, is a GEMM for each of their places.
 
     Args:
         equation: of ``jnp.einsum``, explicit, with two operands.
@@ -332,11 +376,9 @@ def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, 
         unused = [chr(code) for code in range(ord("A"), ord("Z") + 1) if chr(code) not in equation]
         more = "".join(unused[: 1 if rank is None else rank - len(x) + 3])
         x, out = x.replace("...", more), out.replace("...", more)
-    batch = sorted({*x} & {*kernel} & {*out})
+    left = ({*x} ^ {*kernel}) | ({*x} & {*kernel} & {*out})
     why = None
-    if batch:
-        why = f"{equation!r} has the batch axes {', '.join(batch)}"
-    elif len({*x}) < len(x) or len({*kernel}) < len(kernel) or {*x} ^ {*kernel} != {*out} or "." in kernel:
+    if len({*x}) < len(x) or len({*kernel}) < len(kernel) or left != {*out} or "." in kernel:
         why = f"{equation!r} is more than a sum over axes that input and kernel share"
     return x, kernel, out, why
 
@@ -344,21 +386,40 @@ def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, 
 def _einsum(
     dot_general: Callable[..., Array], equation: str, lhs: Array, rhs: Array, *, out_sharding: Any, **options: Any
 ) -> Array:
-    """Return the result of an equation that is one GEMM, by ``dot_general``."""
+    """Return the result of an equation that is one GEMM, or one for each expert, by ``dot_general``."""
     x, kernel, out, why = read_einsum(equation, lhs.ndim)
     if why is not None:
         raise ValueError(f"no recipe can quantize {equation!r}: {why}. Leave it to jnp.einsum")
-    summed = [name for name in x if name in kernel]
-    numbers = [x.index(name) for name in summed], [kernel.index(name) for name in summed]
-    y = dot_general(lhs, rhs, (numbers, ((), ())), **options)
-    order = [name for name in (*x, *kernel) if name not in summed]
+    shared = [name for name in x if name in kernel]
+    summed, batch = ([name for name in shared if (name in out) is stays] for stays in (False, True))
+    numbers = [([x.index(name) for name in names], [kernel.index(name) for name in names]) for names in (summed, batch)]
+    y = dot_general(lhs, rhs, numbers, **options)
+    order = [*batch, *(name for name in (*x, *kernel) if name not in shared)]
     y = jnp.transpose(y, [order.index(name) for name in out])
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
+def _grouped_gemm(
+    x: Array, kernel: Array, state: Any, *, order: GemmOrder, recipe: Recipe, options: LinearOptions
+) -> Array:
+    """Return ``x [*batch, *rows, *summed] @ kernel [*batch, *summed, *features]``, a GEMM for each place of a batch."""
+    rows, summed, kernel_summed, features, batch, kernel_batch = order
+    x = jnp.transpose(x, (*batch, *rows, *summed))
+    kernel = jnp.transpose(kernel, (*kernel_batch, *kernel_summed, *features))
+    lead, outer = x.shape[: len(batch)], kernel.shape[len(batch) + len(summed) :]
+    kept = x.shape[: len(batch) + len(rows)]
+    e, n, k = prod(lead), prod(kept[len(batch) :]), prod(x.shape[len(kept) :])
+    # Each expert's rows are one tile of the grouped GEMMs, with zeros behind them.
+    size = padded_size(max(n, 1), group_alignment(recipe))
+    x = jnp.pad(x.reshape(e, n, k), ((0, 0), (0, size - n), (0, 0))).reshape(e * size, k)
+    groups = RowGroups(sizes=jnp.full(e, n, jnp.int32), rows=e * size, alignment=size)
+    y = grouped_dense(x, kernel.reshape(e, k, *outer), groups=groups, recipe=recipe, state=state, options=options)
+    return y.reshape(e, size, *outer)[:, :n].reshape(*kept, *outer)
+
+
 def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:
     """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after both were brought into this order."""
-    rows, summed, kernel_summed, features = order
+    rows, summed, kernel_summed, features, *_ = order
     x, kernel = jnp.transpose(x, (*rows, *summed)), jnp.transpose(kernel, (*kernel_summed, *features))
     if len(summed) != 1:
         x, kernel = x.reshape(*x.shape[: len(rows)], -1), kernel.reshape(-1, *kernel.shape[len(summed) :])

@@ -15,12 +15,17 @@ from jax_te.typing import Array
 
 
 class GemmOrder(NamedTuple):
-    """Which axes of input and kernel a ``dot_general`` sums over, in pairs, and which are left, in order."""
+    """Which axes of input and kernel a ``dot_general`` sums over, in pairs, and which are left, in order.
+
+    ``batch`` and ``kernel_batch`` are pairs of axes that stay: the parameter holds a kernel for each of their places.
+    """
 
     rows: Sequence[int]
     summed: Sequence[int]
     kernel_summed: Sequence[int]
     features: Sequence[int]
+    batch: Sequence[int] = ()
+    kernel_batch: Sequence[int] = ()
 
 
 class GemmAxes(NamedTuple):

@@ -176,8 +176,8 @@ def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bo
     if why is not None:
         raise ValueError(
             f"the rule {pattern!r} fits {path} ({kind}), and no recipe can quantize a contraction of it: {why}. Put "
-            f"{{{path!r}: None}} before it in rules, or let the module compute one sum over axes that one input and "
-            "the parameter share, without a precision"
+            f"{{{path!r}: None}} before it in rules, or let the module compute sums over axes that one input and the "
+            "parameter share, without a precision"
         )
     if not seen.contractions:
         return None
@@ -242,10 +242,12 @@ def quantize_model(
     """Let recipes quantize the linear layers of a model that is written in plain Flax NNX; return what it reaches.
 
     Every ``nnx.Linear``, ``nnx.LinearGeneral`` (with it the projections of ``nnx.MultiHeadAttention``) and
-    ``nnx.Einsum`` that is one GEMM gets a `DotGeneral` or `EinsumOp`. Nothing else changes: parameters are the same
-    Variables under the same names, with their metadata and dtypes, so that checkpoints and optimizer states still fit,
-    and the layers promote dtypes and add biases as before. Where no recipe is in force, the model computes what it
-    computed before. Layers that have a `DotGeneral` already keep it if no rule fits them, with fresh state.
+    ``nnx.Einsum`` that is a GEMM gets a `DotGeneral` or `EinsumOp`. Axes of a kernel that stay one for one with the
+    input's, as those of experts in ``"ecd,edf->ecf"``, are of kernels that are quantized each by itself. Nothing else
+    changes: parameters are the same Variables under the same names, with their metadata and dtypes, so that checkpoints
+    and optimizer states still fit, and the layers promote dtypes and add biases as before. Where no recipe is in force,
+    the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them,
+    with fresh state.
 
     A module of your own is reached where a rule fits it, or one of its parameters (``"block.qkv"``, ``"block.qkv.w"``).
     Each ``x @ w``, ``jnp.einsum``, ``jnp.dot`` or ``lax.dot_general`` of an input with that parameter in its
@@ -272,15 +274,15 @@ def quantize_model(
 
     Returns:
         Which layers recipes quantize, and why others stay in high precision: a size that is no multiple of the recipe's
-        ``alignment`` (16 without a recipe), a rule, batch axes, a ``precision``, a ``dot_general`` or a ``__call__`` of
+        ``alignment`` (16 without a recipe), a rule, a ``precision``, a ``dot_general`` or a ``__call__`` of
         their own, the head; print it.
 
     Raises:
         TypeError: for a rule that is no recipe, a model that is no NNX module or has no ``__call__``, or a call without
             arguments.
         ValueError: if no layer is reached; the report of what was seen is in the message. For a rule that fits a
-            parameter of a module of your own that no recipe can quantize: its contraction has batch axes, a
-            ``precision``, or two parameters.
+            parameter of a module of your own that no recipe can quantize: its contraction has a ``precision``, or two
+            parameters, or it is taken as one kernel and as several.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 16, rngs=nnx.Rngs(0)))
     >>> print(quantize_model(model, jax.numpy.ones((16, 32))))
@@ -303,7 +305,7 @@ def quantize_model(
             entry, own = decide_layer(path, kind, rules, layer, gemms)
             layers.append(entry)
             present = getattr(module, layer.op.attribute)
-            given = present if isinstance(present, DotGeneral) and own is None else layer.op(own)
+            given = present if isinstance(present, DotGeneral) and own is None else layer.op(own, groups=layer.groups)
             chosen.append((module, layer, given if entry.why is None else None))
         elif not isinstance(module, QuantizableModule) and own_kernels(module):
             entries, ops = _own_module(parts, module, rules, gemms, seen)
@@ -362,7 +364,7 @@ def _own_module(
             ops[name] = present[name]
         elif entry.why is None:
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
-            ops[name] = ParameterGemm(name, stack, own)
+            ops[name] = ParameterGemm(name, stack, own, what.groups)
     if others:
         entries.append(other_module(".".join(map(str, parts)), kind, others, rules, gemms))
     return entries, ops

@@ -330,7 +330,10 @@ def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
     1024.0
     """
     for router in routers_of(model).values():
-        router.loss_scale = nnx.data(None if scale is None else AuxLossScale(jnp.asarray(scale, jnp.float32)))
+        # Routers that nnx.vmap stacked have one each, which a loop over the stack takes apart.
+        stack = router.last_step.get_value().shape[:-1]
+        value = None if scale is None else AuxLossScale(jnp.broadcast_to(jnp.asarray(scale, jnp.float32), stack))
+        router.loss_scale = nnx.data(value)
 
 
 def routers_of(model: nnx.Module) -> dict[str, Router]:
@@ -360,35 +363,3 @@ def aux_losses_scaled(model: nnx.Module, scale: Array | float) -> Iterator[None]
     yield
     for router, scale_before in before:
         router.loss_scale = nnx.data(scale_before)
-
-
-def expert_metrics(model: nnx.Module) -> dict[str, Array]:
-    """Return what the last step counted, over all routers of a model and for each.
-
-    Args:
-        model: whose states a train step has written back, e.g. ``state.model``.
-
-    Returns:
-        By name, fp32: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;
-        ``max_over_mean_load``, the largest load of an expert over the mean one, in the layer where that is largest.
-        And for each router, behind its path and a ``/``: the same, and ``tokens_per_expert [e]``. Empty without
-        routers.
-
-    >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
-    >>> sorted(expert_metrics(router))
-    ['/dropped_share', '/max_over_mean_load', '/tokens_per_expert', 'dropped_share', 'max_over_mean_load']
-    """
-    found, layers = {}, []
-    for path, router in routers_of(model).items():
-        e, values = router.options.num_experts, router.last_step.get_value()
-        load, sums = values[:e], dict(zip(router.metric_names, values[e:], strict=True))
-        calls, chosen = jnp.maximum(sums.pop("calls"), 1.0), jnp.maximum(sums.pop("chosen"), 1.0)
-        own = {"dropped_share": sums.pop("dropped") / chosen}
-        own["max_over_mean_load"] = jnp.max(load) / jnp.maximum(jnp.mean(load), 1.0 / e)
-        own |= {name: total / calls for name, total in sums.items()}
-        layers.append(own)
-        found |= {f"{path}/{name}": value for name, value in own.items()} | {f"{path}/tokens_per_expert": load}
-    for name in {name: None for own in layers for name in own}:
-        each = jnp.stack([own[name] for own in layers if name in own])
-        found[name] = jnp.max(each) if name == "max_over_mean_load" else jnp.mean(each)
-    return found

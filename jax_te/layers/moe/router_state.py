@@ -1,4 +1,7 @@
-"""How the states of a router go on: once a step, from what its calls counted."""
+"""How the states of a router go on: once a step, from what its calls counted.
+
+States of routers that ``nnx.vmap`` stacked have axes in front, and each goes on by itself.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class ExpertBias(Counting):
 
     def advance(self, old: Array, total: Array) -> Array:
         """Return the bias of the next step from the tokens of each expert."""
-        return old + self.rate * jnp.sign(jnp.mean(total) - total)
+        return old + self.rate * jnp.sign(jnp.mean(total, axis=-1, keepdims=True) - total)
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class QuantileBias(Counting):
 
     def advance(self, old: Array, total: Array) -> Array:
         """Return the bias of the next step from the sum of the quantiles and their number."""
-        calls = total[-1]
-        mean = total[:-1] / jnp.maximum(calls, 1.0)
-        new = self.ema * old[:-1] + (1.0 - self.ema) * mean
-        new = jnp.append(new - jnp.mean(new), 0.0)
+        calls = total[..., -1:]
+        mean = total[..., :-1] / jnp.maximum(calls, 1.0)
+        new = self.ema * old[..., :-1] + (1.0 - self.ema) * mean
+        new = new - jnp.mean(new, axis=-1, keepdims=True)
+        new = jnp.concatenate([new, jnp.zeros_like(calls)], axis=-1)
         return jnp.where(calls > 0.0, new, old)
 
 

@@ -375,13 +375,6 @@ def test_decorated_calls_are_reached_in_each_model(cls):
             assert jnp.all(jnp.isfinite(gradients["layers"][0]["w"][...]))
 
 
-class Batched(Own):
-    """Experts: the parameter's first axis stays, one for one with the input's."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum("ebd,edf->ebf", x, self.w[...])
-
-
 class Precise(Own):
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.matmul(x, self.w[...], precision="highest")
@@ -396,6 +389,13 @@ class TwoParameters(Own):
         return x @ (self.other @ self.w)
 
 
+class TwoForms(Own):
+    """A parameter that is a kernel for each of the places of its first axis, and one kernel with a sum over it."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("ebd,edf->ebf", x, self.w[...]) + jnp.einsum("ebd,edf->bf", x, self.w[...])[None]
+
+
 class Sliced(Own):
     def __call__(self, x: jax.Array) -> jax.Array:
         return x @ self.w[0]
@@ -407,7 +407,7 @@ class InALoop(Own):
 
 
 REFUSED = {
-    "batch axes": (Batched, (2, 32, 32), r"has axes that stay, one for one with the input's \(\(2, 16, 32\)\)"),
+    "one kernel and several": (TwoForms, (2, 32, 32), "so that it would be another number of kernels"),
     "a precision": (Precise, (32, 32), r"its precision is .*HIGHEST\)"),
     "two parameters": (TwoParameters, (32, 32), "both of its operands are parameters"),
 }

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_te import linen
+from jax_te.config import ParallelConfig
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import GroupedLinear, GroupedLoRA, Linear, lora_labels, prepare_quantization, quantize_parameters
 from jax_te.ops import RowGroups, group_alignment
@@ -22,6 +23,7 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
     autocast,
 )
+from jax_te.sharding import make_mesh
 from jax_te.training import (
     calibrate_delayed_scaling,
     create_train_state,
@@ -323,6 +325,20 @@ def test_linen_gives_the_same_bits(x):
         same = linen.to_nnx(module, variables)
         assert_bitwise(same(x, sizes), y)
     assert variables["_overwrite_with_gradient"]["quantizers"]["x"]["scale"].shape == (E,)
+
+
+def test_group_and_size_are_the_meshs(x):
+    """As `Linear`'s: the mesh says which devices split the kernels, a group and a size are checked against it."""
+    experts = layer(tp_group="tensor", tp_size=2, parallel_mode="column")
+    experts.set_tensor_parallel_group(None)
+    experts.set_tensor_parallel_group("tensor")
+    with without_type_checker(), pytest.raises(TypeError, match="tp_group must be None or the mesh axis 'tensor'"):
+        experts.set_tensor_parallel_group("data")
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=4))), pytest.raises(ValueError, match="has 4 tensor ranks"):
+        experts(x, SIZES)
+    with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
+        y = jax.jit(lambda layer, x: layer(x, jnp.asarray(SIZES)))(experts, x)
+    assert_close(y, layer()(x, SIZES), TOLERANCE["bfloat16"])
 
 
 def test_alignments_of_recipes():
