@@ -221,16 +221,17 @@ def _run_scanned(
 
     def structure(group: Group) -> tuple[Any, ...]:
         members = split[group.first : group.first + group.count]
-        return group.recomputed, *(graphdef for graphdef, _ in members)
+        return group.recomputed, *((graphdef, jax.tree.structure(state)) for graphdef, state in members)
 
-    # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group.
-    for (recomputed, *graphdefs), alike in itertools.groupby(groups, key=structure):
+    # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group; and
+    # structures tell which kernels are cached, and the sinks without arrays of an abstract pass.
+    for (recomputed, *structures), alike in itertools.groupby(groups, key=structure):
         steps = []
         for group in alike:
             members = range(group.first, group.first + group.count)
             steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
         with jax.named_scope("layers"):
-            xs = _scan(calls[recomputed], graphdefs, steps, xs, given)
+            xs = _scan(calls[recomputed], [graphdef for graphdef, _ in structures], steps, xs, given)
     return xs
 
 

@@ -14,13 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te._validation import checked
-from jax_te.layers import (
-    aux_losses_scaled,
-    drop_cached_kernels,
-    quantize_kernels,
-    set_grad_sinks,
-    use_cached_kernels,
-)
+from jax_te.layers import KernelCache, aux_losses_scaled, cached_kernels, quantize_kernels, set_grad_sinks
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -39,7 +33,7 @@ from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
 
-_AT_ONCE = KernelGradients()
+_AT_ONCE, _NO_CACHE = KernelGradients(), KernelCache({})
 _SMALL = 2**15
 """The largest number of elements of a bias or a norm's scale, of which there are many."""
 
@@ -232,7 +226,7 @@ def accumulated_gradients(
     add up gradients of kernels behind the scan if ``kernels.once``.
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    cached = quantize_kernels(model) if keep_kernels else None
+    cached = quantize_kernels(model) if keep_kernels else _NO_CACHE
     places, full = kernels.waiting(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
@@ -280,7 +274,7 @@ def _of_batch(
     batch: PyTree,
     key: Array,
     kernels: KernelGradients,
-    cached: list[QuantizedKernel | None] | None = None,
+    cached: KernelCache = _NO_CACHE,
 ) -> Gradients:
     parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
     return differentiate(
@@ -299,7 +293,7 @@ def differentiate(
     parts: Parts,
     split: Callable[[Any], Parts],
     scaler: LossScale,
-    cached: list[QuantizedKernel | None] | None = None,
+    cached: KernelCache = _NO_CACHE,
     inputs: tuple[Array, ...] = (),
     kernels: KernelGradients = _AT_ONCE,
     like: nnx.State | None = None,
@@ -311,7 +305,7 @@ def differentiate(
         parts: of the model.
         split: gives the parts of a model.
         scaler: multiplies the loss.
-        cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
+        cached: kernels that the caller has quantized already.
         inputs: other arrays to differentiate by.
         kernels: how their gradients are computed; summands are given as ``waiting``.
         like: Variables in whose axes the gradients come. None: the parameters.
@@ -324,13 +318,12 @@ def differentiate(
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
-        use_cached_kernels(model, [None] * len(grad_sinks) if cached is None else cached, list(grad_sinks.values()))
-        with aux_losses_scaled(model, scaler.scale):
+        # Both belong to this pass: they must not be among the model's other state that is returned.
+        with cached_kernels(model, cached), aux_losses_scaled(model, scaler.scale):
+            set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
-        # The caches belong to this pass: they must not be among the model's other state that is returned.
-        drop_cached_kernels(model)
         return scaler.scale_loss(loss), (loss, split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is no ordinary float.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
+from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.linear import Linear
-from jax_te.layers.quantizable import drop_cached_kernels
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
 
