@@ -40,7 +40,7 @@ from jax_te.layers.moe.router import (
     set_aux_loss_scale,
 )
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
-from jax_te.layers.parameters import expert_rngs, parameter, parameter_axes
+from jax_te.layers.parameters import StepState, expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
     CachedKernel,

@@ -11,17 +11,18 @@ from flax import nnx
 
 from jax_te._validation import check_bool
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
 from jax_te.typing import Array, LogicalAxes
 
 
-class CachedKernel(nnx.Variable):
+class CachedKernel(StepState):
     """NNX Variable: the quantized forms that a layer uses in place of its kernels, by the kernels' names."""
 
 
-class GradSinks(nnx.Variable):
+class GradSinks(StepState):
     """NNX Variable: sinks that get the gradients of a layer's kernels, by the kernels' names; see `LinearWeights`."""
 
 
