@@ -16,7 +16,7 @@ from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.models.stack_hook import stack_of_layers
-from jax_te.ops import residuals_are_stacked
+from jax_te.ops import loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
@@ -272,7 +272,7 @@ def _scan(
     if len(steps) == 1:
         return run(xs, steps[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
-    with residuals_are_stacked(True):
+    with loop_over_layers():
         return jax.lax.scan(lambda xs, step: (run(xs, step), None), xs, stacked)[0]
 
 
