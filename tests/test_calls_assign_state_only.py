@@ -27,17 +27,13 @@ def of(*inputs: Any, **options: Any) -> Callable[[Any], Any]:
     return lambda module: module(*inputs, **options)
 
 
-def of_a_group(module: Any) -> Any:
-    return module(ROWS, COUNTS, alignment=16)
-
-
 CALLS: dict[Any, Callable[[Any], Any]] = {
     layers.DotGeneral: of(X, KERNEL, (((2,), (0,)), ((), ()))),
     layers.EinsumOp: of("bsh,hk->bsk", X, KERNEL),
     layers.DotProductAttention: of(*HEADS),
     layers.Embedding: of(TOKENS),
-    layers.GroupedLinear: of_a_group,
-    layers.GroupedLoRA: of_a_group,
+    layers.GroupedLinear: of(ROWS, COUNTS),
+    layers.GroupedLoRA: of(ROWS, COUNTS),
     layers.LayerNorm: of(X),
     layers.LayerNormLinear: of(X),
     layers.LayerNormMLP: of(X),
@@ -55,13 +51,13 @@ CALLS: dict[Any, Callable[[Any], Any]] = {
     megatron.MoELayer: of(X),
     megatron.SelfAttention: of(X),
     megatron.SharedExpertMLP: of(X),
-    megatron.TEColumnParallelGroupedLinear: of_a_group,
+    megatron.TEColumnParallelGroupedLinear: of(ROWS, COUNTS),
     megatron.TEColumnParallelLinear: of(X),
     megatron.TEDotProductAttention: of(*HEADS),
-    megatron.TEGroupedLinear: of_a_group,
+    megatron.TEGroupedLinear: of(ROWS, COUNTS),
     megatron.TELayerNormColumnParallelLinear: of(X),
     megatron.TELinear: of(X),
-    megatron.TERowParallelGroupedLinear: of_a_group,
+    megatron.TERowParallelGroupedLinear: of(ROWS, COUNTS),
     megatron.TERowParallelLinear: of(X),
     megatron.TopKRouter: of(X),
     megatron.TransformerLayer: of(X),
