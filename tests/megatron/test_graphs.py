@@ -284,11 +284,7 @@ def test_the_first_microbatch_quantizes_kernels_and_the_others_use_them(x: jax.A
         assert_bitwise(block.forward(x), block(x))
 
 
-def jitted(block: Block) -> Block:
-    nnx.jit(lambda block, x: block(x))(block, jnp.ones((2, 8, 16)))
-    return block
-
-
+JITTED: Any = nnx.jit(lambda block, x: block(x))
 COPIES = {"clone": nnx.clone, "copy": copy.copy, "deepcopy": copy.deepcopy}
 
 
@@ -300,7 +296,7 @@ def test_each_module_has_its_own_microbatch_and_hooks(how: str, x: jax.Array):
     second = COPIES[how](first) if how in COPIES else build()
     second.serial_number = first.serial_number
     if how == "equal modules under nnx.jit":
-        jitted(first), jitted(second)
+        JITTED(first, x), JITTED(second, x)
     seen: list[Any] = []
     first.current_microbatch = 3
     first.setup_manual_hooks(lambda: seen.append)
@@ -310,7 +306,7 @@ def test_each_module_has_its_own_microbatch_and_hooks(how: str, x: jax.Array):
     first(x)
     assert seen == [first.fc1, first.fc2]
     if how == "equal modules under nnx.jit":
-        jitted(second), jitted(first)
+        JITTED(second, x), JITTED(first, x)
         assert (first.current_microbatch, second.current_microbatch) == (3, 0)
         assert (len(first.cuda_graph_manual_hooks), len(second.cuda_graph_manual_hooks)) == (2, 0)
 
