@@ -14,6 +14,14 @@ from jax_te.layers.embedding import Embedding
 from jax_te.layers.flax.drop_in import DotGeneral, EinsumOp
 from jax_te.layers.flax.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
 from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
+from jax_te.layers.kernel_cache import (
+    KernelCache,
+    cached_kernels,
+    drop_cached_kernels,
+    quantize_kernels,
+    set_grad_sinks,
+    use_cached_kernels,
+)
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
 from jax_te.layers.linear import Linear
@@ -32,22 +40,17 @@ from jax_te.layers.moe.router import (
     set_aux_loss_scale,
 )
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
-from jax_te.layers.parameters import expert_rngs, parameter, parameter_axes
+from jax_te.layers.parameters import StepState, expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
     CachedKernel,
     QuantizableModule,
-    cache_name,
-    drop_cached_kernels,
     keep_in_high_precision,
     name_modules,
     natural_order,
     quantizable_kernels,
     quantizable_modules,
-    quantize_kernels,
     quantize_parameters,
-    set_grad_sinks,
-    use_cached_kernels,
 )
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
 from jax_te.layers.transformer import TransformerLayer
@@ -65,6 +68,7 @@ __all__ = [
     "GroupedLinear",
     "GroupedLoRA",
     "KVCache",
+    "KernelCache",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -88,6 +92,7 @@ __all__ = [
     "YarnScaling",
     "alibi_slopes",
     "apply_rotary",
+    "cached_kernels",
     "clip_qk",
     "dequantize_model",
     "drop_path",
@@ -103,6 +108,7 @@ __all__ = [
     "parameter_axes",
     "prepare_quantization",
     "quantizable_modules",
+    "quantize_kernels",
     "quantize_model",
     "quantize_parameters",
     "rotary_embedding",

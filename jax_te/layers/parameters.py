@@ -14,6 +14,10 @@ from jax_te.sharding import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
+class StepState(nnx.Variable):
+    """Base of NNX Variables that hold values of one step, which no state dict keeps."""
+
+
 def parameter(
     init: Initializer, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes
 ) -> nnx.Param:

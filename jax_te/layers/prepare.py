@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.layers.quantizable import QuantizableModule, cache_name
+from jax_te.layers.quantizable import QuantizableModule
 from jax_te.quantize import quantizer_variables
 from jax_te.recipe import Recipe
 
@@ -50,6 +50,6 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
             state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
             setattr(module, name, nnx.data(quantizer_variables(state)))
-            # A cached kernel was quantized under the recipe before.
-            setattr(module, cache_name(kernel), nnx.data(None))
+        # Cached kernels were quantized under the recipe before.
+        module.kernel_cache = nnx.data(None)
     return model

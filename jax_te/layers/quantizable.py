@@ -11,18 +11,19 @@ from flax import nnx
 
 from jax_te._validation import check_bool
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
-from jax_te.ops.linear import Probe
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
 from jax_te.typing import Array, LogicalAxes
 
 
-class CachedKernel(nnx.Variable):
-    """NNX Variable ``(quantized, sink)``: a kernel's quantized form between microbatches, and its ``grad_sink``.
+class CachedKernel(StepState):
+    """NNX Variable: the quantized forms that a layer uses in place of its kernels, by the kernels' names."""
 
-    A sink without arrays, a `Probe`, stands in the metadata ``probe``, which is part of the graph definition.
-    """
+
+class GradSinks(StepState):
+    """NNX Variable: sinks that get the gradients of a layer's kernels, by the kernels' names; see `LinearWeights`."""
 
 
 class QuantizableModule(TrainingMode):
@@ -38,8 +39,10 @@ class QuantizableModule(TrainingMode):
             `ModuleRecipe` or None.
         deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
             recipes holds.
-        is_first_microbatch: what a call that does not say takes: True: quantize the kernels anew and keep them, for
-            this call alone, after which the attribute is False; False: use those kept; None: keep nothing.
+        is_first_microbatch: what a call that does not say takes, see the property.
+        keeps_kernels: what ``is_first_microbatch`` was last set to.
+        kernel_cache: the layer's cached kernels, state that calls write; None: none.
+        grad_sinks: sinks of the kernels' gradients, in the copy of a model that is differentiated; None: none.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
     """
 
@@ -54,11 +57,42 @@ class QuantizableModule(TrainingMode):
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
         self.kernel_recipes: tuple[tuple[str, ModuleRecipe | None], ...] = ()
-        self.is_first_microbatch: bool | None = None
+        self.keeps_kernels: bool | None = None
         self.module_name: str | None = None
-        for kernel, quantizers in self.kernels.items():
+        self.kernel_cache: CachedKernel | None = nnx.data(None)
+        self.grad_sinks: GradSinks | None = nnx.data(None)
+        for quantizers in self.kernels.values():
             setattr(self, quantizers, nnx.data(quantizer_variables(self.new_state(ambient_recipe.value))))
-            setattr(self, cache_name(kernel), nnx.data(None))
+
+    @property
+    def is_first_microbatch(self) -> bool | None:
+        """What a call that does not say takes.
+
+        - None: cache no kernel.
+        - True: no kernel is cached yet; a call quantizes and caches those that it uses.
+        - False: use the cached kernels.
+
+        Set it to True before the first microbatch of a step, which drops the kernels of the step before. It reads as
+        False once a call has cached kernels. So it is a view of the state ``kernel_cache``, and goes where the state
+        goes: under ``nnx.jit`` it changes as in an eager call, and a function under ``jax.jit`` that does not return
+        the module's state leaves both as they were.
+
+        >>> from jax_te.layers import Linear
+        >>> from jax_te.recipe import Float8CurrentScaling, autocast
+        >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+        >>> layer.is_first_microbatch = True
+        >>> with autocast(Float8CurrentScaling()):
+        ...     _ = layer(jnp.ones((16, 16)))
+        >>> layer.is_first_microbatch
+        False
+        """
+        return False if self.keeps_kernels and self.kernel_cache is not None else self.keeps_kernels
+
+    @is_first_microbatch.setter
+    def is_first_microbatch(self, first: bool | None) -> None:
+        self.keeps_kernels = first
+        if first:
+            self.kernel_cache = nnx.data(None)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -165,54 +199,43 @@ class QuantizableModule(TrainingMode):
             ValueError: if a cached kernel is asked for and there is none.
             TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
-        first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
-        if first is not None:
-            check_bool(is_first_microbatch=first)
+        keeps = self.keeps_kernels if is_first_microbatch is None else is_first_microbatch
+        if keeps is not None:
+            check_bool(is_first_microbatch=keeps)
         state, own = self.gemm_state(kernel), getattr(self, kernel)
         if own is not None and given is not None:
             return LinearWeights(given, bias, state)
         value: Any = given if own is None else own.get_value()
         if own is not None and isinstance(value, QuantizedKernel):
             value = value.of_layer(len(self.axes_of(kernel)))
-        cached, grad_sink = self._kept(kernel)
-        if first is None or isinstance(value, QuantizedKernel):
-            return LinearWeights(value, bias, state, grad_sink)
+        sink = None if self.grad_sinks is None else self.grad_sinks.get_value().get(kernel)
+        exact = LinearWeights(value, bias, state, sink)
+        if keeps is None or isinstance(value, QuantizedKernel):
+            return exact
         quantizer = self.kernel_quantizer(kernel)
         if quantizer is None:
-            return LinearWeights(value, bias, state, grad_sink)
-        if first:
-            cached = self.quantized(kernel, value)
-            setattr(self, cache_name(kernel), CachedKernel((cached, None)))
-            # Armed for one call, as Megatron's layers: the last kernel's use disarms it, since all are of one call.
-            if is_first_microbatch is None and kernel == tuple(self.kernels)[-1]:
-                self.is_first_microbatch = False
-        if cached is None:
+            return exact
+        cached = self._cached_kernel(kernel, value, anew=bool(is_first_microbatch), may_be_new=bool(keeps))
+        if cached.quantizer != quantizer:
+            return exact
+        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
+        sink = value if sink is None else sink
+        return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
+
+    def _cached_kernel(self, kernel: str, value: Array, *, anew: bool, may_be_new: bool) -> QuantizedKernel:
+        """Return the cached form of a kernel, after quantizing it ``anew``, or if there is none and it may be new."""
+        others = {} if self.kernel_cache is None else self.kernel_cache.get_value()
+        if kernel in others and not anew:
+            return others[kernel]
+        if not may_be_new:
             raise ValueError(
                 f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
                 "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
             )
-        if cached.quantizer != quantizer:
-            return LinearWeights(value, bias, state, grad_sink)
-        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
-        sink = value if grad_sink is None else grad_sink
-        return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
-
-    def _kept(self, kernel: str) -> tuple[QuantizedKernel | None, Any]:
-        """Return the cached form of a kernel and its ``grad_sink``, each None if there is none."""
-        cache: Any = getattr(self, cache_name(kernel))
-        if cache is None:
-            return None, None
-        cached, sink = cache.get_value()
-        return cached, cache.get_metadata("probe") if cache.has_metadata("probe") else sink
-
-
-def cache_name(kernel: str) -> str:
-    """Return the name of the attribute in which a layer caches the quantized form of ``kernel``.
-
-    >>> cache_name("wi_kernel")
-    'wi_kernel_cache'
-    """
-    return f"{kernel}_cache"
+        cached = self.quantized(kernel, value)
+        # A new Variable, since the one before may belong to another trace.
+        self.kernel_cache = CachedKernel({**others, kernel: cached})
+        return cached
 
 
 def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]]:
@@ -291,17 +314,6 @@ def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array
     return [kernel for method in methods if method is not None for kernel in method()]
 
 
-def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
-    """Return every kernel of `quantizable_kernels` and `given_kernels`, quantized as its recipe says here, or None."""
-    own = [(module, kernel, getattr(module, kernel).get_value()) for _, module, kernel in quantizable_kernels(model)]
-    return [
-        None
-        if isinstance(value, QuantizedKernel) or module.kernel_quantizer(kernel) is None
-        else module.quantized(kernel, value)
-        for module, kernel, value in (*own, *given_kernels(model))
-    ]
-
-
 def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
     """Return ``model``, its kernels stored quantized as their layers' recipes say, in place of fp32 or bf16.
 
@@ -339,55 +351,3 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
         if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe_of(kernel), "kernel") is not None:
             module.hold_quantized(kernel)
     return model
-
-
-def use_cached_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
-    """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them.
-
-    Where ``kept`` is longer, as `quantize_kernels` gives it, kernels of `given_kernels` get their forms, too. The
-    gradient of such a kernel goes to what the call is given.
-    """
-    layers = [(module, kernel) for _, module, kernel in quantizable_kernels(model)]
-    if len(kept) > len(layers):
-        layers += [(module, kernel) for module, kernel, _ in given_kernels(model)]
-        gradients = gradients + [None] * (len(layers) - len(gradients))
-    for (module, kernel), quantized, gradient in zip(layers, kept, gradients, strict=True):
-        if quantized is not None or gradient is not None:
-            setattr(module, cache_name(kernel), CachedKernel((quantized, gradient)))
-        if quantized is not None:
-            module.is_first_microbatch = False
-
-
-def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
-    """Give kernels of `quantizable_kernels` the sinks that stand under their paths; cached kernels stay."""
-    for path, module, kernel in quantizable_kernels(model):
-        name, sink = cache_name(kernel), sinks.get(path)
-        if sink is None:
-            continue
-        cache = getattr(module, name)
-        # The cached kernel goes on, since devices may be unable to run an op on its form.
-        cached = None if cache is None else cache.get_value()[0]
-        if isinstance(sink, Probe):
-            # In the graph definition: layers with different probes differ, so that no loop runs them as one.
-            setattr(module, name, CachedKernel((cached, None), probe=sink))
-            if cached is None:
-                module.is_first_microbatch = None
-        else:
-            setattr(module, name, CachedKernel((cached, sink)))
-
-
-def drop_cached_kernels(model: nnx.Module) -> None:
-    """Take away the quantized forms that layers keep between microbatches, e.g. because the parameters have changed.
-
-    >>> from jax_te.layers import Linear
-    >>> from jax_te.recipe import Float8CurrentScaling, autocast
-    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
-    >>> with autocast(Float8CurrentScaling()):
-    ...     _ = layer(jnp.ones((16, 16)), is_first_microbatch=True)
-    >>> drop_cached_kernels(layer)
-    >>> layer.kernel_cache is None
-    True
-    """
-    for _, module in quantizable_modules(model):
-        for kernel in module.kernels:
-            setattr(module, cache_name(kernel), nnx.data(None))

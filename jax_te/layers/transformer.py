@@ -262,6 +262,7 @@ class TransformerLayer(ContextParallelModule):
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
+        return_max_logit: bool | None = None,
     ) -> Any:
         """Apply the layer.
 
@@ -285,6 +286,7 @@ class TransformerLayer(ContextParallelModule):
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
             checkpoint_core_attention: recompute the attention cores in backward instead of saving their residuals.
             is_first_microbatch: as in `Linear`, for all projections.
+            return_max_logit: used in place of the layer's own.
 
         Returns:
             ``y [b, s, h]``, split like activations over batch; or a NamedTuple of ``y`` and those of the following that
@@ -324,12 +326,14 @@ class TransformerLayer(ContextParallelModule):
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
                 is_first_microbatch=is_first_microbatch,
+                return_max_logit=return_max_logit,
             )
             extra: dict[str, Any] = {}
             # Before these there may be the norm's output, which `_add` reads.
             if cache is not None:
                 *attended, extra["cache"] = attended
-            if self.self_attention.core_attention.return_max_logit:
+            own = self.self_attention.core_attention.return_max_logit
+            if own if return_max_logit is None else return_max_logit:
                 *attended, max_logit = attended
                 extra = {"max_logit": max_logit, **extra}
             x = self._add(x, attended, keys[1], axes, self.self_attention_norm)

@@ -146,6 +146,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         attention_bias: Array | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
+        return_max_logit: bool | None = None,
         **others: Any,
     ) -> Any:
         """Apply attention.
@@ -165,6 +166,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: several sequences in each row.
             num_splits: without effect, see the class.
+            return_max_logit: used in place of the layer's own.
             others: as in `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None is no
                 argument.
 
@@ -186,9 +188,10 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         bias: dict[str, Any] = {"core_attention_bias_type": "no_bias" if attention_bias is None else "post_scale_bias"}
         bias |= {"core_attention_bias": attention_bias}
         given = {name: value for name, value in others.items() if value is not None}
-        result = super().__call__(query, key, value, **(masks | bias | given))
+        with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
+        result = super().__call__(query, key, value, **(masks | bias | given), return_max_logit=with_logit)
         # Returned, not stored: an attribute that jit writes would hold a tracer.
-        context, *logits = result if self.return_max_logit else (result,)
+        context, *logits = result if with_logit else (result,)
         merged = merge_heads(context)
         merged = merged[0] if row else merged
         return (merged, *logits) if logits else merged

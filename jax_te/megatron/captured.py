@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
 
 from jax_te.layers import CachedKernel
 from jax_te.quantize import QuantizerState, as_float32_inside
@@ -18,24 +21,22 @@ from jax_te.typing import Array, PyTree
 
 
 class CapturedGraphs:
-    """The captured calls of one module, by what they are called with.
+    """The calls that a module has captured; ``len`` counts them.
 
     A graph is captured for shapes, dtypes and shardings of the arguments' arrays and of the module's variables, all
     other arguments, the module's static attributes, and what is ambient: recipe, backend, mesh and rules, JAX's own
     options. A derivative's two executables are compiled when it is first taken.
 
-    Modules hold it as a static attribute. Any two are equal, so that captured graphs tell no modules apart: functions
-    under ``jax.jit`` are not traced again, and the copies that Flax makes of a module share them.
+    The executables are in JAX's caches, which modules with equal static attributes share, and from which
+    ``jax.clear_caches()`` drops them. A call then has to be captured again.
 
-    Attributes:
-        hooks: pairs of a function and its arguments, called before each replay.
-        current_microbatch: which microbatch of a step comes next, from 0.
+    Modules hold it as a static attribute. Any two are equal, so that captured graphs tell no modules apart: functions
+    under ``jax.jit`` are not traced again. So Flax may put one module's record in the place of another's that is equal
+    to it; then both replay what either has captured, to the same values.
     """
 
     def __init__(self) -> None:
-        self.hooks: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self.current_microbatch = 0
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._calls: dict[_Call, str] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CapturedGraphs)
@@ -44,9 +45,9 @@ class CapturedGraphs:
         return hash(CapturedGraphs)
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._calls)
 
-    def __reduce__(self) -> Any:  # executables can be neither copied nor pickled
+    def __reduce__(self) -> Any:  # a call's static values need be neither copied nor pickled
         return CapturedGraphs, ()
 
     def run(self, module: Any, inputs: tuple[Any, Any], first: bool, *, capture: bool) -> tuple[Any, nnx.State]:
@@ -67,34 +68,22 @@ class CapturedGraphs:
         # Of the arrays only that they are some: a graph must not keep them alive.
         template = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         kinds = tuple((jax.typeof(array), getattr(array, "sharding", None)) for array in map(_value, arrays))
-        # JAX keeps one trace for each state of its own options and of all contexts, of which not all are known here.
-        ambient = _Same(_ambient.trace().jaxpr)
-        key = (graphdef, treedef, template, kinds, first, ambient)
-        if key not in self._graphs:
-            name = f"{_describe(*inputs)}, is_first_microbatch={first}"
-            if not capture:
-                raise ValueError(self._refusal(type(module).__name__, name))
-
-            def on_arrays(*arrays: Array) -> tuple[Any, nnx.State]:
-                rest = iter(arrays)
-                filled = [next(rest) if leaf is _ARRAY else leaf for leaf in template]
-                state, (args, kwargs) = jax.tree.unflatten(treedef, filled)
-                copy = nnx.merge(graphdef, state)
-                before = _contents(copy)
-                out = copy.forward(*args, **kwargs)
-                # Variables that the call left alone are no outputs, since an output is a copy of the parameter.
-                after = _contents(copy)
-                return out, nnx.filter_state(nnx.state(copy), lambda path, _: before.get(path) != after[path])
-
-            self._graphs[key] = _Graph(on_arrays, arrays, name)
-        return self._graphs[key](*arrays)
+        call = _Call(graphdef, treedef, template, kinds, first, may_be_new=capture)
+        name = f"{_describe(*inputs)}, is_first_microbatch={first}"
+        try:
+            _look_up.trace(call)
+        except _NotCapturedError:
+            raise ValueError(self._refusal(type(module).__name__, name)) from None
+        if capture:
+            self._calls.setdefault(call, name)
+        return _run(call, *arrays)
 
     def _refusal(self, name: str, given: str) -> str:
-        captured = sorted({graph.name for graph in self._graphs.values()})
+        captured = sorted(set(self._calls.values()))
         if given in captured:
             why = (
-                "was captured under another recipe, mesh, mode or state of the module, or with arrays that lie "
-                "elsewhere: of another sharding"
+                "was captured under another recipe, mesh, mode or state of the module, with arrays that lie elsewhere: "
+                "of another sharding; or before jax.clear_caches()"
             )
         else:
             why = f"was not captured; captured are {'; '.join(captured) or 'no calls'}"
@@ -104,64 +93,113 @@ class CapturedGraphs:
         )
 
 
-class _Graph:
-    """Executables of one call: its forward, and for each set of differentiated arrays forward and backward."""
+@dataclass(frozen=True)
+class _Call:
+    """Everything about a call that is static: the key of its executables in JAX's caches.
 
-    def __init__(self, call: Callable[..., tuple[Any, Any]], arrays: list[Array], name: str):
-        self.name = name
-        self._call = call
-        self._forward = jax.jit(call).lower(*map(_value, arrays)).compile()
-        self._derivatives: dict[tuple[bool, ...], tuple[Any, Any]] = {}
-        self._run = jax.custom_vjp(lambda *arrays: self._forward(*arrays))
-        self._run.defvjp(self._differentiated, _transposed, symbolic_zeros=True)
+    Args:
+        graphdef: of the module.
+        treedef: structure of the module's state and the call's inputs.
+        template: their leaves, with `_ARRAY` for each array.
+        kinds: type and sharding of each array.
+        first: this is a step's first microbatch.
+        may_be_new: whether it may be captured now.
+    """
 
-    def __call__(self, *arrays: Array) -> tuple[Any, Any]:
-        return self._run(*arrays)
+    graphdef: Any
+    treedef: Any
+    template: tuple[Any, ...]
+    kinds: tuple[Any, ...]
+    first: bool
+    may_be_new: bool = field(compare=False)
 
-    def _differentiated(self, *inputs: Any) -> tuple[Any, Any]:
-        arrays = [array.value for array in inputs]
-        wanted = tuple(array.perturbed for array in inputs)
-        if wanted not in self._derivatives:
-            self._derivatives[wanted] = self._derivative(arrays, wanted)
-        forward, backward = self._derivatives[wanted]
-        out, changed, residuals = forward(*arrays)
-        return (out, changed), (_Static((backward, wanted, jax.tree.map(lambda array: array.sharding, out))), residuals)
+    @functools.cached_property
+    def _hash(self) -> int:  # computed once: a call looks for several executables
+        return hash((self.graphdef, self.treedef, self.template, self.kinds, self.first))
 
-    def _derivative(self, arrays: list[Array], wanted: tuple[bool, ...]) -> tuple[Any, Any]:
-        """Return the executables of forward, which also returns residuals, and of backward, which takes them."""
-        treedef: Any = None
+    def __hash__(self) -> int:
+        return self._hash
 
-        def forward(*arrays: Array) -> tuple[Any, Any, list[Array]]:
-            nonlocal treedef
-
-            def of_wanted(*some: Array) -> tuple[Any, Any]:
-                at = iter(some)
-                return self._call(*(next(at) if want else array for array, want in zip(arrays, wanted, strict=True)))
-
-            some = [array for array, want in zip(arrays, wanted, strict=True) if want]
-            # Only with respect to what is asked for: the rest costs time, and layers check what is left out.
-            out, vjp, changed = jax.vjp(of_wanted, *some, has_aux=True)
-            residuals, treedef = jax.tree.flatten(vjp)
-            return out, changed, residuals
-
-        compiled = jax.jit(forward).lower(*arrays).compile()
-        # Lowered for the residuals themselves: on a mesh only they know how XLA sharded them.
-        out, _, residuals = compiled(*arrays)
-        backward = jax.jit(lambda residuals, g: jax.tree.unflatten(treedef, residuals)(g))
-        return compiled, backward.lower(residuals, out).compile()
+    def forward(self, *arrays: Array) -> tuple[Any, nnx.State]:
+        """Return the result, and the variables that the call changed."""
+        rest = iter(arrays)
+        filled = [next(rest) if leaf is _ARRAY else leaf for leaf in self.template]
+        state, (args, kwargs) = jax.tree.unflatten(self.treedef, filled)
+        module: Any = nnx.merge(self.graphdef, state)
+        before = _contents(module)
+        out = module.forward(*args, **kwargs)
+        # Variables that the call left alone are no outputs, since an output is a copy of the parameter.
+        after = _contents(module)
+        return out, nnx.filter_state(nnx.state(module), lambda path, _: before.get(path) != after[path])
 
 
-def _transposed(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    static, arrays = residuals
-    backward, wanted, shardings = static.value
-    # An executable takes the sharding that it was compiled for.
-    g = jax.device_put(jax.tree.map(_instantiated, cotangents[0]), shardings)
-    gradients = iter(backward(arrays, g))
-    return tuple(next(gradients) if want else None for want in wanted)
+class _NotCapturedError(Exception):
+    """A call is new, and may not be captured."""
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _look_up(call: _Call) -> tuple[()]:
+    # JAX runs this where it has no trace of it: for each call once under each state of JAX's options and of all user
+    # contexts, of which not all are known here.
+    if not call.may_be_new:
+        raise _NotCapturedError
+    return ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(call: _Call, *arrays: Array) -> tuple[Any, nnx.State]:
+    return _forward(call, *map(_value, arrays))
+
+
+def _run_fwd(call: _Call, *inputs: Any) -> tuple[Any, Any]:
+    arrays = [array.value for array in inputs]
+    wanted = tuple(array.perturbed for array in inputs)
+    out, changed, vjp = _forward_and_vjp(call, wanted, *arrays)
+    return (out, changed), Partial(_Wanted(wanted), vjp)
+
+
+def _run_bwd(call: _Call, residuals: Partial, cotangents: Any) -> tuple[Any, ...]:
+    gradients = iter(_pull_back(residuals.args[0], jax.tree.map(_instantiated, cotangents[0])))
+    return tuple(next(gradients) if want else None for want in residuals.func.wanted)  # type: ignore[attr-defined]
+
+
+_run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which arrays a derivative is taken by. The function of a Partial, and so part of the residuals' structure."""
+
+    wanted: tuple[bool, ...]
+
+    def __call__(self, vjp: Any) -> Any:
+        return vjp
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(call: _Call, *arrays: Array) -> tuple[Any, nnx.State]:
+    return call.forward(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward_and_vjp(call: _Call, wanted: tuple[bool, ...], *arrays: Array) -> tuple[Any, nnx.State, Any]:
+    def of_wanted(*some: Array) -> tuple[Any, Any]:
+        at: Iterator[Array] = iter(some)
+        return call.forward(*(next(at) if want else array for array, want in zip(arrays, wanted, strict=True)))
+
+    some = [array for array, want in zip(arrays, wanted, strict=True) if want]
+    # Only with respect to what is asked for: the rest costs time, and layers check what is left out.
+    out, vjp, changed = jax.vjp(of_wanted, *some, has_aux=True)
+    return out, changed, vjp
+
+
+@jax.jit
+def _pull_back(vjp: Any, g: Any) -> Any:
+    return vjp(g)
 
 
 class _Same:
-    """A key that is equal to itself alone, by identity; it keeps the object alive, so that no other gets its id."""
+    """Something that is equal to itself alone, by identity; it keeps the object alive, so that no other gets its id."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -173,12 +211,6 @@ class _Same:
         return id(self.value)
 
 
-@jax.tree_util.register_static
-class _Static(_Same):
-    """Facts that travel with residuals."""
-
-
-_ambient = jax.jit(lambda: ())
 _ARRAY = object()
 
 

@@ -16,6 +16,9 @@ from jax_te.megatron.module import MegatronModule
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Words
 
+_Hook = tuple[tuple[Any, ...], Callable[..., Any]]
+"""Path of a submodule, and the function that is called with it."""
+
 _CONFIG = Words("a jax_te.config.TransformerConfig", error=AssertionError)  # Megatron-Core asserts this
 
 
@@ -44,7 +47,12 @@ class GraphableMegatronModule(MegatronModule):
         vp_stage: stored, without effect, as in Megatron.
 
     Attributes:
-        cuda_graphs: the `CapturedGraphs`; ``len`` counts them.
+        current_microbatch: which microbatch of a step comes next: set it before each, from 0. The first quantizes
+            kernels anew, if the config quantizes; the others use these. Each module has its own, and a copy starts with
+            its original's. It is static, so a function under ``jax.jit`` that gets the module is traced again when it
+            changes: set it for calls that run as graphs.
+        cuda_graphs: the calls that were captured, `CapturedGraphs`; ``len`` counts them.
+        replay_hooks: path of a submodule and function of each hook, see ``cuda_graph_manual_hooks``.
 
     Raises:
         AssertionError: unless ``config`` is a TransformerConfig.
@@ -67,25 +75,14 @@ class GraphableMegatronModule(MegatronModule):
     def __init__(self, config: Annotated[TransformerConfig, _CONFIG], vp_stage: int | None = None):
         super().__init__(config)
         self.vp_stage = vp_stage
+        self.current_microbatch = 0
         self.cuda_graphs = nnx.static(CapturedGraphs())
-
-    @property
-    def current_microbatch(self) -> int:
-        """Return which microbatch of a step comes next: set it before each, from 0.
-
-        The first quantizes kernels anew, if the config quantizes; the others use these.
-        """
-        # Not an attribute of the module: that would be static, and so tell its microbatches' graphs apart.
-        return self.cuda_graphs.current_microbatch
-
-    @current_microbatch.setter
-    def current_microbatch(self, microbatch: int) -> None:
-        self.cuda_graphs.current_microbatch = microbatch
+        self.replay_hooks: tuple[_Hook, ...] = nnx.static(())
 
     @property
     def cuda_graph_manual_hooks(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         """Return the hooks: pairs of a function and its arguments, called before each replay."""
-        return self.cuda_graphs.hooks
+        return [(hook, (_at(self, path),)) for path, hook in self.replay_hooks]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result; defined by each subclass."""
@@ -111,13 +108,16 @@ class GraphableMegatronModule(MegatronModule):
 
         Each replay calls ``hook(submodule)`` first. What it sets in the submodule's variables, the replay reads.
         """
-        modules = {
-            id(module): module
-            for covered in self._get_submodules_under_cudagraphs()
-            for _, module in nnx.iter_modules(covered)
+        covered = {
+            id(module)
+            for whole in self._get_submodules_under_cudagraphs()
+            for _, module in nnx.iter_modules(whole)
             if any(isinstance(value, nnx.Param) for value in vars(module).values())
         }
-        self.cuda_graphs.hooks = [(make_hook_func(), (module,)) for module in modules.values()]
+        # By path: in a copy of the module, such as a transformation makes, they get the copy's submodules.
+        self.replay_hooks = nnx.static(
+            tuple((path, make_hook_func()) for path, module in nnx.iter_modules(self) if id(module) in covered)
+        )
 
     def _get_submodules_under_cudagraphs(self) -> list[nnx.Module]:
         """Return the modules that a graph covers: here the module itself, as a whole."""
@@ -180,15 +180,23 @@ class GraphableMegatronModule(MegatronModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, capture: bool) -> Any:
         first = kwargs.pop("is_first_microbatch")
-        for hook, arguments in self.cuda_graphs.hooks:
+        for hook, arguments in self.cuda_graph_manual_hooks:
             hook(*arguments)
-        called = self
+        # A copy, with the same arrays: what chooses a replay is no part of the graph, and of no other call.
+        called = nnx.merge(*nnx.split(self))
+        called._set_everywhere("current_microbatch", 0)
+        called._set_everywhere("replay_hooks", nnx.static(()))
         if self._quantizes:
-            # A copy, with the same arrays: the flag of a replay is not that of the module's other calls.
-            called = nnx.merge(*nnx.split(self))
             called._set_everywhere("is_first_microbatch", first, unless="disable_parameter_transpose_cache")
             if first:
                 drop_cached_kernels(called)  # quantized anew in any case, and a graph is for the variables there are
         out, changed = self.cuda_graphs.run(called, (args, kwargs), first, capture=capture)
         write_back(self, changed)
         return out
+
+
+def _at(module: Any, path: tuple[Any, ...]) -> Any:
+    """Return the submodule at a path, as ``nnx.iter_modules`` gives it."""
+    for part in path:
+        module = module[part] if isinstance(part, int) else getattr(module, part)
+    return module

@@ -49,8 +49,8 @@ class TELinear(TELayer, Linear):
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
-        is_first_microbatch: None, which keeps no quantized kernels; `MegatronModule.set_is_first_microbatch` sets it to
-            True and the next call to False, see `QuantizableModule`. Megatron's starts as True.
+        is_first_microbatch: None, which caches no kernels, until `MegatronModule.set_is_first_microbatch` sets it, see
+            `QuantizableModule`. Megatron's starts as True.
         module_recipe, deterministic, save_original_input, module_name: see `Linear`.
 
     Raises:

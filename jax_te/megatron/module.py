@@ -72,10 +72,9 @@ class MegatronModule(StateDicts, TrainingMode):
         """Set ``is_first_microbatch`` on every submodule that has this attribute, if the configuration quantizes.
 
         A configuration quantizes if ``fp8``, ``fp4`` or ``quant_recipe`` exists and is not None. Submodules whose
-        ``disable_parameter_transpose_cache`` is true are skipped. A layer's next call quantizes its kernels, keeps them
-        and sets the attribute to False, so that later calls use what was kept: call this method once a step, before
-        the first microbatch. The attribute is static: a jitted function is traced again when it changes, and gives it
-        and the kept kernels back only with its model (``nnx.jit`` does).
+        ``disable_parameter_transpose_cache`` is true are skipped. A layer drops its cached kernels; its next call
+        quantizes and caches them, and the later calls use these: call this method once a step, before the first
+        microbatch. See `QuantizableModule.is_first_microbatch`.
         """
         # Looked up in each call: nnx.merge makes new modules, so the first call's, which Megatron caches, may be gone.
         if self._quantizes:

@@ -10,7 +10,15 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import Experts, MixtureOfExperts, Router, component_count, gate_parameter, shared_experts
+from jax_te.layers import (
+    Experts,
+    MixtureOfExperts,
+    Router,
+    StepState,
+    component_count,
+    gate_parameter,
+    shared_experts,
+)
 from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
@@ -20,7 +28,7 @@ from jax_te.ops import Activation
 from jax_te.typing import Array, Initializer, NoProcessGroups
 
 
-class ReplayedExperts(nnx.Variable):
+class ReplayedExperts(StepState):
     """NNX Variable that holds the experts of each token, int32 ``[b, s, k]``, which a router takes for its choice."""
 
 

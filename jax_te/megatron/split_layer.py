@@ -17,7 +17,7 @@ from jax_te.megatron.norm import TENorm
 from jax_te.typing import Initializer, TensorGroup
 
 _COPIED = (
-    "is_first_microbatch",
+    "keeps_kernels",
     "disable_parameter_transpose_cache",
     "module_recipe",
     "high_precision",

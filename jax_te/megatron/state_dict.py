@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jax_te.errors import CheckpointMismatchError, Record, differences
-from jax_te.layers import CachedKernel, drop_cached_kernels
+from jax_te.layers import StepState, drop_cached_kernels
 from jax_te.megatron.layout import Layout, megatron_layout
 from jax_te.quantize import counting_of
 from jax_te.typing import Array
@@ -175,7 +175,7 @@ def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | N
     found = []
     for path, node in nodes:
         rule = counting_of(node)
-        of_one_step = isinstance(node, CachedKernel) or (rule is not None and not rule.persistent)
+        of_one_step = isinstance(node, StepState) or (rule is not None and not rule.persistent)
         if isinstance(node, nnx.Variable) and not of_one_step:
             sizes = range(len(path))
             outside = next((n for n in sizes if getattr(owners.get(path[:n]), "megatron_names", False)), len(path))

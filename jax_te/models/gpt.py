@@ -188,8 +188,8 @@ class GPTModel(LanguageModel):
         measured.set_attributes(without_dropout=True)
         x, found = measured._embed(tokens, positions, None), []
         for layer in measured.layers:
-            layer.self_attention.core_attention.return_max_logit = True
-            x, *_, max_logit = layer(x, rotary_pos_emb=rotary_of(layer, self._angles(positions)))
+            angles = rotary_of(layer, self._angles(positions))
+            x, *_, max_logit = layer(x, rotary_pos_emb=angles, return_max_logit=True)
             found.append(max_logit)
         return jnp.stack(found)
 
@@ -214,12 +214,7 @@ class GPTModel(LanguageModel):
             )
         options = {"threshold": self.config.qk_clip_threshold, "alpha": self.config.qk_clip_alpha}
         for layer, logits in zip(self.layers, max_logits, strict=True):
-            core = layer.self_attention.core_attention
-            core.return_max_logit = True  # as in `max_logits`
-            try:
-                clip_qk(layer.self_attention, logits, **options)
-            finally:
-                core.return_max_logit = False
+            clip_qk(layer.self_attention, logits, **options)
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
         """Return empty caches for ``max_len`` tokens of ``batch`` sequences, in the compute dtype.

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling
+from jax_te.layers import LinearScaling, Llama3Scaling, StepState
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -39,6 +39,10 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "output_processor_context": (None, "it is for an output_processor"),
 }
 """Arguments of Megatron's that have one value here, and why."""
+
+
+class StageInput(StepState):
+    """NNX Variable: the hidden states ``[b, s, h]`` that a stage's next call takes; None: they were taken."""
 
 
 @checked
@@ -158,7 +162,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         self.decoder = TransformerBlock(config, layer_class, execution, numbers, post_process, rngs=rngs)
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
         self.output_layer = _make_output_layer(config, vocab_size, tied, rngs) if post_process else None
-        self.input_tensor: Array | None = nnx.data(None)
+        self.input_tensor: StageInput | None = nnx.data(None)
         if config.quant_recipe is not None:
             apply_quantization_config(self, config.quant_recipe)
 
@@ -289,7 +293,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             raise ValueError(
                 f"input_tensor must be None, got {type(input_tensor).__name__}: a first stage takes input_ids"
             )
-        self.input_tensor = nnx.data(None if input_tensor is None else self._checked_input(input_tensor))
+        given = None if input_tensor is None else StageInput(self._checked_input(input_tensor))
+        self.input_tensor = nnx.data(given)
 
     def _checked_input(self, x: Any) -> Array:
         shape, size = getattr(x, "shape", None), self.config.hidden_size
@@ -298,13 +303,13 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         return x
 
     def _taken_input(self) -> Array:
-        x = self.input_tensor
-        if x is None:
+        x = None if self.input_tensor is None else self.input_tensor.get_value()
+        if self.input_tensor is None or x is None:
             raise ValueError(
                 "a stage without the embedding (pre_process=False) needs its input: call set_input_tensor before each "
                 "call, or give decoder_input"
             )
-        self.input_tensor = nnx.data(None)
+        self.input_tensor.set_value(None)
         return x
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:

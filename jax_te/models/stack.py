@@ -16,7 +16,7 @@ from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.models.stack_hook import stack_of_layers
-from jax_te.ops import residuals_are_stacked
+from jax_te.ops import loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
@@ -221,16 +221,17 @@ def _run_scanned(
 
     def structure(group: Group) -> tuple[Any, ...]:
         members = split[group.first : group.first + group.count]
-        return group.recomputed, *(graphdef for graphdef, _ in members)
+        return group.recomputed, *((graphdef, jax.tree.structure(state)) for graphdef, state in members)
 
-    # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group.
-    for (recomputed, *graphdefs), alike in itertools.groupby(groups, key=structure):
+    # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group; and
+    # structures tell which kernels are cached, and the sinks without arrays of an abstract pass.
+    for (recomputed, *structures), alike in itertools.groupby(groups, key=structure):
         steps = []
         for group in alike:
             members = range(group.first, group.first + group.count)
             steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
         with jax.named_scope("layers"):
-            xs = _scan(calls[recomputed], graphdefs, steps, xs, given)
+            xs = _scan(calls[recomputed], [graphdef for graphdef, _ in structures], steps, xs, given)
     return xs
 
 
@@ -271,7 +272,7 @@ def _scan(
     if len(steps) == 1:
         return run(xs, steps[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
-    with residuals_are_stacked(True):
+    with loop_over_layers():
         return jax.lax.scan(lambda xs, step: (run(xs, step), None), xs, stacked)[0]
 
 

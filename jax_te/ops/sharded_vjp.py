@@ -124,11 +124,12 @@ def sharded_vjp(
     def named(out: Any) -> Any:
         return out if name is None else checkpoint_name(out, name)
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-    def op(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> Any:
+    # `in_loop` is an argument, read where the op is called: JAX may run the rule of forward later, outside of contexts.
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+    def op(spec: Any, shards: Shards | None, in_loop: bool, args: Any, sinks: Any) -> Any:
         return named(run(spec, shards, _as_float32(args)[0])[0])
 
-    def forward(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
+    def forward(spec: Any, shards: Shards | None, in_loop: bool, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
         leaves, treedef = jax.tree.flatten(args)
         args = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
         if check is not None:
@@ -142,11 +143,11 @@ def sharded_vjp(
             run_once = functools.partial(_run_once, functools.partial(run, spec, shards))
             out, residuals, witness = run_once(args, jax.tree.map(lambda leaf: leaf.value, sinks), why)
         out = named(out)
-        if residuals_are_stacked.value:
+        if in_loop:
             out, residuals = behind_barrier(out, residuals, args)
         return out, _Residuals(residuals, dtypes, witness)
 
-    def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
+    def backward(spec: Any, shards: Shards | None, in_loop: bool, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
         if not isinstance(g, jax.Array):
             # The cotangent of an output that nothing differentiates is zeros.
             g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
@@ -166,12 +167,13 @@ def sharded_vjp(
     op.defvjp(forward, backward, symbolic_zeros=True)
 
     def call(spec: Any, shards: Shards | None, args: Any, sinks: Any = None, out_axes: LogicalAxes | Any = None) -> Any:
+        in_loop = residuals_are_stacked.value
         if jax.sharding.get_abstract_mesh().empty:
-            return op(spec, None, args, sinks)
+            return op(spec, None, in_loop, args, sinks)
         if shards is None:
-            return auto_region(functools.partial(op, spec, None), out_axes)(args, sinks)
+            return auto_region(functools.partial(op, spec, None, in_loop), out_axes)(args, sinks)
         # Outside of the derivative rule, so that cotangents come back in the sharding that the caller's arrays have.
-        return op(spec, shards, *reshard((args, sinks), (shards.args, shards.sinks), shards.mesh))
+        return op(spec, shards, in_loop, *reshard((args, sinks), (shards.args, shards.sinks), shards.mesh))
 
     return call
 

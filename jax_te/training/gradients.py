@@ -14,13 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te._validation import checked
-from jax_te.layers import (
-    aux_losses_scaled,
-    drop_cached_kernels,
-    quantize_kernels,
-    set_grad_sinks,
-    use_cached_kernels,
-)
+from jax_te.layers import KernelCache, aux_losses_scaled, cached_kernels, quantize_kernels, set_grad_sinks
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -39,6 +33,7 @@ from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, PyTree
 
+_NO_CACHE = KernelCache({})
 _SMALL = 2**15
 """The largest number of elements of a bias or a norm's scale, of which there are many."""
 
@@ -107,14 +102,14 @@ class Differentiation:
         split: gives the parts of a model.
         scaler: multiplier of the loss.
         kernels: how gradients of kernels are computed; summands are given as ``waiting``.
-        cached: quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
+        cached: kernels that the caller has quantized already.
         like: Variables in whose axes the gradients come. None: the parameters.
     """
 
     split: Callable[[Any], Parts]
     scaler: LossScale
     kernels: KernelGradients
-    cached: list[QuantizedKernel | None] | None = None
+    cached: KernelCache = _NO_CACHE
     like: nnx.State | None = None
 
 
@@ -252,7 +247,7 @@ def accumulated_gradients(
     add up gradients of kernels behind the scan if ``kernels.once``.
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    cached = quantize_kernels(model) if keep_kernels else None
+    cached = quantize_kernels(model) if keep_kernels else _NO_CACHE
     places, full = kernels.waiting(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
@@ -300,7 +295,7 @@ def _of_batch(
     batch: PyTree,
     key: Array,
     kernels: KernelGradients,
-    cached: list[QuantizedKernel | None] | None = None,
+    cached: KernelCache = _NO_CACHE,
 ) -> Gradients:
     how = Differentiation(
         split=split_model,
@@ -332,17 +327,15 @@ def differentiate(
     names = dict(nnx.to_flat_state(params if how.like is None else how.like))
     model = nnx.merge(graphdef, params, quantizers, rest)
     grad_sinks, places = how.kernels.sinks(model, params), how.kernels.waiting(model, params)
-    cached: list[QuantizedKernel | None] = [None] * len(grad_sinks) if how.cached is None else how.cached
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
-        use_cached_kernels(model, cached, list(grad_sinks.values()))
-        with aux_losses_scaled(model, how.scaler.scale):
+        # Both belong to this pass: they must not be among the model's other state that is returned.
+        with cached_kernels(model, how.cached), aux_losses_scaled(model, how.scaler.scale):
+            set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
-        # The caches belong to this pass: they must not be among the model's other state that is returned.
-        drop_cached_kernels(model)
         return how.scaler.scale_loss(loss), (loss, how.split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is no ordinary float.

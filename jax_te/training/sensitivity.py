@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import yaml
 from flax import nnx
 
-from jax_te.layers import QuantizableModule, quantizable_kernels, quantizable_modules, use_cached_kernels
+from jax_te.layers import QuantizableModule, quantizable_kernels, quantizable_modules, set_grad_sinks
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
@@ -184,18 +184,19 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
         module.__class__ = _switched(kind)
         setattr(module, "switch", _Switch(jnp.zeros((), bool)))  # noqa: B010 - an attribute of the class given above
     graphdef, switches, params, rest = nnx.split(model, _Switch, nnx.Param, ...)
-    kernels = [getattr(module, name).get_value() for _, module, name in quantizable_kernels(model)]
+    kernels = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
     # Gradients of bf16 kernels would be rounded to bf16, which hides small effects of quantization.
-    sinks = [None if kernel.dtype == jnp.float32 else jnp.zeros_like(kernel, jnp.float32) for kernel in kernels]
+    low = {path: kernel for path, kernel in kernels.items() if kernel.dtype != jnp.float32}
+    sinks = {path: jnp.zeros_like(kernel, jnp.float32) for path, kernel in low.items()}
 
     @jax.jit
     def run(switches: PyTree, params: PyTree, rest: PyTree, sinks: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
         batch = jax.tree.map(lambda leaf: constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1))), batch)
 
-        def loss(params: PyTree, sinks: list[Array | None]) -> Array:
+        def loss(params: PyTree, sinks: dict[Any, Array]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
             model.set_attributes(without_dropout=True, raise_if_not_found=False)  # its noise would hide small errors
-            use_cached_kernels(model, [None] * len(sinks), sinks)
+            set_grad_sinks(model, sinks)
             return mean_loss(loss_fn(model, batch, None))
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, sinks)

@@ -116,7 +116,7 @@ def test_kernels_quantized_beforehand_are_those_of_each_layer(recipe: str, mode:
     with use_mesh(mode), autocast(RECIPES[recipe]):
         x = constrain(draw("x", (4, 8, HIDDEN)), AXES)
         plain, cached, stored = (Stack(nnx.Rngs(0), stacked=True) for _ in range(3))
-        use_cached_kernels(cached, quantize_kernels(cached), [None, None])
+        use_cached_kernels(cached, quantize_kernels(cached))
         quantize_parameters(stored)
         alone = quantize_parameters(Stack(nnx.Rngs(0), stacked=False)).layers
         values = np.stack([layer.wi.kernel.get_value().dequantize() for layer in alone])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +32,9 @@ def config(impl: Any = "transformer_engine", **fields: Any) -> TransformerConfig
     return TransformerConfig(**SIZES, cuda_graph_impl=impl, **fields)
 
 
+SERIAL_NUMBERS = itertools.count()
+
+
 class Block(GraphableMegatronModule):
     """A small graphable module with quantized kernels; counts how often it is traced or called."""
 
@@ -39,6 +44,7 @@ class Block(GraphableMegatronModule):
         self.fc1 = layers.Linear(16, 32, rngs=rngs)
         self.fc2 = layers.Linear(32, 16, rngs=rngs)
         self.calls = nnx.static(Calls())
+        self.serial_number = next(SERIAL_NUMBERS)  # tests share no executables, as equal modules do
 
     def forward(self, hidden_states: Any, scale: Any = None, power: int = 2) -> Any:
         self.calls.append(power)
@@ -220,14 +226,14 @@ def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, 
     block = captured(Block(quantized), x, microbatches=2)
     graphdef, cached, state = nnx.split(block, CachedKernel, ...)
 
-    def loss(state: Any, x: jax.Array) -> Any:
-        y = nnx.merge(graphdef, cached, state)(x)
-        return jnp.sum(y * jnp.cos(x))
+    def loss(state: Any, x: jax.Array, microbatch: int) -> Any:
+        copy = nnx.merge(graphdef, cached, state)
+        copy.current_microbatch = microbatch
+        return jnp.sum(copy(x) * jnp.cos(x))
 
-    derivative = jax.value_and_grad(loss, argnums=(0, 1))
-    expected = jax.jit(derivative)(state, x)  # in which the call is traced
     for microbatch in (0, 1):
-        block.current_microbatch = microbatch
+        derivative = functools.partial(jax.value_and_grad(loss, argnums=(0, 1)), microbatch=microbatch)
+        expected = jax.jit(derivative)(state, x)  # in which the call is traced
         before = len(block.calls)
         found = derivative(state, x)
         assert len(block.calls) == before + 1, "traced for the derivative's executables"
@@ -271,11 +277,79 @@ def test_the_first_microbatch_quantizes_kernels_and_the_others_use_them(x: jax.A
         block.current_microbatch = 1
         assert_bitwise(block(x), first)
         assert block.fc1.kernel_cache is kept, "which a later microbatch only reads"
-        block.set_is_first_microbatch()  # arms the layers' next call, and no replay
-        assert_bitwise(block(x), first)
+        block.set_is_first_microbatch()  # the next step
         block.current_microbatch = 0
         assert jnp.any(block(x) != first)
-    assert block.fc1.is_first_microbatch, "the flag of a replay stays with it"
+        assert block.fc1.is_first_microbatch is False, "calls that are no replays use what a replay has kept"
+        assert_bitwise(block.forward(x), block(x))
+
+
+JITTED: Any = nnx.jit(lambda block, x: block(x))
+COPIES = {"clone": nnx.clone, "copy": copy.copy, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("how", [*COPIES, "equal modules under nnx.jit", "jitted constructor"])
+def test_each_module_has_its_own_microbatch_and_hooks(how: str, x: jax.Array):
+    build = nnx.jit(lambda: Block(made)) if how == "jitted constructor" else lambda: Block(made)
+    made = config("local")
+    first = build()
+    second = COPIES[how](first) if how in COPIES else build()
+    second.serial_number = first.serial_number
+    if how == "equal modules under nnx.jit":
+        JITTED(first, x), JITTED(second, x)
+    seen: list[Any] = []
+    first.current_microbatch = 3
+    first.setup_manual_hooks(lambda: seen.append)
+    assert (second.current_microbatch, second.cuda_graph_manual_hooks) == (0, [])
+    second(x)
+    assert seen == []
+    first(x)
+    assert seen == [first.fc1, first.fc2]
+    if how == "equal modules under nnx.jit":
+        JITTED(second, x), JITTED(first, x)
+        assert (first.current_microbatch, second.current_microbatch) == (3, 0)
+        assert (len(first.cuda_graph_manual_hooks), len(second.cuda_graph_manual_hooks)) == (2, 0)
+
+
+def test_a_copys_first_microbatch_quantizes_its_own_kernels(x: jax.Array):
+    """A reference model that was cloned from a policy, whose first microbatch comes after the policy's second."""
+    made = config("local", fp8="hybrid", fp8_recipe="tensorwise")
+    with autocast(recipe_from_config(made)):
+        policy = Block(made)
+        policy(x)
+        reference = nnx.clone(policy)
+        reference.fc2.kernel.set_value(jnp.zeros((32, 16)))
+        policy.current_microbatch = 1
+        policy(x)
+        assert not jnp.any(reference(x))
+
+
+def test_a_transformations_copy_has_the_microbatch_and_the_hooks(x: jax.Array):
+    made = config(fp8="hybrid", fp8_recipe="tensorwise")
+    seen: list[Any] = []
+    with autocast(recipe_from_config(made)):
+        block = captured(Block(made), x, microbatches=2)
+        block(x)
+        block.fc2.kernel.set_value(jnp.zeros((32, 16)))
+        block.setup_manual_hooks(lambda: seen.append)
+        found = []
+        for microbatch in (1, 0):
+            block.current_microbatch = microbatch
+            found.append(nnx.value_and_grad(lambda block: jnp.sum(jnp.square(block(x))))(block)[0])
+    assert found[0] > 0.0, "of the kernel that was kept"
+    assert found[1] == 0.0, "of the one that is there now"
+    assert [type(module) for module in seen] == 2 * [layers.Linear, layers.Linear]
+    assert block.fc1 not in seen, "but the copy's, whose variables the replay reads"
+
+
+def test_cleared_caches_have_no_graphs(x: jax.Array):
+    block = captured(Block(config()), x)
+    y, traced = block(x), len(block.calls)
+    jax.clear_caches()
+    with pytest.raises(ValueError, match=r"or before jax\.clear_caches\(\)"):
+        block(x)
+    assert_bitwise(captured(block, x)(x), y)
+    assert (len(block.calls), len(block.cuda_graphs)) == (traced + 1, 1)
 
 
 def test_a_sharded_call_is_captured_as_it_is_sharded():

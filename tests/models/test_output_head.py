@@ -206,7 +206,7 @@ def test_microbatches_read_a_kernel_that_is_quantized_once(kind: str) -> None:
 
     def noted(model: Any, tokens: Any, key: Any) -> Any:
         cache = model.output_layer.kernel_cache
-        seen.append(cache is not None and isinstance(cache.get_value()[0], QuantizedKernel))
+        seen.append(cache is not None and isinstance(cache.get_value()["kernel"], QuantizedKernel))
         return loss_fn(model, tokens, key)
 
     with autocast(DELAYED):

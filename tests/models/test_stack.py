@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax import nnx
 from jax_te.config import RecomputeConfig, TransformerConfig
 from jax_te.layers import LayerNormMLP
 from jax_te.models import UNROLL_LIMIT, Execution, GPTModel, T5Model, run_layers, runs_scanned, stack
+from jax_te.ops import loop_over_layers
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import split_model
 
@@ -95,6 +97,36 @@ def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
     if recipe is None:  # backward reads the kernels as they are: from the stack that they were in
         assert not {(16, 1, 32), (32, 16)} & {var.aval.shape for var in body.outvars}
     for one, other in zip(*values, strict=True):
+        assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def by_nnx_scan(layers: Any, x: jax.Array) -> jax.Array:
+    return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+
+
+def by_lax_scan(layers: Any, x: jax.Array) -> jax.Array:
+    graphdef, state = nnx.split(layers)
+    return jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), x, state)[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["grad", "jit", "checkpoint"])
+@pytest.mark.parametrize("scan", [by_nnx_scan, by_lax_scan])
+def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:
+    """Also where the derivative's rule runs outside of the context, in which the function was traced."""
+    layers = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    graphdef, state = nnx.split(layers)
+
+    def gradient(in_loop: bool) -> Any:
+        def loss(state: Any) -> jax.Array:
+            with loop_over_layers() if in_loop else contextlib.nullcontext():
+                return jnp.sum(jnp.sin(scan(nnx.merge(graphdef, state), jnp.ones((1, 16, 16)))))
+
+        return jax.grad(wrap(loss))
+
+    found = {in_loop: str(jax.make_jaxpr(gradient(in_loop))(state)) for in_loop in (True, False)}
+    # The barrier of `jax.checkpoint` stands in both.
+    assert found[True].count("optimization_barrier") > found[False].count("optimization_barrier")
+    for one, other in zip(*(jax.tree.leaves(gradient(in_loop)(state)) for in_loop in (True, False)), strict=True):
         assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 

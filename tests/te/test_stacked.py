@@ -17,7 +17,7 @@ pytestmark = pytest.mark.te
 def test_values_are_those_of_each_layer(recipe, run):
     with use_backend("te"), autocast(RECIPES[recipe]):
         alone, plain, cached, stored = (Stack(nnx.Rngs(0), stacked=i > 0) for i in range(4))
-        use_cached_kernels(cached, quantize_kernels(cached), [None, None])
+        use_cached_kernels(cached, quantize_kernels(cached))
         quantize_parameters(stored)
         x, call = draw("x", (4, 8, HIDDEN)), nnx.jit(run)
         expected = call(alone, x)

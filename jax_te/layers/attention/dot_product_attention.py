@@ -166,6 +166,7 @@ class DotProductAttention(ContextParallelModule):
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
+        return_max_logit: bool | None = None,
     ) -> Any:
         """Apply attention.
 
@@ -184,7 +185,7 @@ class DotProductAttention(ContextParallelModule):
             alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            attn_mask_type, window_size: used in place of the layer's own.
+            attn_mask_type, window_size, return_max_logit: used in place of the layer's own.
             checkpoint_core_attention: recompute attention in backward instead of saving its residuals.
 
         Returns:
@@ -194,6 +195,7 @@ class DotProductAttention(ContextParallelModule):
         mask_type: Any = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         bias_type: Any = core_attention_bias_type
         bias = core_attention_bias
+        with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
         if bias_type == "alibi":
             if bias is not None:
                 raise ValueError("core_attention_bias_type 'alibi' takes alibi_slopes, and no core_attention_bias")
@@ -231,7 +233,7 @@ class DotProductAttention(ContextParallelModule):
                 scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
                 dropout_rate=rate,
                 dropout_key=arrays.dropout_key,
-                return_max_logit=self.return_max_logit,
+                return_max_logit=with_logit,
                 context_parallel=self.context_parallel,
                 out_axes=HEAD_AXES,
             )
@@ -242,7 +244,7 @@ class DotProductAttention(ContextParallelModule):
             recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
-        y, *max_logit = result if self.return_max_logit else (result,)
+        y, *max_logit = result if with_logit else (result,)
         y = y[0] if one_row else y
         return layer_output(y, max_logit=max_logit[0]) if max_logit else y
 

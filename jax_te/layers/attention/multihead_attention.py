@@ -285,6 +285,7 @@ class MultiheadAttention(ContextParallelModule):
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
+        return_max_logit: bool | None = None,
     ) -> Any:
         """Apply attention within ``x``, or from ``x`` to the encoder's output.
 
@@ -306,6 +307,7 @@ class MultiheadAttention(ContextParallelModule):
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: recompute the attention core in backward.
             is_first_microbatch: as in `Linear`, for all projections.
+            return_max_logit: used in place of the layer's own.
 
         Returns:
             ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of
@@ -343,6 +345,8 @@ class MultiheadAttention(ContextParallelModule):
                 # The mask of a ring says which keys are in the window: their order is not that of their positions.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
                 call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
+            # A core of one's own need not take the argument, unless a call asks for the result.
+            asked = {} if return_max_logit is None else {"return_max_logit": return_max_logit}
             attended = core(
                 *operands,
                 attention_mask=call.attention_mask,
@@ -356,8 +360,9 @@ class MultiheadAttention(ContextParallelModule):
                 attn_mask_type=call.attn_mask_type,
                 window_size=call.window_size,
                 checkpoint_core_attention=call.checkpoint_core_attention,
+                **asked,
             )
-            context, *max_logit = attended if core.return_max_logit else (attended,)
+            context, *max_logit = attended if asked.get("return_max_logit", core.return_max_logit) else (attended,)
             projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
             y, *bias = projected if isinstance(projected, tuple) else (projected,)
         extra: dict[str, Any] = {}

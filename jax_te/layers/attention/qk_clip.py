@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
+from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.linear import Linear
-from jax_te.layers.quantizable import drop_cached_kernels
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
 
@@ -22,8 +22,9 @@ def clip_qk(
     may run under jit. The fp32 masters of `jax_te.training` follow at the next update.
 
     Args:
-        attention: self-attention with ``return_max_logit``; changed in place.
-        max_logit: fp32 ``[n]``, the maximum over the layer's calls since the last clipping.
+        attention: self-attention; changed in place.
+        max_logit: fp32 ``[n]``, as calls with ``return_max_logit`` give it; the maximum over those since the last
+            clipping.
         threshold: the max logit above which kernels are scaled down.
         alpha: exponent of ``eta`` for query kernels; key kernels have ``1 - alpha``.
 
@@ -32,8 +33,8 @@ def clip_qk(
 
     Raises:
         ValueError: for a layer without fused projections or with norms of queries and keys, whose logits do not follow
-            the kernels' size; one without ``return_max_logit``, or whose kernels are stored quantized; a threshold
-            that is not positive, an ``alpha`` outside [0, 1], another number of heads.
+            the kernels' size, or whose kernels are stored quantized; for ``max_logit`` None or of another number of
+            heads, a threshold that is not positive, and an ``alpha`` outside [0, 1].
 
     Source: ``clip_qk`` of ``megatron.core.transformer.attention``; Kimi Team 2025 (MuonClip).
 
@@ -75,8 +76,8 @@ def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, al
         raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
     if attention.q_norm is not None:
         raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
-    if not core.return_max_logit or max_logit is None:
-        raise ValueError("clip_qk takes the max logits of a layer that was built with return_max_logit=True")
+    if max_logit is None:
+        raise ValueError("max_logit is None; give the max logits of the layer's calls with return_max_logit=True")
     if not threshold > 0.0 or not 0.0 <= alpha <= 1.0:
         raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
     if max_logit.shape != (core.num_attention_heads,):

@@ -168,11 +168,12 @@ class Deferred:
         return gemm.operands()
 
 
+@jax.tree_util.register_static
 class Probe:
     """A sink without arrays, for an abstract pass through a model: it learns what a `Deferred` one would get.
 
-    Compared by identity, so that no cached trace of another pass takes the place of this one, and that a stack of
-    layers does not run as a loop.
+    A pytree without leaves. Compared by identity, so that no cached trace of another pass takes the place of this one,
+    and that a stack of layers does not run as a loop.
 
     Attributes:
         calls: number of calls of the layer.

@@ -95,7 +95,7 @@ class StageModel:
         return self.program.kernels.waiting(model, nnx.state(model, nnx.Param))
 
     def _quantized_kernels(self) -> Any:
-        """Return every kernel of the stage quantized, ``[v, ...]``; None where its recipe does not."""
+        """Return the stage's `KernelCache`, ``[v, ...]``."""
         found = [quantize_kernels(self._module(chunk)) for chunk in range(self.schedule.virtual_stages)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
@@ -106,8 +106,7 @@ class StageModel:
         """
         model = self._module(chunk)
         if self._cached is not None:
-            cached = self.chunk(self._cached, chunk)
-            use_cached_kernels(model, cached, [None] * len(cached))
+            use_cached_kernels(model, self.chunk(self._cached, chunk))
         common, count = int(self.cut.counts.min()), self._counts[chunk]
         options = self.cut.static | arrays
 

@@ -79,8 +79,7 @@ def test_small_and_missing_logits_change_nothing():
         (lambda: build(qk_norm_type="RMSNorm"), {}, "scaling their kernels changes no logit"),
         (build, {"threshold": 0.0}, "threshold must be > 0 and alpha in"),
         (build, {"alpha": 1.5}, "threshold must be > 0 and alpha in"),
-        (build, {"max_logit": None}, "return_max_logit=True"),
-        (lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0)), {}, "return_max_logit=True"),
+        (build, {"max_logit": None}, "max_logit is None; give .* return_max_logit=True"),
         (lambda: with_adapter(build()), {}, "takes self-attention with one fused"),
         (lambda: stored_quantized(build()), {}, "stored quantized; clip before quantize_parameters"),
         (build, {"max_logit": jnp.ones(3)}, r"max_logit must be \[n\] = \(4,\), got \(3,\)"),
@@ -89,6 +88,35 @@ def test_small_and_missing_logits_change_nothing():
 def test_bad_arguments_say_what_is_allowed(layer, arguments, message):
     with without_type_checker(), pytest.raises(ValueError, match=message):
         clip_qk(layer(), **{"max_logit": jnp.ones(N), **arguments})
+
+
+@pytest.mark.parametrize("built_with", [False, True])
+def test_a_call_asks_for_max_logits(built_with: bool):
+    x = draw("x", (2, 8, H))
+    options = {"attention_dropout": 0.0, "return_max_logit": built_with, "rngs": nnx.Rngs(0)}
+    attention = MultiheadAttention(H, N, **options)
+    layer = TransformerLayer(H, 2 * H, N, hidden_dropout=0.0, **options)
+    for called, given in ((attention, x), (layer, x), (attention.core_attention, draw("q", (2, 8, 3, N, H // N)))):
+        y, max_logit = called(given, return_max_logit=True)
+        assert max_logit.shape == (N,)
+        assert_bitwise(called(given, return_max_logit=False), y)
+    clip_qk(attention, attention(x, return_max_logit=True)[1], threshold=0.01)
+    assert float(attention(x, return_max_logit=True)[1].max()) < 0.0101
+
+
+def test_max_logits_and_clipping_leave_the_models_layers_alone(monkeypatch: pytest.MonkeyPatch):
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, qk_clip=True)
+    model = GPTModel(config, vocab_size=16, max_sequence_length=8, rngs=nnx.Rngs(0))
+    core = model.layers[0].self_attention.core_attention
+    assign, assigned = type(core).__setattr__, []
+
+    def watched(module, name, value):
+        assigned.append((module, name))
+        assign(module, name, value)
+
+    monkeypatch.setattr(type(core), "__setattr__", watched)
+    model.clip_qk(model.max_logits(jnp.zeros((1, 8), jnp.int32)))
+    assert [name for module, name in assigned if module is core] == []
 
 
 def test_kernels_that_were_cached_are_dropped():

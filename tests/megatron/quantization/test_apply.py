@@ -161,8 +161,7 @@ def test_the_two_gemms_of_an_mlp_under_recipes_of_their_own():
         assert_bitwise(jax.grad(lambda x: layer(x).sum())(x), jax.grad(lambda x: apart(x).sum())(x))
         text = jax.jit(lambda x: layer(x)).lower(x).as_text()
         kept = layer(x, is_first_microbatch=True)
-        assert layer.wo_kernel_cache is None
-        assert layer.wi_kernel_cache is not None
+        assert list(layer.kernel_cache.get_value()) == ["wi_kernel"]
         assert_bitwise(kept, layer(x))
     assert sum("dot_general" in line and "f8E4M3FN" in line for line in text.splitlines()) == 1
     prepare_quantization(layer, DELAYED)

@@ -1,0 +1,161 @@
+"""Kernels that are quantized once and used in several calls, and sinks for their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_te.layers.quantizable import (
+    CachedKernel,
+    GradSinks,
+    QuantizableModule,
+    given_kernels,
+    quantizable_kernels,
+    quantizable_modules,
+)
+from jax_te.quantize import QuantizedKernel
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KernelCache:
+    """Quantized forms of a model's kernels, as `quantize_kernels` makes them and `cached_kernels` uses them. A pytree.
+
+    Args:
+        kernels: by path in the model, e.g. ``"layers.0.self_attention.qkv.kernel"``.
+
+    >>> KernelCache({}).kernels
+    {}
+    """
+
+    kernels: dict[str, QuantizedKernel]
+
+
+def quantize_kernels(model: nnx.Module) -> KernelCache:
+    """Return the quantized form of each kernel that the recipe in use quantizes in forward and backward.
+
+    Call it once a step, under the recipe, ``with autocast(recipe):``, and use the kernels in each microbatch by
+    `cached_kernels`. `jax_te.training.make_train_step` does so by itself. Kernels that are stored quantized are left
+    out, and those of layers in high precision.
+
+    Args:
+        model: not changed. Also kernels that a model gives one of its layers in a call are quantized, such as a head's
+            that is tied to the embedding.
+
+    Source: ``is_first_microbatch`` of ``transformer_engine.pytorch``.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> with autocast(Float8CurrentScaling()):
+    ...     cache = quantize_kernels(Linear(16, 16, rngs=nnx.Rngs(0)))
+    >>> cache.kernels["kernel"].operand.rowwise.data.dtype
+    dtype(float8_e4m3fn)
+    """
+    own = [(module, kernel, getattr(module, kernel).get_value()) for _, module, kernel in quantizable_kernels(model)]
+    paths = {id(module): path for path, module in _modules(model)}
+    return KernelCache(
+        {
+            _name(paths[id(module)], kernel): module.quantized(kernel, value)
+            for module, kernel, value in (*own, *given_kernels(model))
+            if not isinstance(value, QuantizedKernel) and module.kernel_quantizer(kernel) is not None
+        }
+    )
+
+
+@contextlib.contextmanager
+def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module]:
+    """Yield ``model``, whose layers use the kernels of ``cache`` in calls that do not give ``is_first_microbatch``.
+
+    Gradients go to the kernels themselves. The cached kernels are state of the layers meanwhile, NNX Variables: loops
+    over layers, recomputation and transformations pass them on with the layers' other state, and slice them where they
+    slice the kernels. So enter the context outside of a function under ``nnx.jit`` or ``nnx.grad``, or inside, on the
+    module that the function was given. Behind it the layers are as they were.
+
+    Args:
+        model: the model that the kernels were quantized of, or a copy.
+        cache: from `quantize_kernels`, of the parameters as they are now.
+
+    Raises:
+        ValueError: for a kernel that the model does not have.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    >>> loss = lambda layer, x: jnp.sum(jnp.square(layer(x)))
+    >>> with autocast(Float8CurrentScaling()):
+    ...     cache = quantize_kernels(layer)
+    ...     for x in jnp.ones((2, 16, 16)):
+    ...         with cached_kernels(layer, cache):
+    ...             grads = nnx.grad(loss)(layer, x)
+    >>> grads["kernel"].shape, layer.kernel_cache is None
+    ((16, 16), True)
+    """
+    modules = quantizable_modules(model)
+    before = [(module, module.keeps_kernels, module.kernel_cache, module.grad_sinks) for _, module in modules]
+    use_cached_kernels(model, cache)
+    try:
+        yield model
+    finally:
+        for module, keeps, kernels, sinks in before:
+            module.keeps_kernels = keeps
+            module.kernel_cache, module.grad_sinks = nnx.data(kernels), nnx.data(sinks)
+
+
+def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
+    """Let the layers of ``model`` use the kernels of ``cache``, as inside of `cached_kernels`.
+
+    Raises:
+        ValueError: for a kernel that the model does not have; no layer is changed then.
+    """
+    found = {_name(path, kernel): (module, kernel) for path, module in _modules(model) for kernel in module.kernels}
+    if unknown := [name for name in cache.kernels if name not in found]:
+        raise ValueError(
+            f"{type(model).__name__} has no kernel {', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}; use a "
+            "cache for the model that quantize_kernels made it of"
+        )
+    forms: dict[int, tuple[QuantizableModule, dict[str, QuantizedKernel]]] = {}
+    for name, quantized in cache.kernels.items():
+        module, kernel = found[name]
+        forms.setdefault(id(module), (module, {}))[1][kernel] = quantized
+    for module, kernels in forms.values():
+        module.kernel_cache = CachedKernel(kernels)
+        module.keeps_kernels = False
+
+
+def drop_cached_kernels(model: nnx.Module) -> None:
+    """Take away the cached kernels of all layers, e.g. because the parameters have changed.
+
+    >>> from jax_te.layers import Linear
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    >>> with autocast(Float8CurrentScaling()):
+    ...     _ = layer(jnp.ones((16, 16)), is_first_microbatch=True)
+    >>> drop_cached_kernels(layer)
+    >>> layer.kernel_cache is None
+    True
+    """
+    for _, module in quantizable_modules(model):
+        module.kernel_cache = nnx.data(None)
+
+
+def set_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> None:
+    """Give the kernels of `quantizable_kernels` the sinks that stand under their paths; None is no sink."""
+    of_modules: dict[int, tuple[QuantizableModule, dict[str, Any]]] = {}
+    for path, module, kernel in quantizable_kernels(model):
+        if sinks.get(path) is not None:
+            of_modules.setdefault(id(module), (module, {}))[1][kernel] = sinks[path]
+    for module, own in of_modules.values():
+        module.grad_sinks = GradSinks(own)
+
+
+def _modules(model: nnx.Module) -> list[tuple[tuple[Any, ...], QuantizableModule]]:
+    return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, QuantizableModule)]
+
+
+def _name(path: tuple[Any, ...], kernel: str) -> str:
+    return ".".join(map(str, (*path, kernel)))
