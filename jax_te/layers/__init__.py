@@ -28,7 +28,6 @@ from jax_te.layers.moe.router import (
     Routing,
     aux_losses_scaled,
     expert_metrics,
-    routers_of,
     set_aux_loss_scale,
 )
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec

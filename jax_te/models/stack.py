@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
@@ -171,6 +172,7 @@ def run_layers(
         return join_batch(xs)
 
 
+@checked
 @dataclass(frozen=True)
 class StackInput:
     """What a stack of layers is called with: the arguments of `run_layers` beside the layers.
@@ -212,7 +214,8 @@ class ModelInParts(Protocol):
     >>> class Own(nnx.Module):
     ...     def __init__(self, rngs):
     ...         self.first, self.last = nnx.Linear(4, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
-    ...         self.layers = nnx.List([TransformerLayer(16, 32, 2, layer_number=i, rngs=rngs) for i in (1, 2)])
+    ...         rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    ...         self.layers = nnx.List([TransformerLayer(16, 32, 2, rngs=rngs, **rates) for _ in range(2)])
     ...
     ...     def before(self, features):
     ...         return StackInput(self.first(features))

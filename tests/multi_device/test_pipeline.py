@@ -416,12 +416,14 @@ def test_parts_may_catch_exceptions_transform_and_are_traced_three_times_at_most
 
 
 def t5(rngs: nnx.Rngs) -> T5Model:
-    config: Any = TransformerConfig(**SIZES | {"num_layers": 2})
+    sizes: Options = SIZES | {"num_layers": 2}
+    config = TransformerConfig(**sizes)
     return T5Model(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=rngs)
 
 
 def bert(rngs: nnx.Rngs) -> BertModel:
-    config: Any = TransformerConfig(**SIZES | {"num_layers": 2})
+    sizes: Options = SIZES | {"num_layers": 2}
+    config = TransformerConfig(**sizes)
     return BertModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=rngs)
 
 

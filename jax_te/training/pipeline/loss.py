@@ -72,9 +72,8 @@ class StackArrays(NamedTuple):
 
 def arrays_of(stack: StackInput) -> StackArrays:
     """Return the arrays of what a stack is called with."""
-    keys: Any = stack.keys
-    no_keys = keys is None or keys[0] is None
-    return StackArrays(stack.x, dict(stack.learned), dict(stack.arrays), None if no_keys else jnp.stack(keys))
+    given = [] if stack.keys is None else [key for key in stack.keys if key is not None]
+    return StackArrays(stack.x, dict(stack.learned), dict(stack.arrays), jnp.stack(given) if given else None)
 
 
 def without_gradient(tree: PyTree, error: str) -> PyTree:

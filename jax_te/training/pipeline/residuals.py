@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from jax_te.training.pipeline.loss import StackArrays
 from jax_te.training.pipeline.stage_model import StageModel
@@ -83,7 +83,7 @@ class Residuals:
         return jax.tree.unflatten(self._treedef, typed)
 
 
-def _reached(closed: ClosedJaxpr, *, first: int) -> list[bool]:
+def _reached(closed: Any, *, first: int) -> list[bool]:
     """Return whether each result depends on the arguments from the ``first`` on."""
     reached = set(closed.jaxpr.invars[first:])
 
