@@ -153,7 +153,8 @@ def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut
 
     others = {path: variable for path, variable in flat.items() if path not in dict(nnx.to_flat_state(plain))}
     inputs = jax.eval_shape(differentiated, plain, others, state.quantizers, batch, key)
-    return Look(inputs, *found)
+    # Without the sharding over Explicit axes, which a stage does not see.
+    return Look(jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype), inputs), *found)
 
 
 _READS_LAYERS = (
