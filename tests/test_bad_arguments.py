@@ -227,6 +227,8 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     models.BertModel: MODEL,
     models.MegatronGPTModel: MODEL | {"transformer_layer_spec": None},
     models.Multipliers: {},
+    models.StackInput: {"x": jnp.ones((1, 2, 4))},
+    training.PipelinedLoss: {"before": len, "after": len},
     config.PipelineConfig: {},
     quantize.BlockQuantizer: {"dtype": jnp.float8_e4m3fn},
     quantize.MXQuantizer: {"dtype": jnp.float8_e4m3fn},

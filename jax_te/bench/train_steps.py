@@ -23,10 +23,14 @@ from jax_te.models import GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
-from jax_te.training import TrainState, abstract_train_state, create_train_state, make_train_step
+from jax_te.training import PipelinedLoss, TrainState, abstract_train_state, create_train_state, make_train_step
 from jax_te.typing import BackendName, DTypeLike
 
 _TX = optax.adamw(1e-4)
+_LOSS = PipelinedLoss(
+    before=lambda model, batch, key: model.before(batch[:, :-1]),
+    after=lambda model, y, batch, key: model.after(y, batch[:, 1:]),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,7 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
         abstract = abstract_train_state(variant.build, _TX, distributed_optimizer=sizes.distributed_optimizer)
     options: dict[str, Any] = {"microbatches": sizes.microbatches, "pipeline": variant.pipeline}
     options |= {"wgrad_dtype": variant.wgrad_dtype, "reduce_gradients": variant.reduce_gradients}
-    step = make_train_step(lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]), _TX, **options)
+    step = make_train_step(_LOSS, _TX, **options)
 
     def lower() -> Any:
         with variant.context(backend, sizes.mesh):

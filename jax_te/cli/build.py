@@ -32,6 +32,7 @@ from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import (
     DynamicLossScale,
     LossScale,
+    PipelinedLoss,
     TrainState,
     abstract_train_state,
     adamw_with_schedule,
@@ -41,7 +42,6 @@ from jax_te.training import (
     make_inspection,
     make_train_step,
 )
-from jax_te.typing import Array, PyTree
 
 
 def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
@@ -130,9 +130,11 @@ def loss_scaler(config: RunConfig) -> LossScale | None:
     return DynamicLossScale() if "float16" in (config.params_dtype, config.compute_dtype) else None
 
 
-def loss_fn(model: Any, batch: PyTree, key: Array | None) -> Array:
-    """Return the mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; ``key`` None is evaluation."""
-    return model.loss(batch["tokens"], batch["labels"], dropout_key=key)
+loss_fn = PipelinedLoss(
+    before=lambda model, batch, key: model.before(batch["tokens"], dropout_key=key),
+    after=lambda model, y, batch, key: model.after(y, batch["labels"]),
+)
+"""The mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; the key None is evaluation."""
 
 
 @contextlib.contextmanager

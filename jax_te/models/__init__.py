@@ -6,8 +6,14 @@ from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
 from jax_te.models.megatron_gpt import MegatronGPTModel
 from jax_te.models.options import Execution, Multipliers, RelativePositions, RotaryPositions
-from jax_te.models.stack import UNROLL_LIMIT, check_recompute_policy, run_layers, runs_scanned
-from jax_te.models.stack_hook import StackCall, call_of_stack, replace_stack
+from jax_te.models.stack import (
+    UNROLL_LIMIT,
+    ModelInParts,
+    StackInput,
+    check_recompute_policy,
+    run_layers,
+    runs_scanned,
+)
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
 
 # For users. The other names above are for the other packages of jax_te.
@@ -19,9 +25,11 @@ __all__ = [
     "Execution",
     "GPTModel",
     "MegatronGPTModel",
+    "ModelInParts",
     "Multipliers",
     "RelativePositions",
     "RotaryPositions",
+    "StackInput",
     "T5Model",
     "generate",
     "run_layers",

@@ -14,7 +14,7 @@ from jax_te.layers import Embedding, Linear, keep_in_high_precision, parameter
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution
-from jax_te.models.stack import layer_keys, run_layers
+from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import check_like_tokens, check_tokens
 from jax_te.ops import LossOptions, activation
 from jax_te.recipe import autocast
@@ -138,6 +138,19 @@ class BertModel(LanguageModel):
         dropout_key: Array | None = None,
     ) -> Array:
         """Return the encoder's output ``[b, s, h]``; the arguments are those of a call."""
+        with jax.named_scope("BertEncoder"):
+            stack = self.before(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
+            return stack.output(self.layers)
+
+    def before(
+        self,
+        tokens: Array,
+        *,
+        tokentypes: Array | None = None,
+        lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> StackInput:
+        """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         check_tokens(tokens, self.max_sequence_length)
         check_like_tokens(tokens, tokentypes=tokentypes)
         others: list[Array] = []
@@ -146,20 +159,13 @@ class BertModel(LanguageModel):
         elif tokentypes is not None:
             raise ValueError("the model has no table of token types; build it with num_tokentypes, or give none")
         *keys, embedding_key = layer_keys(dropout_key, len(self.layers) + 1)
-        mask: dict[str, Any] = {}
-        if lengths is not None:
-            mask = {"mask_types": {"self_attn_mask_type": "padding"}, "sequence_lengths": lengths}
-        with jax.named_scope("BertEncoder"):
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            x = self.embedding_norm(self._embedded(tokens, positions, *others))
-            return run_layers(
-                self.layers,
-                self._dropout(x, embedding_key),
-                keys,
-                recompute=self.config,
-                **self.execution.of_stack(),
-                **mask,
-            )
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        x = self._dropout(self.embedding_norm(self._embedded(tokens, positions, *others)), embedding_key)
+        options: dict[str, Any] = {"recompute": self.config, **self.execution.of_stack()}
+        if lengths is None:
+            return StackInput(x, keys, options=options)
+        options["mask_types"] = {"self_attn_mask_type": "padding"}
+        return StackInput(x, keys, {"sequence_lengths": lengths}, options=options)
 
     def pool(self, encoded: Array) -> Array:
         """Return ``tanh`` of a dense layer of each sequence's first token, ``[b, h]``.
@@ -193,8 +199,20 @@ class BertModel(LanguageModel):
         those of `jax_te.ops.softmax_cross_entropy`.
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
-        x = self.encode(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
-        return self._loss(self._transform(x), labels, loss_mask, options, reduction)
+        y = self.encode(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
+        return self.after(y, labels, loss_mask, options=options, reduction=reduction)
+
+    def after(
+        self,
+        y: Array,
+        labels: Array,
+        loss_mask: Array | None = None,
+        *,
+        options: LossOptions = _OPTIONS,
+        reduction: str = "mean",
+    ) -> Array:
+        """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`."""
+        return self._loss(self._transform(y), labels, loss_mask, options, reduction)
 
     def _transform(self, x: Array) -> Array:
         """Return what the head multiplies by the embedding table."""

@@ -14,7 +14,7 @@ from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedd
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RotaryPositions
-from jax_te.models.stack import layer_keys, rotary_of, run_layers
+from jax_te.models.stack import StackInput, layer_keys, rotary_of
 from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
 from jax_te.ops import LossOptions
 from jax_te.typing import Array
@@ -164,7 +164,30 @@ class GPTModel(LanguageModel):
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
         with jax.named_scope("GPTModel"):
-            x = self._hidden(tokens, positions, dropout_key)
+            y = self.before(tokens, positions=positions, dropout_key=dropout_key).output(self.layers)
+        return self.after(y, labels, loss_mask, options=options, reduction=reduction)
+
+    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Array | None = None) -> StackInput:
+        """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
+        self._check(tokens, positions)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
+        # The embedding's key comes last, so that a layer's key is that of its number.
+        *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
+        return self._stack_input(self._embed(tokens, positions, embedding_key), positions, keys)
+
+    def after(
+        self,
+        y: Array,
+        labels: Array,
+        loss_mask: Array | None = None,
+        *,
+        options: LossOptions = _OPTIONS,
+        reduction: str = "mean",
+    ) -> Array:
+        """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`."""
+        with jax.named_scope("GPTModel"):
+            x = self.final_norm(y)
         # Labels go to the layers' order, not hidden states to the callers': integers are cheap to move.
         labels = model_order(self.config, labels)
         weights = None if loss_mask is None else model_order(self.config, loss_mask)
@@ -247,21 +270,10 @@ class GPTModel(LanguageModel):
 
     def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""
-        self._check(tokens, positions)
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
-        tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
-        # The embedding's key comes last, so that a layer's key is that of its number.
-        *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
-        return self._decode(self._embed(tokens, positions, embedding_key), positions, keys)
+        stack = self.before(tokens, positions=positions, dropout_key=dropout_key)
+        return self.final_norm(stack.output(self.layers))
 
-    def _decode(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> Array:
-        """Return the final norm's output; everything is in `model_order`."""
-        x = run_layers(
-            self.layers,
-            x,
-            keys,
-            recompute=self.config,
-            **self.execution.of_stack(),
-            rotary_pos_emb=self._angles(positions),
-        )
-        return self.final_norm(x)
+    def _stack_input(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> StackInput:
+        """Return what layers are called with that get ``x``; everything is in `model_order`."""
+        options = {"recompute": self.config, **self.execution.of_stack()}
+        return StackInput(x, keys, {"rotary_pos_emb": self._angles(positions)}, options=options)

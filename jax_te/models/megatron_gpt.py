@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
 from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
 from jax_te.models.options import Execution, RotaryPositions
-from jax_te.models.stack import layer_keys
+from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
@@ -173,9 +172,6 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     output_kernel = property(lambda self: getattr(self.output_layer, "base", self.output_layer).kernel)
     _is_whole = property(lambda self: self.pre_process and self.post_process)
 
-    def _decode(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> Array:
-        return self.decoder(x, rotary_pos_emb=self._angles(positions), keys=keys)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
@@ -239,12 +235,13 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         logits = constrain(logits, ("batch", "sequence", None))
         return (logits, *more) if more else logits
 
-    def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
+    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Array | None = None) -> StackInput:
+        """Return what the layers of a whole model are called with, see `GPTModel.before`."""
         if not self._is_whole:
             raise ValueError(
                 "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
             )
-        return super()._hidden(tokens, positions, dropout_key)
+        return super().before(tokens, positions=positions, dropout_key=dropout_key)
 
     def _stage(
         self,
@@ -267,7 +264,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if x is None:
             x = self._embed(tokens, positions, embedding_key)
         first = self.decoder.first_layer
-        x = self._decode(constrain(x, self._axes), positions, keys[first : first + len(self.layers)])
+        own = keys[first : first + len(self.layers)]
+        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=self._angles(positions), keys=own)
         if not self.post_process:
             return x
         if labels is None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
-from jax_te.models.stack_hook import stack_of_layers
 from jax_te.ops import loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
@@ -109,7 +109,6 @@ def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | st
         )
 
 
-@stack_of_layers
 def run_layers(
     layers: Sequence[nnx.Module],
     x: Array,
@@ -171,6 +170,77 @@ def run_layers(
             members = slice(group.first, group.first + group.count)
             xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
         return join_batch(xs)
+
+
+@checked
+@dataclass(frozen=True)
+class StackInput:
+    """What a stack of layers is called with: the arguments of `run_layers` beside the layers.
+
+    It ends the first part of a model in parts, see `ModelInParts`.
+
+    Args:
+        x: ``[b, s, h]``, input of the first layer.
+        keys: dropout key of each layer. None: no layer drops anything.
+        arrays: other arguments of all layers that no parameter has a part in, such as masks, lengths and rotations.
+        learned: other arguments of all layers that are computed from parameters, such as a bias of attention scores or
+            an encoder's output. Their gradients pass on to these parameters.
+        options: arguments of `run_layers` that are no arrays: ``recompute``, ``policy``, ``scan``, ``batch_parts``,
+            ``mask_types``.
+
+    >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
+    >>> StackInput(jnp.ones((2, 8, 16)), layer_keys(jax.random.key(0), 2)).output(layers).shape
+    (2, 8, 16)
+    """
+
+    x: Array
+    keys: Sequence[Array | None] | None = None
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    learned: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def output(self, layers: Sequence[nnx.Module]) -> Array:
+        """Return the output ``[b, s, h]`` of layers: of the whole stack, or of one that begins at this input."""
+        keys = [None] * len(layers) if self.keys is None else self.keys
+        return run_layers(layers, self.x, keys, **self.options, **self.arrays, **self.learned)
+
+
+class ModelInParts(Protocol):
+    """A model in three parts, which the stages of a pipeline run: before its layers, the layers, and after them.
+
+    `GPTModel`, `BertModel`, `T5Model` and `MegatronGPTModel` are such models, and so is one of your own that has these
+    three. What ``before`` and ``after`` are given is the model's choice; a `jax_te.training.PipelinedLoss` calls them.
+
+    >>> class Own(nnx.Module):
+    ...     def __init__(self, rngs):
+    ...         self.first, self.last = nnx.Linear(4, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+    ...         rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    ...         self.layers = nnx.List([TransformerLayer(16, 32, 2, rngs=rngs, **rates) for _ in range(2)])
+    ...
+    ...     def before(self, features):
+    ...         return StackInput(self.first(features))
+    ...
+    ...     def after(self, y, targets):
+    ...         return jnp.mean((self.last(y) - targets) ** 2)
+    ...
+    ...     def loss(self, features, targets):
+    ...         return self.after(self.before(features).output(self.layers), targets)
+    >>> Own(nnx.Rngs(0)).loss(jnp.ones((2, 8, 4)), jnp.ones((2, 8, 1))).shape
+    ()
+    """
+
+    @property
+    def layers(self) -> Sequence[nnx.Module]:
+        """The layers, all of one kind; no other part reads their parameters."""
+        ...
+
+    def before(self, *inputs: Any, **options: Any) -> StackInput:
+        """Return what the layers are called with."""
+        ...
+
+    def after(self, y: Array, *targets: Any, **options: Any) -> Array:
+        """Return the loss, given the layers' output ``[b, s, h]``."""
+        ...
 
 
 def _run_group(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax_te.layers import RelativePositionBias
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
-from jax_te.models.stack import layer_keys, run_layers
+from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import check_like_tokens, check_tokens
 from jax_te.ops import LossOptions
 from jax_te.typing import Array
@@ -149,14 +149,14 @@ class T5Model(LanguageModel):
         # T5 drops behind its last norm as well, hence one key more than in GPT.
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.encoder_layers) + 2)
         mask_types: dict[str, str] = {}
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, Array] = {}
         if encoder_lengths is not None:
             mask_types["self_attn_mask_type"] = "padding"
             arrays["sequence_lengths"] = encoder_lengths
         with jax.named_scope("T5Encoder"):
             x = self._enter(tokens, embedding_key)
-            x = self._run(self.encoder_layers, self.encoder_bias, x, keys, mask_types, arrays)
-            return self._dropout(self.encoder_norm(x), last_key)
+            stack = self._stack_input(self.encoder_bias, x, keys, mask_types, arrays, {})
+            return self._dropout(self.encoder_norm(stack.output(self.encoder_layers)), last_key)
 
     def decode(
         self,
@@ -171,16 +171,27 @@ class T5Model(LanguageModel):
 
     def _hidden(self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Array | None) -> Array:
         """Return the head's input ``[b, t, h]``."""
-        *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.decoder_layers) + 2)
+        with jax.named_scope("T5Decoder"):
+            y = self._decoder_input(tokens, encoded, encoder_lengths, dropout_key).output(self.decoder_layers)
+            return self._normed(y, dropout_key)
+
+    def _decoder_input(
+        self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Array | None
+    ) -> StackInput:
+        """Return what the decoder's layers are called with."""
+        *keys, embedding_key, _ = layer_keys(dropout_key, len(self.decoder_layers) + 2)
         mask_types: dict[str, str] = {}
-        arrays: dict[str, Any] = {"encoder_output": encoded}
+        arrays: dict[str, Array] = {}
         if encoder_lengths is not None:
             mask_types["enc_dec_attn_mask_type"] = "padding"
             arrays["encoder_lengths"] = encoder_lengths
-        with jax.named_scope("T5Decoder"):
-            x = self._enter(tokens, embedding_key)
-            x = self._run(self.decoder_layers, self.decoder_bias, x, keys, mask_types, arrays)
-            return self._dropout(self.decoder_norm(x), last_key)
+        x = self._enter(tokens, embedding_key)
+        return self._stack_input(self.decoder_bias, x, keys, mask_types, arrays, {"encoder_output": encoded})
+
+    def _normed(self, y: Array, dropout_key: Array | None) -> Array:
+        """Return the head's input ``[b, t, h]`` from the decoder's layers' output."""
+        last_key = layer_keys(dropout_key, len(self.decoder_layers) + 2)[-1]
+        return self._dropout(self.decoder_norm(y), last_key)
 
     def loss(
         self,
@@ -199,34 +210,64 @@ class T5Model(LanguageModel):
         ``options`` and ``reduction`` are those of `jax_te.ops.softmax_cross_entropy`; a label of -100 does not count.
         """
         check_like_tokens(decoder_tokens, labels=labels, loss_mask=loss_mask)
+        stack = self.before(encoder_tokens, decoder_tokens, encoder_lengths=encoder_lengths, dropout_key=dropout_key)
+        with jax.named_scope("T5Decoder"):
+            y = stack.output(self.layers)
+        return self.after(y, labels, loss_mask, dropout_key=dropout_key, options=options, reduction=reduction)
+
+    @property
+    def layers(self) -> Sequence[nnx.Module]:
+        """The decoder's layers, which the stages of a pipeline split; the encoder stands before them."""
+        return self.decoder_layers
+
+    def before(
+        self,
+        encoder_tokens: Array,
+        decoder_tokens: Array,
+        *,
+        encoder_lengths: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> StackInput:
+        """Return what the decoder's layers are called with; the arguments are those of a call. See `ModelInParts`."""
         keys = layer_keys(dropout_key, 2)
         encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
-        x = self._hidden(decoder_tokens, encoded, encoder_lengths, keys[1])
+        with jax.named_scope("T5Decoder"):
+            return self._decoder_input(decoder_tokens, encoded, encoder_lengths, keys[1])
+
+    def after(
+        self,
+        y: Array,
+        labels: Array,
+        loss_mask: Array | None = None,
+        *,
+        dropout_key: Array | None = None,
+        options: LossOptions = _OPTIONS,
+        reduction: str = "mean",
+    ) -> Array:
+        """Return the loss, given the decoder's layers' output ``y [b, t, h]``; the other arguments are those of `loss`.
+
+        The ``dropout_key`` is the one that `before` was given.
+        """
+        with jax.named_scope("T5Decoder"):
+            x = self._normed(y, layer_keys(dropout_key, 2)[1])
         return self._loss(x, labels, loss_mask, options, reduction)
 
     def _enter(self, tokens: Array, key: Array | None) -> Array:
         check_tokens(tokens, self.max_sequence_length)
         return self._embed(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32), key)
 
-    def _run(
+    def _stack_input(
         self,
-        layers: Any,
         bias: RelativePositionBias | None,
         x: Array,
         keys: list[Array | None],
         mask_types: dict[str, str],
-        arrays: dict[str, Any],
-    ) -> Array:
+        arrays: dict[str, Array],
+        learned: dict[str, Array],
+    ) -> StackInput:
         if bias is not None:
             # Computed once for all layers: T5 shares one table in each stack.
             mask_types = {**mask_types, "core_attention_bias_type": "post_scale_bias"}
-            arrays = {**arrays, "core_attention_bias": bias(x.shape[1], x.shape[1])}
-        return run_layers(
-            layers,
-            x,
-            keys,
-            recompute=self.config,
-            **self.execution.of_stack(),
-            mask_types=mask_types,
-            **arrays,
-        )
+            learned = {**learned, "core_attention_bias": bias(x.shape[1], x.shape[1])}
+        options = {"recompute": self.config, **self.execution.of_stack(), "mask_types": mask_types}
+        return StackInput(x, keys, arrays, learned, options)

@@ -360,14 +360,14 @@ def differentiate(
 
 
 def vjp_of_model(
-    fn: Callable[..., Array], model: nnx.Module, x: Array, kernels: KernelGradients
+    fn: Callable[..., Array], model: nnx.Module, x: PyTree, kernels: KernelGradients
 ) -> tuple[Array, Partial]:
     """Return ``fn(model, x)`` and its backward pass.
 
     Args:
         fn: differentiable. It gets a copy of the model.
         model: may have cached kernels, and kernels that are stored quantized.
-        x: an array.
+        x: pytree of arrays.
         kernels: as in `Differentiation`.
 
     Returns:
@@ -379,7 +379,7 @@ def vjp_of_model(
     plain, quantized = split_parameters(params)
     grad_sinks = kernels.sinks(model, params)
 
-    def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: Array) -> Array:
+    def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: PyTree) -> Array:
         used = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         set_grad_sinks(used, grad_sinks)
         return fn(used, x)
@@ -393,7 +393,7 @@ def vjp_of_model(
 class _Backward:
     places: tuple[tuple[Path, SummandPlace], ...]
 
-    def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
+    def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, PyTree]:
         grads, sink_grads, quantizers, dx = vjp(dy)
         total = {path: grad.get_value() for path, grad in nnx.to_flat_state(_wide(grads))}
         # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.

@@ -23,7 +23,7 @@ from jax_te.models import GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
-from jax_te.training import create_train_state, make_train_step
+from jax_te.training import PipelinedLoss, create_train_state, make_train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -63,8 +63,10 @@ def train(recipe: str, seed: int = 0, *, layers: int = 2, options: Any = None, *
     return np.array(losses)
 
 
-def _loss(model: Any, batch: Any, key: Any) -> Any:
-    return model.loss(batch[:, :-1], batch[:, 1:], dropout_key=key)
+_loss = PipelinedLoss(
+    before=lambda model, batch, key: model.before(batch[:, :-1], dropout_key=key),
+    after=lambda model, y, batch, key: model.after(y, batch[:, 1:]),
+)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, T5Mo
 from jax_te.models.batch_parts import join_batch, split_batch
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
-from jax_te.training import create_train_state, make_train_step
+from jax_te.training import PipelinedLoss, create_train_state, make_train_step
 from tests.support.meshes import MODES, use_mesh
 
 B, S, V = 8, 16, 48
@@ -184,7 +184,10 @@ def test_zero_bubble_is_refused():
         )
         pipeline = PipelineConfig.parse("zero_bubble")
         step = make_train_step(
-            lambda model, batch, _: model.loss(batch[:, :-1], batch[:, 1:]),
+            PipelinedLoss(
+                lambda model, batch, _: model.before(batch[:, :-1]),
+                lambda model, y, batch, _: model.after(y, batch[:, 1:]),
+            ),
             optax.sgd(1.0),
             microbatches=2,
             pipeline=pipeline,

@@ -22,6 +22,7 @@ from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, recipe_from_name
 from jax_te.sharding import constrain, make_mesh
 from jax_te.training import (
+    PipelinedLoss,
     change_recipe,
     create_train_state,
     inspect_precision,
@@ -64,9 +65,11 @@ def build(kind: str = "gpt, tied", config: TransformerConfig = ON, rngs: nnx.Rng
     return model(config, rngs=rngs or nnx.Rngs(0), **{**sizes, **defaults, **options})
 
 
-def loss_fn(model: Any, tokens: Any, key: Any) -> Any:
-    """The loss of the token after the next, which is this one plus one."""
-    return model.loss(tokens, (tokens + 1) % V, dropout_key=key)
+loss_fn = PipelinedLoss(
+    before=lambda model, tokens, key: model.before(tokens, dropout_key=key),
+    after=lambda model, y, tokens, key: model.after(y, (tokens + 1) % V),
+)
+"""The loss of the token after the next, which is this one plus one."""
 
 
 def train(

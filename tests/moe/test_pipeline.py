@@ -14,9 +14,9 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig, PipelineConfig, RouterOptions
 from jax_te.layers import MoE
-from jax_te.models import run_layers
+from jax_te.models import StackInput
 from jax_te.sharding import make_mesh
-from jax_te.training import create_train_state, make_train_step
+from jax_te.training import ConstantLossScale, PipelinedLoss, create_train_state, make_train_step
 from tests.support.numerics import draw
 
 B, S, H, F, E = 4, 8, 16, 16, 4
@@ -43,17 +43,16 @@ class Model(nnx.Module):
         self.first = Block(rngs)
         self.layers = nnx.List([Block(rngs) for _ in range(2)])
 
-    def __call__(self, x: Any) -> Any:
-        return run_layers(list(self.layers), self.first(x), [None, None])
 
-
-def after_steps(mesh: ParallelConfig | None, pipeline: str) -> Any:
+def after_steps(mesh: ParallelConfig | None, pipeline: str, scale: float = 1.0) -> Any:
     """Parameters and states after three steps of two microbatches."""
     tx = optax.sgd(0.1)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
-        state = create_train_state(Model, tx, key=jax.random.key(0))
+        state = create_train_state(Model, tx, key=jax.random.key(0), scaler=ConstantLossScale(scale=scale))
         step = make_train_step(
-            lambda model, x, key: jnp.mean((model(x) - 1.0) ** 2),
+            PipelinedLoss(
+                lambda model, x, key: StackInput(model.first(x)), lambda model, y, x, key: jnp.mean((y - 1.0) ** 2)
+            ),
             tx,
             microbatches=2,
             pipeline=PipelineConfig.parse(pipeline),
@@ -64,9 +63,10 @@ def after_steps(mesh: ParallelConfig | None, pipeline: str) -> Any:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
-def test_states_are_those_without_a_pipeline(pipeline: str) -> None:
-    found, expected = after_steps(ParallelConfig(pipeline=2), pipeline), after_steps(None, "1f1b")
+@pytest.mark.parametrize(("pipeline", "scale"), [("1f1b", 1.0), ("zero_bubble", 1.0), ("1f1b", 256.0)])
+def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> None:
+    """A scale of the loss is one of the routers' losses, too, in the stages and before them."""
+    found, expected = after_steps(ParallelConfig(pipeline=2), pipeline, scale), after_steps(None, "1f1b")
     biases = 0
     for mine, theirs in zip(found, expected, strict=True):
         for (path, a), (_, b) in zip(nnx.to_flat_state(mine), nnx.to_flat_state(theirs), strict=True):

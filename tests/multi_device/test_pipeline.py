@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
 from jax_te.layers import Linear, LoRA, lora_labels
-from jax_te.models import GPTModel, MegatronGPTModel, T5Model, run_layers
+from jax_te.models import BertModel, GPTModel, MegatronGPTModel, StackInput, T5Model, run_layers
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -29,6 +29,7 @@ from jax_te.recipe import (
 from jax_te.sharding import make_mesh
 from jax_te.training import (
     DynamicLossScale,
+    PipelinedLoss,
     WeightedMean,
     abstract_train_state,
     create_train_state,
@@ -61,8 +62,15 @@ TOLERANCES = {"none": 2e-6, "delayed": 1e-4, "current": 1e-4, "float8_block": 1e
 Options = dict[str, Any]
 
 
-def next_token_loss(model: Any, batch: Any, key: Any) -> Any:
-    return model.loss(batch[:, :-1], batch[:, 1:], dropout_key=key)
+def before(model: Any, batch: Any, key: Any) -> StackInput:
+    return model.before(batch[:, :-1], dropout_key=key)
+
+
+def after(model: Any, y: Any, batch: Any, key: Any) -> Any:
+    return model.after(y, batch[:, 1:])
+
+
+next_token_loss = PipelinedLoss(before, after)
 
 
 def train(
@@ -193,10 +201,12 @@ def test_parameters_in_half_precision_stored_quantized_and_scaled_losses(pipelin
     assert float(staged.scaler.scale) == float(one.scaler.scale)
 
 
-def weighted(model: Any, batch: Any, key: Any) -> WeightedMean:
+def after_weighted(model: Any, y: Any, batch: Any, key: Any) -> WeightedMean:
     weights = (batch[:, :1] % 3).astype(jnp.float32) + jnp.zeros(batch[:, 1:].shape)
-    total = model.loss(batch[:, :-1], batch[:, 1:], weights, dropout_key=key, reduction="sum")
-    return WeightedMean(total, jnp.sum(weights))
+    return WeightedMean(model.after(y, batch[:, 1:], weights, reduction="sum"), jnp.sum(weights))
+
+
+weighted = PipelinedLoss(before, after_weighted)
 
 
 @pytest.mark.slow
@@ -264,11 +274,14 @@ class Layers(nnx.Module):
         return run_layers(self.layers, x, [None, None])
 
 
+mean_square = PipelinedLoss(lambda model, x, key: StackInput(x, [None, None]), lambda model, y, x, key: jnp.mean(y**2))
+
+
 def first_step(layer: type[Own], mesh: ParallelConfig | None) -> list[float]:
     tx, x = optax.sgd(0.1), jax.random.normal(jax.random.key(1), (4, 2, 16))
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
         state = create_train_state(functools.partial(Layers, layer), tx, key=jax.random.key(0))
-        step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx, microbatches=2)
+        step = make_train_step(mean_square, tx, microbatches=2)
         _, metrics = step(state, x)
     return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
@@ -315,18 +328,9 @@ def lower(
 
 
 def test_what_cannot_be_split():
-    def t5(rngs: nnx.Rngs) -> T5Model:
-        config = TransformerConfig(**{**SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0})
-        return T5Model(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=rngs)
-
-    def seq2seq(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean(model(batch[:, :-1], batch[:, 1:]).astype(jnp.float32))
-
     def differing(rngs: nnx.Rngs) -> GPTModel:
         return gpt(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)(rngs)
 
-    with pytest.raises(ValueError, match="one stack of layers, and loss_fn runs 2"):
-        lower(t5, seq2seq)
     with pytest.raises(ValueError, match="differ in their options"):
         lower(differing, recipe="current")
     with pytest.raises(ValueError, match="do not split into 8"):
@@ -335,27 +339,114 @@ def test_what_cannot_be_split():
         lower(gpt(), mesh="pipeline=2,context=2", pipeline="zero_bubble")
 
 
-def penalized(model: Any, batch: Any, key: Any) -> Any:
-    return next_token_loss(model, batch, key) + sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+def penalized(model: Any, y: Any, batch: Any, key: Any) -> Any:
+    return after(model, y, batch, key) + sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def weighted_by_output(model: Any, batch: Any, key: Any) -> WeightedMean:
-    logits = model(batch[:, :-1], dropout_key=key)
-    return WeightedMean(jnp.sum(logits), jnp.sum(logits > 0))
+def weighted_by_output(model: Any, y: Any, batch: Any, key: Any) -> WeightedMean:
+    return WeightedMean(jnp.sum(y), jnp.sum(y))
+
+
+def biased_by_a_parameter(model: Any, batch: Any, key: Any) -> StackInput:
+    stack = before(model, batch, key)
+    options = {"mask_types": {"core_attention_bias_type": "post_scale_bias"}}
+    bias = jnp.zeros((1, 4, SEQUENCE, SEQUENCE)) + model.embedding.embedding[0, 0]
+    return StackInput(stack.x, stack.keys, arrays={"core_attention_bias": bias}, options=options)
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (penalized, "reads parameters of the layers outside of their stack"),
-        (weighted_by_output, "depends on the layers' output"),
-        (lambda model, batch, key: jax.checkpoint(next_token_loss, static_argnums=0)(model, batch, key), "checkpoint"),
-        (lambda model, batch, key: next_token_loss(nnx.clone(model), batch, key), "not those of its model"),
+        (PipelinedLoss(before, penalized), "reads parameters of the layers"),
+        (PipelinedLoss(before, weighted_by_output), "depends on the layers' output"),
+        (PipelinedLoss(biased_by_a_parameter, after), "give them as learned"),
+        (PipelinedLoss(before, after, lambda model: gpt(num_layers=2)(nnx.Rngs(0)).layers), "is not the model's"),
     ],
 )
 def test_losses_that_stages_cannot_compute(loss_fn, message):
     with pytest.raises(ValueError, match=message):
         lower(gpt(num_layers=2), loss_fn)
+
+
+def test_a_loss_that_is_not_in_parts_is_refused_by_the_name_of_what_is():
+    def whole(model: Any, batch: Any, key: Any) -> Any:
+        return model.loss(batch[:, :-1], batch[:, 1:], dropout_key=key)
+
+    with pytest.raises(TypeError, match=r"jax_te.training.PipelinedLoss\(before, after\).*got whole"):
+        lower(gpt(num_layers=2), whole)
+
+
+class MyLossFailedError(Exception):
+    """An error of a user's own."""
+
+
+def test_parts_may_catch_exceptions_transform_and_are_traced_three_times_at_most():
+    traced = {"before": 0, "after": 0, "layer": 0}
+
+    class Counted(Own):
+        def __call__(self, x: Any, dropout_key: Any = None) -> Any:
+            traced["layer"] += 1
+            return super().__call__(x)
+
+    def careful_before(model: Any, batch: Any, key: Any) -> StackInput:
+        traced["before"] += 1
+        try:
+            return StackInput(jax.checkpoint(jnp.tanh)(batch))
+        except Exception as error:
+            raise MyLossFailedError from error
+
+    def careful_after(model: Any, y: Any, batch: Any, key: Any) -> WeightedMean:
+        traced["after"] += 1
+        try:
+            return jax.checkpoint(lambda y: WeightedMean(jnp.sum(y**2), jnp.sum(batch > 0)))(y)
+        except Exception as error:
+            raise MyLossFailedError from error
+
+    tx, x = optax.sgd(0.1), jax.random.normal(jax.random.key(1), (4, 2, 16))
+    with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):
+        state = abstract_train_state(functools.partial(Layers, Counted), tx)
+        for schedule in ("1f1b", "zero_bubble"):
+            traced.update(before=0, after=0, layer=0)
+            config = PipelineConfig(schedule=schedule)
+            step: Any = make_train_step(
+                PipelinedLoss(careful_before, careful_after), tx, microbatches=2, pipeline=config
+            )
+            step.lower(state, x)
+            assert 1 <= min(traced.values()) <= max(traced.values()) <= 3, (schedule, traced)
+
+
+def t5(rngs: nnx.Rngs) -> T5Model:
+    sizes: Options = SIZES | {"num_layers": 2}
+    config = TransformerConfig(**sizes)
+    return T5Model(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=rngs)
+
+
+def bert(rngs: nnx.Rngs) -> BertModel:
+    sizes: Options = SIZES | {"num_layers": 2}
+    config = TransformerConfig(**sizes)
+    return BertModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=rngs)
+
+
+OTHER_MODELS = {
+    "bert": (bert, next_token_loss),
+    # The gradients of the encoder's output and of the bias by distance pass through all stages.
+    "t5": (
+        t5,
+        PipelinedLoss(
+            lambda model, batch, key: model.before(batch[:, :-1], batch[:, :-1], dropout_key=key),
+            lambda model, y, batch, key: model.after(y, batch[:, 1:], dropout_key=key),
+        ),
+    ),
+}
+
+
+@pytest.mark.costly("bert-1f1b", "t5-zero_bubble")
+@pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("kind", OTHER_MODELS)
+def test_other_models_train_to_one_devices_losses(kind, pipeline):
+    build, loss = OTHER_MODELS[kind]
+    given: Options = {"build": build, "loss_fn": loss, "microbatches": 2}
+    assert_same(train("pipeline=2", pipeline, **given), train(None, **given), TOLERANCES["none"])
 
 
 def test_layers_that_share_parameters_are_refused():

@@ -12,12 +12,19 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import LayerNorm, LayerNormMLP, Linear
-from jax_te.models import run_layers
+from jax_te.models import StackInput
 from jax_te.ops import dense, quantize_kernel, use_backend
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.sharding import make_mesh
-from jax_te.training import abstract_train_state, create_train_state, inspect_precision, make_eval_step, make_train_step
+from jax_te.training import (
+    PipelinedLoss,
+    abstract_train_state,
+    create_train_state,
+    inspect_precision,
+    make_eval_step,
+    make_train_step,
+)
 from tests.support.numerics import draw
 from tests.support.toy import assert_same
 from tests.training.test_kernels import TX, Net, batch, loss_fn, run
@@ -119,14 +126,19 @@ class Stack(nnx.Module):
         self.norm = LayerNorm(32, rngs=rngs)
 
     def __call__(self, x):
-        return self.norm(run_layers(self.layers, x, [None, None], batch_parts=self.parts))
+        return self.norm(self.before(x).output(self.layers))
+
+    def before(self, x):
+        return StackInput(x, options={"batch_parts": self.parts})
 
 
 def losses(mesh: ParallelConfig | None, name: str, microbatches: int, parts: int = 1) -> list[float]:
     place = contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh))
     with place, autocast(recipe_from_name(name)), use_backend("te"):
         state = create_train_state(lambda rngs: Stack(rngs, parts), TX, key=jax.random.key(0))
-        loss_fn = lambda model, x, key: jnp.mean((model(x) - x) ** 2)  # noqa: E731
+        loss_fn = PipelinedLoss(
+            lambda model, x, key: model.before(x), lambda model, y, x, key: jnp.mean((model.norm(y) - x) ** 2)
+        )
         step, found = make_train_step(loss_fn, TX, microbatches=microbatches), []
         for i in range(2):
             state, metrics = step(state, jax.random.normal(jax.random.key(i), (8, 16, 32)))

@@ -12,10 +12,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.layers import LayerNormMLP, Linear
-from jax_te.models import run_layers
+from jax_te.models import StackInput, run_layers
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
 from jax_te.sharding import ShardingRules, make_mesh, use_rules
-from jax_te.training import WeightedMean, create_train_state, make_train_step
+from jax_te.training import PipelinedLoss, WeightedMean, create_train_state, make_train_step
 from jax_te.training.masters import full_precision
 
 # Of gradients of 1024 tokens, which are added up in another order: a few roundings to fp32.
@@ -154,8 +154,19 @@ def inside_shard_map(model, batch, key):
 
 
 def weighted(model, batch, key):
-    squares = jnp.square(model(batch).astype(jnp.float32))
+    return weighted_squares(model, model(batch), batch, key)
+
+
+def weighted_squares(model, y, batch, key):
+    squares = jnp.square(y.astype(jnp.float32))
     return WeightedMean(jnp.sum(squares), jnp.where(batch[0, 0, 0] > 0, 3.0, 1.0) * squares.size)
+
+
+IN_PARTS = PipelinedLoss(
+    lambda model, batch, key: StackInput(batch),
+    lambda model, y, batch, key: jnp.mean(jnp.square(y.astype(jnp.float32))),
+)
+WEIGHTED = PipelinedLoss(lambda model, batch, key: StackInput(batch), weighted_squares)
 
 
 CASES = {
@@ -180,20 +191,28 @@ CASES = {
     "rules of the loss": ("data=2,fsdp=2", {"loss": under_other_rules}),
     # fp32: XLA for CPUs fails on the sum of a bf16 gradient over the axis of a shard_map (jaxlib 0.12.0.1).
     "shard_map of the loss": ("data=2", {"loss": inside_shard_map, "model": lambda rngs: Stack(rngs, jnp.float32)}),
-    "pipeline": ("pipeline=2,data=2,tensor=2", {"recipe": DelayedScaling(), "distributed_optimizer": True}),
-    "stages of stacks": ("pipeline=2,data=2", {"model": OfStacks}),
+    "pipeline": (
+        "pipeline=2,data=2,tensor=2",
+        {"recipe": DelayedScaling(), "distributed_optimizer": True, "loss": IN_PARTS},
+    ),
+    "stages of stacks": ("pipeline=2,data=2", {"model": OfStacks, "loss": IN_PARTS}),
     "zero bubble of stacks": (
         "pipeline=2,data=2",
-        {"model": OfStacks, "pipeline": PipelineConfig(schedule="zero_bubble")},
+        {"model": OfStacks, "pipeline": PipelineConfig(schedule="zero_bubble"), "loss": IN_PARTS},
     ),
-    "gpipe, weighted": ("pipeline=2,data=2", {"pipeline": PipelineConfig(schedule="gpipe"), "loss": weighted}),
+    "gpipe, weighted": ("pipeline=2,data=2", {"pipeline": PipelineConfig(schedule="gpipe"), "loss": WEIGHTED}),
     "zero bubble, blocks": (
         "pipeline=2,data=2",
-        {"pipeline": PipelineConfig(schedule="zero_bubble"), "recipe": MXFP8BlockScaling()},
+        {"pipeline": PipelineConfig(schedule="zero_bubble"), "recipe": MXFP8BlockScaling(), "loss": IN_PARTS},
     ),
     "zero bubble": (
         "pipeline=2,data=2",
-        {"pipeline": PipelineConfig(schedule="zero_bubble"), "fp8_param": True, "recipe": Float8CurrentScaling()},
+        {
+            "pipeline": PipelineConfig(schedule="zero_bubble"),
+            "fp8_param": True,
+            "recipe": Float8CurrentScaling(),
+            "loss": IN_PARTS,
+        },
     ),
 }
 
@@ -242,7 +261,7 @@ def test_devices_add_up_kernels_once(schedule, distributed):
 
         def sums(**more):
             """Elements of kernels that devices add up, in the loop over microbatches and outside of it."""
-            step = make_train_step(loss_fn, optax.sgd(1.0), microbatches=2, **more, **options)
+            step = make_train_step(IN_PARTS, optax.sgd(1.0), microbatches=2, **more, **options)
             found = list(collectives(step.trace(state, batch()).jaxpr.jaxpr))
             of_kernels = [
                 (looped, math.prod(shape), dtype) for looped, _, shape, dtype in found if math.prod(shape) >= 32 * 32

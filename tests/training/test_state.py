@@ -16,7 +16,14 @@ from jax_te.megatron import recipe_from_config
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
-from jax_te.training import ConstantLossScale, Optimizer, abstract_train_state, create_train_state, make_train_step
+from jax_te.training import (
+    ConstantLossScale,
+    Optimizer,
+    PipelinedLoss,
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+)
 from jax_te.training.masters import full_precision
 from tests.support.meshes import use_mesh
 from tests.support.numerics import assert_close
@@ -220,7 +227,10 @@ def run_distributed(distributed, mode="auto", dtype=jnp.bfloat16, mesh="data=2,f
             key=jax.random.key(0),
             distributed_optimizer=distributed,
         )
-        step = make_train_step(lambda model, rows, key: model.loss(rows[:, :-1], rows[:, 1:]), TX, microbatches=2)
+        loss = PipelinedLoss(
+            lambda model, rows, key: model.before(rows[:, :-1]), lambda model, y, rows, key: model.after(y, rows[:, 1:])
+        )
+        step = make_train_step(loss, TX, microbatches=2)
         for i in range(steps):
             state, metrics = step(state, jax.random.randint(jax.random.key(i), (8, 17), 0, 48))
             losses.append(float(metrics["loss"]))

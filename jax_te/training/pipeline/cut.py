@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: which layers are whose, and their Variables stacked by stage."""
+"""Which layers of a model are whose: their Variables stacked by stage, and all others around them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
-from jax_te.models import StackCall, replace_stack
 from jax_te.sharding import ShardingRules, constrain, current_mesh, current_rules, leaves_with_axes, logical_to_spec
 from jax_te.training.pipeline.schedule import split_layers
+from jax_te.training.state import TrainState
 from jax_te.typing import Array
 
 AXIS = "pipeline"
 
-Flat = dict[Any, Any]
+Path = tuple[Any, ...]
+
+Flat = dict[Path, Any]
 """Variables by their path in a model, or in a layer."""
 
 
@@ -43,44 +44,35 @@ class Cut(NamedTuple):
     """Which layers of a model are whose.
 
     Args:
-        paths: of the layers in the model.
+        places: path in the model of each layer's Variables, by their path in the layer.
         graphdefs: of the layers at each position in a chunk, the same in all chunks.
         numbers: ``[p, v, l]``, the layer at each position of each chunk of each stage.
         counts: ``[p, v]``, layers of each chunk; positions from there on hold a copy of one that is not run.
-        run: runs layers.
-        static: its arguments that are no arrays.
     """
 
-    paths: list[tuple[Any, ...]]
+    places: list[dict[Path, Path]]
     graphdefs: list[Any]
     numbers: np.ndarray
     counts: np.ndarray
-    run: Callable[..., Array]
-    static: dict[str, Any]
 
-    @property
-    def positions(self) -> list[int]:
-        """The position of each layer in its chunk."""
-        return [int(np.argwhere(self.numbers == i)[0, 2]) for i in range(len(self.paths))]
-
-    def layer_of(self, path: tuple[Any, ...]) -> int | None:
-        """Return the number of the layer that a Variable belongs to."""
-        return next((i for i, layer in enumerate(self.paths) if path[: len(layer)] == layer), None)
+    def of_layers(self, flat: Flat) -> Flat:
+        """Return the Variables that belong to layers."""
+        own = {path for places in self.places for path in places.values()}
+        return {path: variable for path, variable in flat.items() if path in own}
 
     def around(self, flat: Flat) -> Flat:
         """Return the Variables that belong to no layer."""
-        return {path: variable for path, variable in flat.items() if self.layer_of(path) is None}
+        own = self.of_layers(flat)
+        return {path: variable for path, variable in flat.items() if path not in own}
 
     def stacked(self, flat: Flat) -> list[Flat]:
         """Return for each position of a chunk its layers' Variables, ``[p, v, ...]``, each stage's on its devices."""
-        layers: list[Flat] = [{} for _ in self.paths]
-        for path, variable in flat.items():
-            number = self.layer_of(path)
-            if number is not None:
-                layers[number][path[len(self.paths[number]) :]] = variable
-        return [
-            self._stack([layers[i] for i in column]) for column in self.numbers.reshape(-1, self.numbers.shape[2]).T
-        ]
+        layers = [{inner: flat[path] for inner, path in places.items() if path in flat} for places in self.places]
+        return [self._stack([layers[i] for i in column]) for column in self.columns()]
+
+    def columns(self) -> list[list[int]]:
+        """Return the numbers of the layers at each position of a chunk, over all chunks of all stages."""
+        return self.numbers.reshape(-1, self.numbers.shape[2]).T.tolist()
 
     def _stack(self, layers: list[Flat]) -> Flat:
         def join(*leaves: Array) -> Array:
@@ -96,9 +88,17 @@ class Cut(NamedTuple):
             everywhere = _placed(stacked, on_stages=False)
             for (s, c), count in np.ndenumerate(self.counts):
                 if j < count:
-                    own = self.paths[self.numbers[s, c, j]]
+                    places = self.places[self.numbers[s, c, j]]
                     one = jax.tree.map(lambda leaf, at=(s, c): leaf[at], everywhere)
-                    found |= {(*own, *path): variable for path, variable in one.items()}
+                    found |= {places[inner]: variable for inner, variable in one.items()}
+        return found
+
+    def without_arrays(self, positions: list[Flat]) -> Flat:
+        """Return the shapes of all layers' Variables by their path in the model; leaves are ``[v, ...]``."""
+        found: Flat = {}
+        for j, column in enumerate(self.columns()):
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), positions[j])
+            found |= {self.places[i][inner]: shape for i in column for inner, shape in shapes.items()}
         return found
 
 
@@ -112,23 +112,26 @@ def _placed(stacked: Flat, *, on_stages: bool) -> Flat:
     return jax.tree.unflatten(jax.tree.structure(stacked), leaves)
 
 
-def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, config: PipelineConfig) -> Cut:
-    """Return where a model is cut whose one stack of layers ``call_model()`` runs.
+def cut_model(
+    state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]], stages: int, config: PipelineConfig
+) -> Cut:
+    """Return where the model of a state is cut, whose layers ``layers_of(model)`` are.
 
     Raises:
-        ValueError: if it runs none or several, inside of another transformation, or layers that are not the model's own
-            or share parameters; if layers differ between stages.
+        ValueError: for layers that are not the model's own, share parameters, or differ between stages.
     """
-    call, chunks = _only_call(call_model), config.virtual_stages
-    paths = _paths(model, call.layers)
-    sizes = split_layers(len(paths), stages * chunks, first=config.first_layers, last=config.last_layers)
+    places = _places(state, layers_of)
+    layers = list(layers_of(nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)))
+    chunks = config.virtual_stages
+    sizes = split_layers(len(layers), stages * chunks, first=config.first_layers, last=config.last_layers)
     numbers = np.zeros((stages, chunks, max(sizes)), np.int32)
     for at, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
         own = list(range(end - size, end))
         numbers[at % stages, at // stages] = own + own[:1] * (max(sizes) - size)
-    definitions = [nnx.split(layer)[0] for layer in call.layers]
-    kinds = [_without_number(layer) for layer in call.layers]
-    for column in numbers.reshape(-1, max(sizes)).T.tolist():
+    counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
+    cut = Cut(places, [nnx.split(layers[i])[0] for i in numbers[0, 0]], numbers, counts)
+    kinds = [_without_number(layer) for layer in layers]
+    for column in cut.columns():
         other = next((i for i in column if kinds[i] != kinds[column[0]]), None)
         if other is not None:
             raise ValueError(
@@ -136,9 +139,35 @@ def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, con
                 "options (recipe, window, precision), but stages run one program; build them alike, or choose the "
                 "numbers of layers so that stages are"
             )
-    counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
-    static = {name: value for name, value in call.options.items() if not is_array_tree(value)}
-    return Cut(paths, [definitions[i] for i in numbers[0, 0]], numbers, counts, call.run, static)
+    return cut
+
+
+def _places(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]]) -> list[dict[Path, Path]]:
+    """Return the path in the model of each layer's Variables, which are told it; raise ValueError for shared ones."""
+
+    def told(variables: nnx.State) -> nnx.State:
+        flat = nnx.to_flat_state(variables)
+        return nnx.from_flat_state([(path, var.replace(var.get_value(), place=path)) for path, var in flat])
+
+    model = nnx.merge(state.graphdef, told(state.params), told(state.quantizers), state.rest)
+    places, owners = [], {}
+    for number, layer in enumerate(layers_of(model)):
+        variables = nnx.to_flat_state(nnx.state(layer))
+        own = {inner: variable.get_metadata().get("place") for inner, variable in variables}
+        if None in own.values():
+            raise ValueError(
+                f"layer {number} is not the model's: its parameters are not among those that are trained; give the "
+                "model's own layers to PipelinedLoss, or take a mesh without a pipeline axis"
+            )
+        shared = [path for path in own.values() if owners.setdefault(path, number) != number]
+        if shared:
+            raise ValueError(
+                f"layer {number} shares parameters with layer {owners[shared[0]]} "
+                f"({'/'.join(map(str, shared[0]))}), and each stage of a pipeline has its own layers alone; build them "
+                "apart, or take a mesh without a pipeline axis"
+            )
+        places.append(own)
+    return places
 
 
 def _without_number(layer: nnx.Module) -> Any:
@@ -149,57 +178,3 @@ def _without_number(layer: nnx.Module) -> Any:
         if hasattr(module, "layer_number") and type(module).__module__.startswith("jax_te."):
             setattr(module, "layer_number", None)  # noqa: B010
     return nnx.split(copy)[0]
-
-
-def _only_call(call_model: Callable[[], Any]) -> StackCall:
-    """Return the call of the one stack of layers that ``call_model()`` runs."""
-    calls: list[StackCall] = []
-    outside = get_opaque_trace_state()
-
-    def note(call: StackCall) -> Array:
-        # A stage takes the call's arrays out of the function around it, which JAX allows in the same trace only.
-        if get_opaque_trace_state() != outside:
-            raise ValueError(
-                "a pipeline cuts loss_fn where it runs the layers, and there they are inside of another transformation "
-                "(jax.jit, jax.checkpoint, jax.grad, jax.vmap, jax.lax.cond or scan, or one of nnx); call the model "
-                "outside of it, or take a mesh without a pipeline axis"
-            )
-        calls.append(call)
-        return call.x
-
-    with replace_stack(note):
-        call_model()
-    if len(calls) != 1:
-        raise ValueError(
-            f"a pipeline splits one stack of layers, and loss_fn runs {len(calls)} (calls of "
-            "jax_te.models.run_layers); take a mesh without a pipeline axis"
-        )
-    return calls[0]
-
-
-def _paths(model: nnx.Module, layers: Sequence[nnx.Module]) -> list[tuple[Any, ...]]:
-    """Return the path of each layer in the model; raise ValueError for one that has not all Variables to itself."""
-    places = {id(module): path for path, module in nnx.iter_modules(model)}
-    if any(id(layer) not in places for layer in layers):
-        raise ValueError(
-            "loss_fn runs layers that are not those of its model, such as a copy's (nnx.clone, nnx.merge), and stages "
-            "of a pipeline have the model's own; run the model itself, or take a mesh without a pipeline axis"
-        )
-    paths = [places[id(layer)] for layer in layers]
-    # A Variable that is in several places has one path: elsewhere it is missing.
-    known = {path for path, _ in nnx.to_flat_state(nnx.state(model))}
-    for number, (path, layer) in enumerate(zip(paths, layers, strict=True)):
-        missing = [inner for inner, _ in nnx.to_flat_state(nnx.state(layer)) if (*path, *inner) not in known]
-        if missing or path in paths[:number]:
-            what = "/".join(map(str, missing[0])) if missing else "everything"
-            raise ValueError(
-                f"layer {number} shares parameters with another part of the model ({what}), and each stage of a "
-                "pipeline has its own layers alone; build them apart, or take a mesh without a pipeline axis"
-            )
-    return paths
-
-
-def is_array_tree(value: Any) -> bool:
-    """Return whether an argument of the stack is made of arrays."""
-    leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)

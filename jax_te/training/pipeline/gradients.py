@@ -12,18 +12,16 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
-from jax_te.layers import routers_of
-from jax_te.models import replace_stack
 from jax_te.quantize import counts_within_step, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
-from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
+from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss, split_parameters
 from jax_te.training.kernel_gradients import KernelGradients
-from jax_te.training.loss_scale import ConstantLossScale
 from jax_te.training.masters import like_full_precision
 from jax_te.training.pipeline.cut import AXIS, Cut, Flat, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
 from jax_te.training.pipeline.stage import Stage, Sums
-from jax_te.training.pipeline.stage_model import Program, StageModel, as_state, depends
+from jax_te.training.pipeline.stage_model import Look, Program, StageModel, as_state
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
@@ -45,22 +43,34 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        loss_fn, state: of the run.
+        loss_fn: a `PipelinedLoss`.
+        state: state of the run.
         batches: leaves ``[m, b / m, ...]``.
-        key: of the step.
+        key: key of the step.
         microbatches, keep_kernels, kernels: as for `accumulated_gradients`.
         config: schedule and split.
 
     Raises:
-        ValueError: for a model that has no stack of layers, several, or one whose layers differ between stages; for a
-            model with state beside parameters and quantizers; for a loss that reads parameters of layers itself, or
-            whose weight depends on the layers' output.
+        TypeError: for another ``loss_fn``.
+        ValueError: for layers that differ between stages, or share parameters; for a model with state beside parameters
+            and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the layers'
+            output.
     """
+    loss, stages = in_parts(loss_fn), pipeline_stages()
     _check(state, config)
-    cut, weighted = _cut(loss_fn, state, jax.tree.map(lambda leaf: leaf[0], batches), key, config)
-    sizes = {"stages": pipeline_stages(), "microbatches": microbatches, "virtual_stages": config.virtual_stages}
-    schedule = make_schedule(config.schedule, **sizes)
-    program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels, kernels)
+    cut = cut_model(state, loss.layers, stages, config)
+    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
+    with use_rules(stage_rules()):
+        look = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
+    if config.schedule == "zero_bubble" and (parts := look.options.get("batch_parts", 1)) > 1:
+        raise ValueError(
+            f"zero_bubble defers the gradients of layers that are called once, and batch_parts={parts} calls each once "
+            "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
+        )
+    schedule = make_schedule(
+        config.schedule, stages=stages, microbatches=microbatches, virtual_stages=config.virtual_stages
+    )
+    program = Program(loss, state.graphdef, state.scaler, cut, look, schedule, keep_kernels, kernels)
 
     def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
         stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))
@@ -79,7 +89,7 @@ def pipelined_gradients(
         flat = [dict(nnx.to_flat_state(part)) for part in (params, quantizers)]
         stacked, outer = [cut.stacked(part) for part in flat], [cut.around(part) for part in flat]
         sums = on_stages(stacked, outer, batches, key, _rows(schedule))
-        return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
+        return jax.tree.leaves(_joined(cut, schedule, look.weighted, sums))
 
     like = _like(state)
     leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
@@ -114,13 +124,6 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
             "stages run the next one before these are counted; take aux_loss or seq_aux_loss, or a mesh without a "
             "pipeline axis"
         )
-    model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    scaled = not (isinstance(state.scaler, ConstantLossScale) and state.scaler.scale == 1.0)
-    if scaled and any(router.has_losses for router in routers_of(model).values()):
-        raise ValueError(
-            "a pipeline's stages do not know the loss scale, with which a router's losses are to be scaled; train "
-            "without a scaler, in bf16 or fp32, or take a mesh without a pipeline axis"
-        )
     mesh = current_mesh()
     if config.schedule == "zero_bubble" and mesh is not None and mesh.shape.get("context", 1) > 1:
         raise ValueError(
@@ -129,54 +132,36 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
         )
 
 
-def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: PipelineConfig) -> tuple[Cut, bool]:
-    """Return where the model that ``loss_fn`` calls is cut, and whether its loss is a `WeightedMean`."""
+def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> Look:
+    """Return what a microbatch shows; raise ValueError for parts that read parameters of the layers."""
+    flat = dict(nnx.to_flat_state(state.params))
+    plain, _ = split_parameters(as_state(cut.of_layers(flat)))
     found: Any = None
 
-    def look(params: nnx.State, quantizers: nnx.State, batch: PyTree, key: Array) -> None:
+    def parts(layers: nnx.State, others: Flat, quantizers: nnx.State, batch: PyTree, key: Array) -> Any:
         nonlocal found
-        model, losses = nnx.merge(state.graphdef, params, quantizers, state.rest), []
-        cut = cut_model(model, lambda: losses.append(loss_fn(model, batch, key)), pipeline_stages(), config)
-        found = cut, isinstance(losses[0], WeightedMean)
+        params = as_state(others | dict(nnx.to_flat_state(layers)))
+        model = nnx.merge(state.graphdef, params, quantizers, state.rest)
+        stack = loss.before(model, batch, key)
+        value = loss.after(model, stack.x, batch, key)
+        found = stack.options, isinstance(value, WeightedMean)
+        inputs = arrays_of(stack)
+        return inputs, without_gradient((inputs, mean_loss(value)), _READS_LAYERS)
 
-    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
-    with use_rules(stage_rules()):
-        jax.eval_shape(look, state.params, state.quantizers, batch, key)
-        _check_around(loss_fn, state, batch, key, found[0])
-    if config.schedule == "zero_bubble" and (parts := found[0].static.get("batch_parts", 1)) > 1:
-        raise ValueError(
-            f"zero_bubble defers the gradients of layers that are called once, and batch_parts={parts} calls each once "
-            "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
-        )
-    return found
+    def differentiated(layers: nnx.State, *args: Any) -> StackArrays:
+        return jax.vjp(lambda layers: parts(layers, *args), layers)[0][0]
+
+    others = {path: variable for path, variable in flat.items() if path not in dict(nnx.to_flat_state(plain))}
+    inputs = jax.eval_shape(differentiated, plain, others, state.quantizers, batch, key)
+    # Without the sharding over Explicit axes, which a stage does not see.
+    return Look(jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype), inputs), *found)
 
 
-def _check_around(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> None:
-    """Raise ValueError if what ``loss_fn`` does around the stack needs what is on other stages."""
-    flat = dict(nnx.to_flat_state(state.params))
-    layers = {path: variable for path, variable in flat.items() if cut.layer_of(path) is not None}
-
-    def around(layers: Flat, added: Array) -> Array | WeightedMean:
-        model = nnx.merge(state.graphdef, as_state(flat | layers), state.quantizers, state.rest)
-        with replace_stack(lambda call: call.x + added.astype(call.x.dtype)):
-            return loss_fn(model, batch, key)
-
-    def weight(added: Array) -> list[Array]:
-        value = around(layers, added)
-        return [jnp.asarray(value.weight)] if isinstance(value, WeightedMean) else []
-
-    zero = jnp.float32(0.0)
-    if any(depends(lambda layers: [mean_loss(around(layers, zero))], layers)[0]):
-        raise ValueError(
-            "loss_fn reads parameters of the layers outside of their stack, such as for a penalty on all parameters, "
-            "and no stage of a pipeline has those of the others; leave it to the optimizer (weight_decay of "
-            "optax.adamw), or take a mesh without a pipeline axis"
-        )
-    if any(depends(weight, zero)[0]):
-        raise ValueError(
-            "the weight of loss_fn's WeightedMean depends on the layers' output, and a pipeline's stages need it "
-            "before that; compute it from the batch, or take a mesh without a pipeline axis"
-        )
+_READS_LAYERS = (
+    "before or after of a PipelinedLoss reads parameters of the layers, such as for a penalty on all parameters, and "
+    "no stage of a pipeline has those of the others; leave it to the optimizer (weight_decay of optax.adamw), or take "
+    "a mesh without a pipeline axis"
+)
 
 
 def _like(state: TrainState) -> tuple[Any, Flat, Flat]:

@@ -11,12 +11,13 @@ from flax import nnx
 
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.sharding import constrain
-from jax_te.training.gradients import Gradients, WeightedMean, as_created
+from jax_te.training.gradients import Gradients, as_created
 from jax_te.training.kernel_gradients import SummandPlace
-from jax_te.training.loss_scale import ConstantLossScale
 from jax_te.training.pipeline.cut import AXIS, Flat
-from jax_te.training.pipeline.stage_model import StageModel, arguments
-from jax_te.training.pipeline.stage_residuals import Residuals
+from jax_te.training.pipeline.loss import arrays_of
+from jax_te.training.pipeline.residuals import Residuals
+from jax_te.training.pipeline.schedule import Slots
+from jax_te.training.pipeline.stage_model import StageModel
 from jax_te.typing import Array
 
 
@@ -41,10 +42,14 @@ class Sums(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a stage carries from tick to tick: buffers with one place more than slots, and sums."""
+    """What a stage carries from tick to tick: buffers with one place more than slots, and sums.
+
+    Activations go from stage to stage; so do their gradients, with those of the stack's learned arguments, to which
+    each stage adds its layers' part: ``(x, learned)``.
+    """
 
     inputs: Array
-    gradients: Array
+    gradients: tuple[Array, dict[str, Any]]
     losses: Array
     residuals: list[Array]
     operands: list[Array]
@@ -77,7 +82,7 @@ class Stage:
 
     def __init__(self, model: StageModel):
         self.model, self.kept = model, Residuals(model)
-        self.schedule, self.scaler = model.schedule, model.program.scaler
+        self.schedule = model.schedule
         # In the sums, kernels have an axis more: that of the chunks.
         self.places = {_place(path): place._replace(lead=place.lead + 1) for path, place in model.places.items()}
 
@@ -90,20 +95,22 @@ class Stage:
         return carry.sums._replace(layers=layers)
 
     def _start(self) -> _Carry:
-        def buffer(count: int, shape: Any) -> Array:
-            return jnp.zeros((count + 1, *shape.shape), shape.dtype)
+        def buffer(slots: Slots, shapes: Any) -> Any:
+            return jax.tree.map(lambda shape: jnp.zeros((slots.count + 1, *shape.shape), shape.dtype), shapes)
 
         schedule, kept, model = self.schedule, self.kept, self.model
-        places = [slots.count for slots in (schedule.inputs, schedule.gradients, schedule.losses)]
+        given = model.program.look.inputs
         weight = jnp.float32(schedule.microbatches) if model.weights is None else jnp.sum(model.weights)
         chunks = schedule.virtual_stages
         of_layers = _zeros(model.params, chunks), _zeros(model.states, chunks)
         layers = self._of_places(of_layers[0], lambda place, sums: place.zeros(sums.shape))
         sums = Sums(jnp.float32(0.0), weight, *of_layers, _zeros(model.outer), _zeros(model.outer_states))
         return _Carry(
-            *(buffer(count, kept.x) for count in places),
-            residuals=[buffer(schedule.residuals.count, leaf) for leaf in kept.residuals],
-            operands=[buffer(schedule.operands.count, leaf) for leaf in kept.operands],
+            inputs=buffer(schedule.inputs, given.x),
+            gradients=buffer(schedule.gradients, (given.x, given.learned)),
+            losses=buffer(schedule.losses, given.x),
+            residuals=buffer(schedule.residuals, kept.residuals),
+            operands=buffer(schedule.operands, kept.operands),
             sums=sums._replace(layers=self._placed(layers), outer=as_created(sums.outer)),
         )
 
@@ -128,7 +135,7 @@ class Stage:
         inputs = _put(carry.inputs, y, row["inputs_put"])
 
         changed = carry.sums.layers, carry.sums.states, outer, outer_states, carry.operands
-        dx = jnp.zeros_like(carry.gradients[0])
+        dx = jax.tree.map(lambda buffer: jnp.zeros_like(buffer[0]), carry.gradients)
         kept = residuals, losses, carry.gradients
         changed, dx = jax.lax.cond(
             runs["backward"], lambda changed: self._backward(changed, kept, row), lambda changed: (changed, dx), changed
@@ -155,18 +162,14 @@ class Stage:
         residuals, losses, loss, outer, outer_states = changed
         _, number, chunk, starts, ends = self._task(row["forward"])
         received = _get(inputs, row["inputs_take"])
-        call = self.model.call(self.model.outer_model(), number)
-        y, backward = self.model.forward(chunk, jnp.where(starts, call.x, received), *arguments(call))
-        residuals = _put(residuals, self.kept.varying(backward), row["residuals_put"])
+        given = arrays_of(self.model.before(self.model.outer_model(), number))
+        y, varying = self.kept.forward(chunk, given._replace(x=jnp.where(starts, given.x, received)))
+        residuals = _put(residuals, varying, row["residuals_put"])
 
         def with_loss(changed: Any) -> Any:
             losses, loss, outer, outer_states = changed
-
-            def of_output(model: Any, y: Array) -> Array | WeightedMean:
-                return self.model.loss(model, number, lambda call: y)
-
             # Forward and backward at once, so that logits are not kept.
-            found = self.model.differentiate(of_output, self.scaler, y)
+            found = self.model.loss_gradients(y, number)
             losses = _put(losses, found.inputs[0], row["losses_put"])
             added = jnp.where(ends, self.model.weighted(found.loss, number), 0.0)
             sums = self._add_outer((outer, outer_states), found, number, ends)
@@ -180,28 +183,27 @@ class Stage:
         residuals, losses, gradients = kept
         task = self._task(row["backward"])
         _, number, chunk, starts, ends = task
-        dy = jnp.where(ends, _get(losses, row["losses_take"]), _get(gradients, row["gradients_take"]))
+        received, learned = _get(gradients, row["gradients_take"])
+        dy = jnp.where(ends, _get(losses, row["losses_take"]), received)
         backward = self.kept.backward(_get(residuals, row["residuals_take"]), chunk)
         if self.schedule.waits:
-            (dx,), grads, next_states, later = backward(dy)
+            (given,), grads, next_states, later = backward(dy)
             operands = _put(operands, jax.tree.leaves(later), row["operands_put"])
         else:
-            grads, next_states, dx = backward(dy)
+            grads, next_states, given = backward(dy)
+        dx, own = given
+        # A stage behind has added its part; behind the last one there is none.
+        learned = jax.tree.map(lambda sum, part: jnp.where(ends, part, sum + part), learned, own)
         layers = self._add_layers(layers, grads, task)
         states = self._add_states(states, next_states, task)
 
         def with_embedding(changed: Any) -> Any:
-            # The gradient of what the stack was given, through all that is in front of it.
-            def of_input(model: Any) -> Array:
-                x = self.model.call(model, number).x
-                return jnp.sum(x.astype(jnp.float32) * dx.astype(jnp.float32))
-
-            found = self.model.differentiate(of_input, ConstantLossScale())
+            found = self.model.input_gradients(number, (dx, learned))
             return self._add_outer(changed, found, number, starts)
 
         sums = outer, outer_states
         outer, outer_states = jax.lax.cond(row["starts"] > 0, with_embedding, lambda changed: changed, sums)
-        return (layers, states, outer, outer_states, operands), dx
+        return (layers, states, outer, outer_states, operands), (dx, learned)
 
     def _weight(self, layers: list[Flat], operands: list[Array], row: dict[str, Array]) -> list[Flat]:
         backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row["operands_take"]))

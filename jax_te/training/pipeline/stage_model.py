@@ -1,45 +1,62 @@
-"""The model as one stage of a pipeline has it: its own layers, and what is around the stack of layers."""
+"""A model as one stage has it: the layers of its chunks, and what is around the stack of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Literal
 
-from jax_te.layers import quantize_kernels, use_cached_kernels
-from jax_te.models import StackCall, call_of_stack, replace_stack
+from jax_te.layers import aux_losses_scaled, quantize_kernels, use_cached_kernels
+from jax_te.models import StackInput
 from jax_te.quantize import QuantizerState
 from jax_te.training import gradients
 from jax_te.training.deferred import deferred_vjp, with_summands
-from jax_te.training.gradients import Gradients, LossFn, WeightedMean
-from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
-from jax_te.training.loss_scale import LossScale
-from jax_te.training.pipeline.cut import AXIS, Cut, Flat, is_array_tree
+from jax_te.training.gradients import Gradients, WeightedMean
+from jax_te.training.kernel_gradients import KernelGradients, SummandPlace
+from jax_te.training.kernel_gradients import Path as KernelPath
+from jax_te.training.loss_scale import ConstantLossScale, LossScale
+from jax_te.training.pipeline.cut import AXIS, Cut, Flat
+from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, without_gradient
 from jax_te.training.pipeline.schedule import Schedule
 from jax_te.typing import Array, PyTree
+
+
+class Look(NamedTuple):
+    """What a first trace of the parts around the layers shows.
+
+    Args:
+        inputs: shapes of what the layers are called with.
+        options: arguments of `run_layers` that are no arrays.
+        weighted: whether the loss is a `WeightedMean`.
+    """
+
+    inputs: StackArrays
+    options: Mapping[str, Any]
+    weighted: bool
 
 
 class Program(NamedTuple):
     """What all stages run.
 
     Args:
-        loss_fn: of a microbatch.
-        graphdef: of the model.
-        scaler: of the loss.
+        loss: loss of a microbatch, in its parts.
+        graphdef: graph definition of the model.
+        scaler: scale of the loss.
         cut: where the model is cut.
-        schedule: of the step.
+        look: what the layers are called with.
+        schedule: schedule of the step.
         keep_kernels: quantize each kernel once a step.
         kernels: how their gradients are computed.
     """
 
-    loss_fn: LossFn
+    loss: PipelinedLoss
     graphdef: Any
     scaler: LossScale
     cut: Cut
+    look: Look
     schedule: Schedule
     keep_kernels: bool
     kernels: KernelGradients
@@ -60,12 +77,12 @@ class StageModel:
         stacked: parameters and quantizer states of the stage's layers, ``[v, ...]`` for each position of a chunk.
         outer: parameters and quantizer states around the stack.
         batches: microbatches, leaves ``[m, b / m, ...]``.
-        key: of the step.
+        key: key of the step.
 
     Attributes:
-        index: of the stage.
-        weights: of each microbatch, fp32 ``[m]``; None for a loss that has none.
-        places: of summands, for the kernels of a chunk whose gradients wait.
+        index: number of the stage.
+        weights: weight of each microbatch, fp32 ``[m]``; None for a loss that has none.
+        places: places of summands, for the kernels of a chunk whose gradients wait.
     """
 
     def __init__(self, program: Program, stacked: Any, outer: Any, batches: PyTree, key: Array):
@@ -75,10 +92,11 @@ class StageModel:
         self.batches, self.key = batches, key
         self.index = jax.lax.axis_index(AXIS)
         self._counts, self._numbers = (jnp.asarray(table)[self.index] for table in (self.cut.counts, self.cut.numbers))
-        self._check_arrays()
-        self.weights = self._weights()
+        self.weights = self._weights() if program.look.weighted else None
         self.places = self._places()
         self._cached = self._quantized_kernels() if program.keep_kernels else None
+
+    # --- layers
 
     def chunk(self, tree: PyTree, chunk: Array | int) -> PyTree:
         """Return one chunk of leaves ``[v, ...]``."""
@@ -90,7 +108,7 @@ class StageModel:
         own = zip(self.cut.graphdefs, *self.chunk((self.params, self.states), chunk), strict=True)
         return ChunkModel([nnx.merge(graphdef, *map(as_state, parts)) for graphdef, *parts in own])
 
-    def _places(self) -> dict[Path, SummandPlace]:
+    def _places(self) -> dict[KernelPath, SummandPlace]:
         model = self._module(0)
         return self.program.kernels.waiting(model, nnx.state(model, nnx.Param))
 
@@ -99,33 +117,39 @@ class StageModel:
         found = [quantize_kernels(self._module(chunk)) for chunk in range(self.schedule.virtual_stages)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
-    def forward(self, chunk: Array | int, x: Array, arrays: dict[str, Any], keys: Array | None) -> tuple[Array, PyTree]:
-        """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass.
+    def forward(self, chunk: Array | int, given: StackArrays) -> tuple[Array, PyTree]:
+        """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass by ``(x, learned)``.
 
         That is one of `deferred_vjp` where kernel gradients wait, else one of `vjp_of_model`.
         """
-        model = self._module(chunk)
+        model, options = self._module(chunk), self.program.look.options
         if self._cached is not None:
             use_cached_kernels(model, self.chunk(self._cached, chunk))
         common, count = int(self.cut.counts.min()), self._counts[chunk]
-        options = self.cut.static | arrays
 
-        def run(model: ChunkModel, x: Array) -> Array:
-            layers = list(model.layers)
-            own = [None] * len(layers) if keys is None else [keys[number] for number in self._numbers[chunk]]
-            x = self.cut.run(layers[:common], x, own[:common], **options)
-            for j in range(common, len(layers)):
-                # A chunk with fewer layers than others runs one for nothing, in the time that the others take.
-                y = self.cut.run([layers[j]], x, [own[j]], **options)
-                x = jnp.where(j < count, y, x)
+        def run(model: ChunkModel, inputs: tuple[Array, dict[str, Any]]) -> Array:
+            layers, (x, learned) = list(model.layers), inputs
+            keys: Any = [None] * len(layers)
+            if given.keys is not None:
+                keys = [given.keys[number] for number in self._numbers[chunk]]
+
+            def output(part: slice, x: Array) -> Array:
+                return StackInput(x, keys[part], given.arrays, learned, options).output(layers[part])
+
+            with aux_losses_scaled(model, self.program.scaler.scale):
+                x = output(slice(common), x)
+                for j in range(common, len(layers)):
+                    # A chunk with fewer layers than others runs one for nothing, in the time that the others take.
+                    x = jnp.where(j < count, output(slice(j, j + 1), x), x)
             return x
 
         # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
-        y, backward = (
-            self._deferred(run, model, x)
-            if self.schedule.waits
-            else gradients.vjp_of_model(run, model, x, self.program.kernels)
-        )
+        x, inputs, kernels = given.x, (given.x, given.learned), self.program.kernels
+        if self.schedule.waits:
+            y, backward = deferred_vjp(run, model, inputs, wgrad_dtype=kernels.dtype)
+            backward = with_summands(backward, self.places)
+        else:
+            y, backward = gradients.vjp_of_model(run, model, inputs, kernels)
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(
                 f"stages of a pipeline pass on activations of one kind, and the layers get {x.dtype}{list(x.shape)} "
@@ -133,30 +157,58 @@ class StageModel:
             )
         return y, backward
 
-    def _deferred(self, run: Callable[..., Array], model: ChunkModel, x: Array) -> tuple[Array, PyTree]:
-        y, backward = deferred_vjp(run, model, x, wgrad_dtype=self.program.kernels.dtype)
-        return y, with_summands(backward, self.places)
+    # --- around the layers
+
+    def microbatch(self, number: Array) -> tuple[PyTree, Array]:
+        """Return a microbatch and its key."""
+        batch = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), self.batches)
+        return batch, jax.random.fold_in(self.key, number)
 
     def outer_model(self) -> Any:
         """Return the model with the Variables around the stack; those of its layers hold no arrays."""
-        return nnx.merge(self.program.graphdef, as_state(self.outer), as_state(self.outer_states), self._placeholders())
+        outer = as_state(self.outer), as_state(self.outer_states)
+        layers = self.cut.without_arrays(self.params) | self.cut.without_arrays(self.states)
+        return nnx.merge(self.program.graphdef, *outer, as_state(layers))
 
-    def _placeholders(self) -> nnx.State:
-        found: Flat = {}
-        for path, j in zip(self.cut.paths, self.cut.positions, strict=True):
-            own = self.params[j] | self.states[j]
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), own)
-            found |= {(*path, *inner): variable for inner, variable in shapes.items()}
-        return as_state(found)
+    def before(self, model: Any, number: Array) -> StackInput:
+        """Return what the layers are called with for a microbatch."""
+        return self.program.loss.before(model, *self.microbatch(number))
 
-    def differentiate(self, fn: Callable[..., Any], scaler: LossScale, *inputs: Array) -> Gradients:
+    def loss_gradients(self, y: Array, number: Array) -> Gradients:
+        """Return loss and gradients of what is after the layers, by the Variables there and by ``y``."""
+
+        def after(model: Any, y: Array) -> Array | WeightedMean:
+            value = self.program.loss.after(model, y, *self.microbatch(number))
+            if not isinstance(value, WeightedMean):
+                return value
+            return value._replace(weight=without_gradient(jnp.asarray(value.weight), _WEIGHT))
+
+        return self._differentiate(after, self.program.scaler, y)
+
+    def input_gradients(self, number: Array, given: tuple[Array, dict[str, Any]]) -> Gradients:
+        """Return gradients of what is before the layers, whose results' gradients are ``given``: ``(x, learned)``."""
+
+        def before(model: Any) -> Array:
+            # The gradients are those of a loss that is scaled already.
+            with aux_losses_scaled(model, self.program.scaler.scale):
+                stack = self.before(model, number)
+            without_gradient(dict(stack.arrays), _ARRAYS)  # for its error
+            products = jax.tree.map(
+                lambda value, gradient: jnp.sum(value.astype(jnp.float32) * gradient.astype(jnp.float32)),
+                (stack.x, dict(stack.learned)),
+                given,
+            )
+            return sum(jax.tree.leaves(products), jnp.float32(0.0))
+
+        return self._differentiate(before, ConstantLossScale())
+
+    def _differentiate(self, fn: Callable[..., Any], scaler: LossScale, *inputs: Array) -> Gradients:
         """Return gradients of ``fn(model, *inputs) -> [ ]`` by the Variables around the stack, and by ``inputs``."""
-
-        def of_layer(path: Any, value: Any) -> bool:
-            return self.cut.layer_of(path) is not None
-
+        own = {path for places in self.cut.places for path in places.values()}
         nothing = nnx.State({})
-        graphdef, layers, params, states = nnx.split(self.outer_model(), of_layer, nnx.Param, QuantizerState)
+        graphdef, layers, params, states = nnx.split(
+            self.outer_model(), lambda path, value: path in own, nnx.Param, QuantizerState
+        )
         how = gradients.Differentiation(
             split=lambda model: (None, nothing, nothing, nothing),
             scaler=scaler,
@@ -166,45 +218,14 @@ class StageModel:
         parts = graphdef, params, states, layers
         return gradients.differentiate(lambda *args: (fn(*args), None), parts, how, inputs)
 
-    def microbatch(self, number: Array) -> tuple[PyTree, Array]:
-        """Return a microbatch and its key."""
-        batch = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), self.batches)
-        return batch, jax.random.fold_in(self.key, number)
+    def _weights(self) -> Array:
+        """Return the weight of each microbatch, fp32 ``[m]``."""
+        y = jnp.zeros(self.program.look.inputs.x.shape, self.program.look.inputs.x.dtype)
 
-    def call(self, model: Any, number: Array) -> StackCall:
-        """Return the call of the stack for a microbatch."""
-        call = call_of_stack(lambda: self.program.loss_fn(model, *self.microbatch(number)))
-        assert call is not None
-        return call
-
-    def _check_arrays(self) -> None:
-        """Raise ValueError if parameters around the stack reach its layers by another way than its input."""
-
-        def arrays(values: list[Array]) -> list[Array]:
-            outer = jax.tree.unflatten(treedef, values)
-            model = nnx.merge(self.program.graphdef, as_state(outer), as_state(self.outer_states), self._placeholders())
-            found, _ = arguments(self.call(model, jnp.int32(0)))
-            return [leaf for leaf in jax.tree.leaves(found) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-        values, treedef = jax.tree.flatten(self.outer)
-        if any(depends(arrays, values)[0]):
-            raise ValueError(
-                "arguments of the layers, such as a bias of attention scores, are computed from parameters, and stages "
-                "of a pipeline pass on gradients of their input alone; take a mesh without a pipeline axis"
-            )
-
-    def loss(self, model: Any, number: Array, stack: Callable[[StackCall], Array]) -> Array | WeightedMean:
-        """Return the loss of a microbatch, with ``stack`` in place of the layers."""
-        with replace_stack(stack):
-            return self.program.loss_fn(model, *self.microbatch(number))
-
-    def _weights(self) -> Array | None:
-        """Return the weight of each microbatch, fp32 ``[m]``; None for a loss that has none."""
-
-        def weight(number: Array) -> Array | None:
-            # Of the labels alone, so the compiler drops everything else.
-            value = self.loss(self.outer_model(), number, lambda call: call.x)
-            return jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
+        def weight(number: Array) -> Array:
+            # Of the batch alone, so the compiler drops everything else.
+            value: Any = self.program.loss.after(self.outer_model(), y, *self.microbatch(number))
+            return jnp.asarray(value.weight, jnp.float32)
 
         return jax.lax.map(weight, jnp.arange(self.schedule.microbatches))
 
@@ -214,25 +235,14 @@ class StageModel:
         return tree if weights is None else jax.tree.map(lambda leaf: leaf * weights[number], tree)
 
 
-def arguments(call: StackCall) -> tuple[dict[str, Any], Array | None]:
-    """Return the arrays that a stack is called with beside its input, and its layers' keys as one array."""
-    arrays = {name: value for name, value in call.options.items() if is_array_tree(value)}
-    keys: Any = call.keys
-    return arrays, None if keys[0] is None else jnp.stack(keys)
-
-
-def depends(fn: Callable[..., list[Array]], *args: Any) -> tuple[list[bool], list[Any]]:
-    """Return whether each result of ``fn`` depends on the arguments, and the results' shapes."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    reached = set(closed.jaxpr.invars)
-
-    def is_reached(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and atom in reached  # a literal cannot be hashed
-
-    for equation in closed.jaxpr.eqns:
-        if any(map(is_reached, equation.invars)):
-            reached.update(equation.outvars)
-    return [is_reached(atom) for atom in closed.jaxpr.outvars], shapes
+_WEIGHT = (
+    "the weight of the WeightedMean that after gives depends on the layers' output or on parameters, and a pipeline's "
+    "stages need it before they have these; compute it from the batch, or take a mesh without a pipeline axis"
+)
+_ARRAYS = (
+    "arrays of the StackInput that before gives depend on parameters, and no gradient would reach these; give them as "
+    "learned, StackInput(x, learned={...})"
+)
 
 
 def as_state(flat: Flat) -> nnx.State:

@@ -1,0 +1,102 @@
+"""The loss of a model in parts, as the stages of a pipeline run it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import checked
+from jax_te.models import StackInput
+from jax_te.training.gradients import LossFn, WeightedMean
+from jax_te.typing import Array, PyTree
+
+
+@checked
+@dataclass(frozen=True)
+class PipelinedLoss:
+    """A ``loss_fn`` in three parts: what is before the layers, the layers, and what is after them.
+
+    On a mesh with a ``pipeline`` axis `make_train_step` needs these. Everywhere else a `PipelinedLoss` is called as any
+    other ``loss_fn``: it calls its parts one after the other.
+
+    The parts are traced as JAX traces any function, so they may raise, catch and call what they like. The layers'
+    parameters are on the stages of the layers: ``before`` and ``after`` do not read them.
+
+    Args:
+        before: ``(model, batch, key) -> StackInput``, what the layers are called with, such as embedded tokens.
+        after: ``(model, y, batch, key) -> [ ]``, the mean loss over the batch, or a `WeightedMean` whose weight comes
+            from the batch alone. ``y`` is the layers' output.
+        layers: ``(model) -> layers``, the modules that the stages split. They are the model's own, and each has its
+            parameters to itself. The default is ``model.layers``, see `jax_te.models.ModelInParts`.
+
+    Example:
+        Next tokens, of a model whose ``before`` and ``after`` get what its ``loss`` does:
+
+        >>> loss_fn = PipelinedLoss(
+        ...     before=lambda model, tokens, key: model.before(tokens[:, :-1], dropout_key=key),
+        ...     after=lambda model, y, tokens, key: model.after(y, tokens[:, 1:]),
+        ... )
+        >>> import jax
+        >>> from jax_te.config import TransformerConfig
+        >>> from jax_te.models import GPTModel
+        >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+        >>> model = GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=nnx.Rngs(0))
+        >>> tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
+        >>> bool(loss_fn(model, tokens) == model.loss(tokens[:, :-1], tokens[:, 1:]))
+        True
+    """
+
+    before: Callable[[Any, PyTree, Array | None], StackInput]
+    after: Callable[[Any, Array, PyTree, Array | None], Array | WeightedMean]
+    layers: Callable[[Any], Sequence[nnx.Module]] = operator.attrgetter("layers")
+
+    def __call__(self, model: Any, batch: PyTree, key: Array | None = None) -> Array | WeightedMean:
+        """Return the loss of a batch."""
+        return self.after(model, self.before(model, batch, key).output(self.layers(model)), batch, key)
+
+
+class StackArrays(NamedTuple):
+    """The arrays of a `StackInput`, its keys in one array ``[layers]``, or None."""
+
+    x: Array
+    learned: dict[str, Any]
+    arrays: dict[str, Any]
+    keys: Array | None
+
+
+def arrays_of(stack: StackInput) -> StackArrays:
+    """Return the arrays of what a stack is called with."""
+    given = [] if stack.keys is None else [key for key in stack.keys if key is not None]
+    return StackArrays(stack.x, dict(stack.learned), dict(stack.arrays), jnp.stack(given) if given else None)
+
+
+def without_gradient(tree: PyTree, error: str) -> PyTree:
+    """Return arrays whose differentiation raises ``ValueError(error)``, while it is traced."""
+
+    @jax.custom_jvp
+    def same(x: Array) -> Array:
+        return x
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:  # is called for a tangent that is not zero by construction
+        raise ValueError(error)
+
+    return jax.tree.map(lambda leaf: same(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
+
+
+def in_parts(loss_fn: LossFn) -> PipelinedLoss:
+    """Return a ``loss_fn`` of which a pipeline can call the parts; raise TypeError for another one."""
+    if isinstance(loss_fn, PipelinedLoss):
+        return loss_fn
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    raise TypeError(
+        "on a mesh with a pipeline axis loss_fn must be a jax_te.training.PipelinedLoss(before, after), whose parts "
+        f"the stages call, got {name}; for a model of jax_te it is made of model.before and model.after in the place "
+        "of model.loss (docs: parallelism, Pipeline); or take a mesh without a pipeline axis"
+    )
