@@ -9,8 +9,9 @@ import math
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -19,6 +20,8 @@ from jax_te.config.files import brief
 from jax_te.typing import Words
 
 T = TypeVar("T")
+_Parameter = inspect.Parameter
+_BY_ANY = _Parameter.POSITIONAL_OR_KEYWORD
 
 
 class Kind(NamedTuple):
@@ -47,12 +50,12 @@ class Kind(NamedTuple):
 
 
 def checked(target: T) -> T:
-    """Return a function, or a class with a constructor, that refuses arguments that its annotations do not allow.
+    """Return a function, or a class, that refuses arguments which its annotations do not allow.
 
-    The function's body does not run before a refusal. An annotation that holds ``Any``, a protocol (such as
-    `DTypeLike`) or a type variable allows everything. An array may be any object with a shape and a dtype. The ranges
-    of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives a message better words than
-    the type has.
+    Of a class it is the constructor, ``__call__`` and the public methods that the class itself defines. The body does
+    not run before a refusal. An annotation that holds ``Any``, a protocol or a type variable allows everything. An
+    array may be any object with a shape and a dtype. The ranges of numbers are for the function itself to check.
+    ``Annotated[..., Words(...)]`` gives a message better words than the type has.
 
     Raises:
         TypeError: when called, for a flag that is not True or False, and for an object of another class.
@@ -62,24 +65,62 @@ def checked(target: T) -> T:
     >>> checked(brief)(value=0.5)
     '0.5'
     """
-    # Python takes "no" for true, and nan goes through all comparisons that are written the usual way.
-    function: Any = target.__init__ if isinstance(target, type) else target
-    names = tuple(inspect.signature(function).parameters)
+    if not isinstance(target, type):
+        return _checked_function(target, target)
+    for name, member in list(vars(target).items()):
+        if name == "__init__" or not (inspect.isfunction(member) or isinstance(member, classmethod | staticmethod)):
+            continue
+        if name == "__call__" or not name.startswith("_"):
+            setattr(target, name, _checked_method(member))
     # A dataclass's own annotations: its constructor has the text of those of its bases, whose modules know other names.
-    annotated = target if "__dataclass_fields__" in vars(target) else function
+    annotated = target if "__dataclass_fields__" in vars(target) else target.__init__
+    target.__init__ = _checked_function(target.__init__, annotated)
+    return target
 
+
+def _checked_method(member: Any) -> Any:
+    if isinstance(member, classmethod | staticmethod):
+        return type(member)(_checked_function(member.__func__, member.__func__))
+    return _checked_function(member, member)
+
+
+def _checked_function(function: Any, annotated: Any) -> Any:
+    """Return a function that checks its arguments by the annotations of ``annotated``, it or its class."""
+
+    # Python takes "no" for true, and nan goes through all comparisons that are written the usual way.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given, kinds = dict(zip(names, args, strict=False)) | kwargs, _kinds(annotated)
-        for name in names:
-            if name in given and name in kinds:
-                kinds[name].check(name, given[name])
+        arguments = _arguments(function, annotated)
+        for (name, kind), value in zip(arguments.positional, args, strict=False):
+            kind.check(name, value)
+        if arguments.rest is not None:
+            name, kind = arguments.rest
+            for value in args[len(arguments.positional) :]:
+                kind.check(name, value)
+        for name, value in kwargs.items():
+            if name in arguments.named:
+                arguments.named[name].check(name, value)
         return function(*args, **kwargs)
 
-    if not isinstance(target, type):
-        return call  # type: ignore[return-value]
-    target.__init__ = call
-    return target
+    return call
+
+
+class _Arguments(NamedTuple):
+    """What the arguments of a function must be."""
+
+    positional: tuple[tuple[str, Kind], ...]
+    rest: tuple[str, Kind] | None
+    named: dict[str, Kind]
+
+
+@functools.cache  # at the first call: importing the package evaluates no annotations
+def _arguments(function: Any, annotated: Any) -> _Arguments:
+    kinds, parameters = _kinds(annotated), inspect.signature(function).parameters.values()
+    found = [(p.name, p.kind, kinds.get(p.name, _ANYTHING)) for p in parameters]
+    positional = tuple((name, kind) for name, how, kind in found if how in (_Parameter.POSITIONAL_ONLY, _BY_ANY))
+    rest = [(name, kind) for name, how, kind in found if how is _Parameter.VAR_POSITIONAL and kind is not _ANYTHING]
+    named = {name: kind for name, how, kind in found if how in (_BY_ANY, _Parameter.KEYWORD_ONLY)}
+    return _Arguments(positional, rest[0] if rest else None, named)
 
 
 def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> None:
@@ -131,8 +172,11 @@ PLAIN: dict[Any, Kind] = {
 _ANYTHING = Kind("anything", lambda value: True)
 _NONE = Kind("None", lambda value: value is None)
 _ARRAY = Kind("an array", lambda value: hasattr(value, "shape") and hasattr(value, "dtype"))
+# No text at all would be the current folder.
+_TEXT_OF_PATH = Kind("a path", lambda value: isinstance(value, str) and value != "")
 _WORDS: dict[Any, str] = {str: "text", os.PathLike: "a path", Callable: "a function"}
-_WORDS |= {Sequence: "a sequence", Iterable: "a sequence", Mapping: "a mapping"}
+_WORDS |= {Sequence: "a sequence", Iterable: "a sequence", Collection: "a collection", Mapping: "a mapping"}
+_HOLD_ITEMS = (Sequence, Iterable, Collection, Mapping, list, dict, set, frozenset)
 
 
 def kind_of(hint: Any) -> Kind:
@@ -163,7 +207,9 @@ def kind_of(hint: Any) -> Kind:
         return _ARRAY
     if not isinstance(origin, type) or origin is Any or getattr(origin, "_is_protocol", False):
         return _ANYTHING
-    return _instance_of(origin)
+    if origin is Path:  # the usual spelling of a path in an annotation
+        origin = os.PathLike
+    return _instance_of(origin, parts)
 
 
 def _in_words(kind: Kind, extras: tuple[Any, ...]) -> Kind:
@@ -177,6 +223,8 @@ def _in_words(kind: Kind, extras: tuple[Any, ...]) -> Kind:
 def _any_of(kinds: list[Kind]) -> Kind:
     if _ANYTHING in kinds:
         return _ANYTHING
+    if any(kind.words == _WORDS[os.PathLike] for kind in kinds):
+        kinds = [_TEXT_OF_PATH if kind.words == _WORDS[str] else kind for kind in kinds]
     others = [kind for kind in kinds if kind is not _NONE]
     plain, optional = len(others) == 1 and others[0].plain, _NONE in kinds
     words = " or ".join(dict.fromkeys(kind.words.removeprefix("one of ") for kind in (*others, *[_NONE] * optional)))
@@ -208,13 +256,23 @@ def _tuple_of(parts: tuple[Any, ...]) -> Kind:
     return Kind(f"a tuple ({words})", holds)
 
 
-def _instance_of(kind: type) -> Kind:
+def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
     words = _WORDS.get(kind, f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}")
     if issubclass(kind, Enum):
         words += f" ({', '.join(member.name for member in kind)})"
-    if kind in (Sequence, Iterable):  # text would be taken apart, letter by letter
-        return Kind(words, lambda value: isinstance(value, kind) and not isinstance(value, str | bytes))
-    return Kind(words, lambda value: isinstance(value, kind))
+    item = kind_of(parts[0]) if parts and kind in _HOLD_ITEMS else _ANYTHING
+    if item is not _ANYTHING:
+        words += f" (each {'key ' if issubclass(kind, Mapping) else ''}{item.words})"
+
+    def holds(value: Any) -> bool:
+        # Text would be taken apart, letter by letter.
+        if not isinstance(value, kind) or (kind in _HOLD_ITEMS and isinstance(value, str | bytes)):
+            return False
+        # Others may be long to read, and an iterator gives its items only once.
+        plain = isinstance(value, list | tuple | dict | set | frozenset)
+        return item is _ANYTHING or not plain or all(map(item.holds, value))
+
+    return Kind(words, holds)
 
 
 def _class_of(base: type) -> Kind:
