@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jax_te import layers
-from jax_te.config.internal import check_bool, log_hints
+from jax_te.config.internal import check_bool, checked, log_hints
 from jax_te.layers import (
     DotProductAttention,
     Fp8Padding,
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 
+@checked
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -87,6 +88,7 @@ def autocast(
     return _autocast(DelayedScaling() if recipe is None else recipe, enabled=enabled)
 
 
+@checked
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -112,6 +114,7 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
+@checked
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -165,6 +168,7 @@ class TransformerLayer(layers.TransformerLayer):
     (1, 8, 32)
     """
 
+    @checked
     def __call__(  # type: ignore[override]  # Transformer Engine's arguments
         self,
         hidden_states: Array,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_te.config.activation import ActivationLike, activation_parts, named_activation
-from jax_te.config.annotations import check_annotations, is_integer
+from jax_te.config.annotations import check_annotations, checked, is_integer
 from jax_te.config.attention import AttentionConfig
 from jax_te.config.checks import check_bool, check_positive, check_rate, float_dtype
 from jax_te.config.cuda_graph import CudaGraphConfig
@@ -179,6 +179,7 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
             elif not callable(given) or type(given).__hash__ is None:
                 raise TypeError(f"{name} must be a function init(key, shape, dtype) that can be hashed, got {given!r}")
 
+    @checked
     def in_high_precision(self, layer: int) -> bool:
         """Return whether layer number ``layer``, from 0, is one of the first and last that stay in high precision.
 

@@ -114,6 +114,7 @@ class TrainBatches:
         self._next = state["grain"]["next_index"]
 
 
+@checked
 def heldout_batches(
     text: np.ndarray,
     *,

@@ -38,6 +38,7 @@ class TextData:
     bytes_per_token: float | None = 1.0
 
 
+@checked
 def load_text(
     source: str | os.PathLike[str] | None = None,
     *,
@@ -101,6 +102,7 @@ def load_text(
     )
 
 
+@checked
 def byte_bigram_entropy(train: np.ndarray, heldout: np.ndarray) -> float:
     """Return the loss of a table of byte pairs on ``heldout``, in nats per byte.
 

@@ -122,10 +122,12 @@ class ByteTokenizer:
 
     vocab_size, end_of_text, dtype = 256, None, np.dtype(np.uint8)
 
+    @checked
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes of a text."""
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
+    @checked
     def encode_documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         """Yield the bytes of documents, with nothing between them."""
         parts, size = [], 0
@@ -137,6 +139,7 @@ class ByteTokenizer:
                 parts, size = [], 0
         yield np.frombuffer(b"".join(parts), np.uint8)
 
+    @checked
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of bytes; those that are no UTF-8 are U+FFFD."""
         return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jax_te.checkpoint.internal import say
+from jax_te.config.internal import checked
 from jax_te.huggingface.architectures import ARCHITECTURES
 from jax_te.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.huggingface.fields import NO_NUMBERS, Fields
@@ -34,6 +35,7 @@ _COMPANIONS = (
 )
 
 
+@checked
 def save_huggingface(
     model: Any,
     folder: str | Path,

@@ -33,6 +33,7 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
     return groups
 
 
+@checked
 def alibi_slopes(num_attention_heads: int) -> Array:
     """Return ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers.mode import TrainingMode
 
 CONTEXT_AXIS = "context"
@@ -38,6 +39,7 @@ def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = 
 class ContextParallelModule(TrainingMode):
     """Base of the layers that have attention inside."""
 
+    @checked
     def set_context_parallel_group(
         self,
         cp_group: str | None,

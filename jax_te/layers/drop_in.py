@@ -132,6 +132,7 @@ class EinsumOp(DotGeneral):
 
     attribute: ClassVar[str] = "einsum_op"
 
+    @checked
     def __call__(self, equation: str, lhs: Array, rhs: Array, *, out_sharding: Any = None, **options: Any) -> Array:  # type: ignore[override]
         """Return the result of ``equation`` for ``lhs``, the input, and ``rhs``, the kernel.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_te.config.internal import checked
 from jax_te.ops import zigzag_positions
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import axis_ranks
@@ -13,6 +14,7 @@ from jax_te.typing import Array, LogicalAxes
 _SEQUENCE = ("sequence", "sequence_parallel")
 
 
+@checked
 def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigzag: bool = False) -> Array:
     """Return ``x`` with each element set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
@@ -54,6 +56,7 @@ def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: Log
     return jax.vmap(lambda key: jax.random.bernoulli(key, probability, rest), out_axes=axis)(keys)
 
 
+@checked
 def drop_path(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes) -> Array:
     """Return ``x`` with each example set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 

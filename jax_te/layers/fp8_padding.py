@@ -77,6 +77,7 @@ class Fp8Unpadding(Fp8Padding):
     (25, 8)
     """
 
+    @checked
     def __call__(self, inp: Array, m_splits: Sequence[int]) -> Array:  # type: ignore[override]
         """Return the groups' own rows, ``[sum(m_splits), k]``.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive, float_dtype
+from jax_te.config.internal import check_positive, checked, float_dtype
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike
 
@@ -39,6 +39,7 @@ class KVCache:
         """Number of tokens for which there is room."""
         return self.k.shape[1]
 
+    @checked
     def append(self, k: Array, v: Array) -> KVCache:
         """Return the cache with ``k, v [b, s, g, d]`` appended.
 
@@ -61,6 +62,7 @@ class KVCache:
         put = auto_region(write, _AXES)
         return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])
 
+    @checked
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
         """Return the mask type and the lengths for the newest ``sq`` tokens of ``b`` sequences, already appended."""
         # Bottom-right: the newest query stands beside the last valid key, wherever the unused positions begin.
@@ -94,6 +96,7 @@ class WindowKVCache:
         """Number of slots, ``c``."""
         return self.k.shape[1]
 
+    @checked
     def append(self, k: Array, v: Array) -> WindowKVCache:
         """Return the cache with ``k, v [b, s, g, d]`` appended.
 
@@ -116,6 +119,7 @@ class WindowKVCache:
             k=put(self.k, k, slots), v=put(self.v, v, slots), length=self.length + k.shape[1], left=self.left
         )
 
+    @checked
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
         """Return the mask type and the mask for the newest ``sq`` tokens, already appended."""
         del b
@@ -127,6 +131,7 @@ class WindowKVCache:
         return "arbitrary", {"attention_mask": hidden[None, None]}
 
 
+@checked
 def init_kv_cache(
     batch: int, max_len: int, num_gqa_groups: int, kv_channels: int, dtype: DTypeLike = jnp.float32
 ) -> KVCache:
@@ -146,6 +151,7 @@ def init_kv_cache(
     return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
 
 
+@checked
 def init_window_kv_cache(
     batch: int,
     left: int,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import float_dtype
+from jax_te.config.internal import checked, float_dtype
 from jax_te.sharding.internal import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
@@ -72,6 +72,7 @@ def leading_axes(x: Array) -> LogicalAxes:
     return ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
 
 
+@checked
 def parameter_axes(model: nnx.Module) -> PyTree:
     """Return the logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with tuples of names for arrays.
 

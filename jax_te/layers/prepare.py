@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers.quantizable import QuantizableModule, cache_name
 from jax_te.quantize import init_gemm_state
 from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import Recipe
 
 
+@checked
 def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module:
     """Give every quantizable layer of ``model`` fresh state for ``recipe``, or remove the state; return ``model``.
 

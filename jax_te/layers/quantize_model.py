@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers.drop_in import DotGeneral, FlaxLinear, flax_linear, size_reason
 from jax_te.layers.drop_in_mesh import kernel_names
 from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
@@ -162,6 +163,7 @@ def report_of(layers: list[DropInLayer], rules: Rules) -> DropInReport:
     return DropInReport(ordered, tuple(pattern for pattern in rules if pattern not in used))
 
 
+@checked
 def quantize_model(
     model: nnx.Module,
     *args: Any,
@@ -240,6 +242,7 @@ def quantize_model(
     return report
 
 
+@checked
 def dequantize_model(model: nnx.Module) -> nnx.Module:
     """Return ``model`` after undoing `quantize_model`: its layers compute as Flax made them, quantizer state is gone.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import check_float
+from jax_te.config.internal import check_float, checked
 from jax_te.layers.rotary_scaling import RotaryScaling
 from jax_te.typing import Array
 
@@ -36,6 +36,7 @@ class Rotary:
     interleaved: bool = field(default=False, metadata={"static": True})
 
 
+@checked
 def rotary_embedding(
     positions: Array,
     d: int,
@@ -87,6 +88,7 @@ def rotary_embedding(
     return Rotary(cos=cos, sin=sin, head_size=d, interleaved=interleaved)
 
 
+@checked
 def apply_rotary(x: Array, rotary: Rotary) -> Array:
     """Rotate the pairs of features of every head by their angles.
 

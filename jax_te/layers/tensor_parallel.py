@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flax import nnx
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.sharding import constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import axis_ranks, ranks_of
@@ -125,6 +125,7 @@ class TensorParallelModule(QuantizableModule):
 
     tensor_parallel: TensorParallel
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Say which mesh axis the layer is split over, if it was not said when the layer was built.
 

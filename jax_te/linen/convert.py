@@ -7,10 +7,12 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.linen.module import LinenModule
 from jax_te.linen.variables import build_abstract, collections_of, with_variables
 
 
+@checked
 def from_nnx(module: nnx.Module) -> dict[str, Any]:
     """Return the variables of an NNX module as ``init`` of its Linen form returns them: with logical axes boxed.
 
@@ -32,6 +34,7 @@ def from_nnx(module: nnx.Module) -> dict[str, Any]:
     return collections_of(module, boxed=True)
 
 
+@checked
 def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], variables: Mapping[str, Any]) -> Any:
     """Return an NNX module that holds Linen variables; a layer has quantizer state if the variables have it.
 

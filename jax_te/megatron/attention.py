@@ -18,6 +18,7 @@ from jax_te.megatron.state_dict import StateDicts
 from jax_te.typing import Array, NoProcessGroups, TensorGroup
 
 
+@checked
 def is_layer_window_attention(
     window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
 ) -> bool:

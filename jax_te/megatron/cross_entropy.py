@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from jax_te.config.internal import checked
 from jax_te.layers.internal import check_tp_group
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.typing import Array, LogicalAxes, TensorGroup
 
 
+@checked
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Array,
     target: Array,

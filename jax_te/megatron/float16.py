@@ -24,6 +24,7 @@ _FLOAT_TYPES, _HALF_TYPES, _BF16_TYPES = ("float32",), ("float16",), ("bfloat16"
 _WIDE_FLOATS = ("float64", *_FLOAT_TYPES, *_BF16_TYPES, *_HALF_TYPES)
 
 
+@checked
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     """Return ``val`` with ``conversion`` applied to every value in nested tuples and lists.
 
@@ -45,6 +46,7 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     return tuple(converted) if isinstance(val, tuple) else converted
 
 
+@checked
 def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> Any:
     """Return ``val`` with ``float16_convertor`` applied to every fp32 array in nested tuples and lists.
 
@@ -96,6 +98,7 @@ def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
     return variable_or_module
 
 
+@checked
 def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeLike) -> None:
     """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
 

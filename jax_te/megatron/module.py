@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_te.config.internal import SYMMETRIC_AR_TYPES
+from jax_te.config.internal import SYMMETRIC_AR_TYPES, checked
 from jax_te.layers.internal import TrainingMode, drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
@@ -14,6 +14,7 @@ from jax_te.megatron.state_dict import StateDicts
 _QUANTIZED_BY = ("fp8", "fp4", "quant_recipe")
 
 
+@checked
 def param_is_not_shared(param: nnx.Variable) -> bool:
     """Return False if the metadata of a parameter has a true ``shared``: a count of parameters then skips it.
 
@@ -62,6 +63,7 @@ class MegatronModule(StateDicts, TrainingMode):
             ) from None
         self.config = config
 
+    @checked
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return this module's part of a checkpoint: its `state_dict`, unless a subclass overrides this method."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -81,6 +83,7 @@ class MegatronModule(StateDicts, TrainingMode):
         if self._quantizes:
             self._set_everywhere("is_first_microbatch", True, unless="disable_parameter_transpose_cache")
 
+    @checked
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
         """Set ``symmetric_ar_type`` on every submodule that has this attribute.
 

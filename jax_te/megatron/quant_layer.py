@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers import QuantizableModule
 from jax_te.megatron.quant_config import QuantizationConfig
 from jax_te.megatron.quant_params import TEQuantizationParams
@@ -14,6 +15,7 @@ from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 _ANY_RECIPE = Float8CurrentScaling()  # stands for a quantized ambient context; which recipe it is does not matter
 
 
+@checked
 def finish_init(module: QuantizableModule, quantization_config: QuantizationConfig | None) -> None:
     """Give a layer the precision of a quantization config, which replaces the layer's own; None removes it.
 
@@ -49,6 +51,7 @@ def own_recipe(quantization_config: QuantizationConfig | None) -> ModuleRecipe |
     return TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
 
 
+@checked
 def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool) -> bool:
     """Return whether a layer runs quantized in its current mode, given whether the ambient context is quantized.
 
@@ -70,6 +73,7 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     )
 
 
+@checked
 def set_save_original_input(module: nnx.Module) -> None:
     """Make a layer save its input as the residual, instead of the quantized copy of the input.
 

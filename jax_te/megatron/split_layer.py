@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import checked
 from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.layers.internal import CachedKernel, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
@@ -28,6 +29,7 @@ _COPIED = (
 )
 
 
+@checked
 def split_te_layernorm_column_parallel_linear(
     fused_layer: TELayerNormColumnParallelLinear,
     config: TransformerConfig,

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te import layers
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_choice, check_positive
+from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.megatron.attention import is_layer_window_attention
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
@@ -164,6 +164,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
 
+    @checked
     def forward(
         self,
         hidden_states: Array,
@@ -217,6 +218,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         output, *more = output if isinstance(output, tuple) else (output,)
         return output, context, *more
 
+    @checked
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
         """Return ``hidden_states``, and ``attention_mask`` bool ``[b, 1, s, s]``: True after the diagonal.
 

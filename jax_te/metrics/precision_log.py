@@ -106,6 +106,7 @@ def _whole(record: Mapping[str, Any]) -> bool:
     )
 
 
+@checked
 def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
     """Draw ``precision.png`` from a run's records.
 

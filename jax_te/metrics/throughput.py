@@ -39,6 +39,7 @@ def peak_flops(device: Any) -> float | None:
     return next((peak for words, peak in _PEAKS if re.search(rf"\b({words})\b", device.device_kind)), None)
 
 
+@checked
 def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, sequence_length: int) -> float:
     """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
 
@@ -100,6 +101,7 @@ class StepWork:
             if value is not None and not value > 0.0:
                 raise ValueError(f"{name} must be a number > 0, or None if it is not known, got {value!r}")
 
+    @checked
     def rates(self, seconds: float) -> dict[str, float]:
         """Return metrics of a step that took so long; ``mfu``, a fraction, only if FLOPs and peak are known."""
         speed = self.tokens / seconds

@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.config.internal import checked
 from jax_te.layers import TransformerLayer, keep_in_high_precision
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron import recipe_from_config
@@ -31,6 +32,7 @@ ENCODER_NOT_FOLLOWED = {
 """Fields that models with an encoder do not follow."""
 
 
+@checked
 def transformer_layer(
     config: TransformerConfig,
     number: int = 0,

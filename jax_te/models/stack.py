@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import RecomputeConfig
+from jax_te.config.internal import checked
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops.internal import residuals_are_stacked
@@ -31,6 +32,7 @@ UNROLL_LIMIT = 96
 """Layers of a stack that ``"auto"`` unrolls at most, see `runs_scanned`."""
 
 
+@checked
 def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     """Return whether a stack of ``num_layers`` layers runs in a loop.
 
@@ -110,6 +112,7 @@ def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | st
         )
 
 
+@checked
 @stack_of_layers
 def run_layers(
     layers: Sequence[nnx.Module],

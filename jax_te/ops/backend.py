@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 import jax
 
 from jax_te.config import ActivationLike
+from jax_te.config.internal import checked
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
@@ -124,6 +125,7 @@ class Backend(Protocol):
         ...
 
 
+@checked
 @contextlib.contextmanager
 def use_backend(name: BackendName) -> Iterator[None]:
     """Return a context that asks for a backend for every op traced inside; it is part of the jit cache key.
@@ -157,6 +159,7 @@ class BackendChoice:
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
+@checked
 def explain_backend(
     op: str,
     *,

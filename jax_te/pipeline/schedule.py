@@ -145,6 +145,7 @@ class Schedule:
         return float(1 - work.sum() / (work.max(axis=1).sum() * self.stages))
 
 
+@checked
 def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """Return a schedule.
 
@@ -190,6 +191,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     return run.schedule(name)
 
 
+@checked
 def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
     """Return how many layers each of ``chunks`` consecutive parts of a stack has.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_te.config.internal import checked
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
 from jax_te.quantize.tensor import OpaqueTree, QuantizedTensor
 from jax_te.typing import Array, DTypeLike
@@ -59,6 +60,7 @@ class QuantizedKernel:
         one_scale = isinstance(self.quantizer, TensorQuantizer)
         return None if one_scale else "its kernel was quantized in blocks as a whole"
 
+    @checked
     def partition_specs(self, kernel: PartitionSpec, per_device: PartitionSpec) -> QuantizedKernel:
         """Return the PartitionSpecs of its arrays, of a kernel with this one; every device has the one scale."""
         if isinstance(self.form, OpaqueTree):
@@ -68,6 +70,7 @@ class QuantizedKernel:
             form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
         return replace(self, form=form, amax=None if self.amax is None else PartitionSpec())
 
+    @checked
     def of_layer(self, ndim: int) -> QuantizedKernel:
         """Return it with ``shape`` that of one layer's kernel, of ``ndim`` axes, where a loop took it from a stack."""
         return self if self.ndim == ndim else replace(self, shape=self.shape[-ndim:])
@@ -87,6 +90,7 @@ class QuantizedKernel:
 
         return of_layers(self.form.rowwise)
 
+    @checked
     def taken_over(self, exact: Array) -> Array:
         """Return the exact values, with the kernel's own in the place of those that do not round to it.
 

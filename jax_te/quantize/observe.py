@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_te.config.internal import checked
 from jax_te.quantize.quantizer import Quantizer
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor
@@ -37,6 +38,7 @@ class Observer:
     records: dict[tuple[str, str], list[dict[str, float]]] = field(default_factory=dict)
     formats: dict[tuple[str, str], str] = field(default_factory=dict)
 
+    @checked
     def record(
         self, name: str | None, role: str, x: Array, quantizer: Quantizer, scale: Array | None, *, axis: int
     ) -> None:
@@ -62,6 +64,7 @@ class _Static:
 jax.tree_util.register_static(_Static)
 
 
+@checked
 @contextlib.contextmanager
 def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]:
     """Yield an `Observer` that records statistics of every tensor that functions called inside quantize.
@@ -94,6 +97,7 @@ def current_observer() -> Observer | None:
     return ambient_observer.value
 
 
+@checked
 def quantization_statistics(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1
 ) -> dict[str, Array]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import dtype_name
+from jax_te.config.internal import checked, dtype_name
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 from jax_te.recipe.internal import AmaxScope, fp8_max
@@ -38,6 +38,7 @@ class Quantizer(abc.ABC):
     dtype: DTypeLike
 
     @abc.abstractmethod
+    @checked
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
@@ -86,6 +87,7 @@ class TensorQuantizer(Quantizer):
                 error = TypeError if name == "power_of_two" else ValueError
                 raise error(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
 
+    @checked
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if delayed, from the tensor's amax if current."""
         if self.scaling == "delayed":
@@ -93,6 +95,7 @@ class TensorQuantizer(Quantizer):
             return scale
         return (power_of_two_scale if self.power_of_two else compute_scale)(x_amax, self.dtype)
 
+    @checked
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
@@ -155,6 +158,7 @@ class Quantization(NamedTuple):
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 
+@checked
 def quantize(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1, columnwise: bool = False
 ) -> tuple[QuantizedTensor, Array | None]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
+from jax_te.config.internal import checked
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks
@@ -57,6 +58,7 @@ class QuantizerState(nnx.Variable):
     """
 
 
+@checked
 def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
     """Return fresh state for one linear layer: scales 1, histories 0. None if the recipe has no state.
 
@@ -176,6 +178,7 @@ def _largest(leaf: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 
 
+@checked
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
     """Return the states of the next step: the gradients of ``old``, or ``old`` for layers that did not run.
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_te.config.internal import checked
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
@@ -90,6 +91,7 @@ class QuantizedTensor:
             values = hadamard_rows(as_matrix(values, self.axis), inverse=True).reshape(self.shape)
         return values.astype(self.dtype)
 
+    @checked
     def holds(self, x: Array) -> Array:
         """Return where ``x``, fp32 in the shape of the data, rounds to these values under these scales: bool.
 

@@ -113,6 +113,7 @@ attention cores, so that neither runs again; ``"save_quantized"`` quantized oper
 quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""
 
 
+@checked
 def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | None:
     """Return the policy itself, or the one of that name in `POLICIES`; None saves everything.
 
@@ -135,6 +136,7 @@ def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | 
     return policy
 
 
+@checked
 def remat(
     function: Callable[..., Any],
     *args: Any,

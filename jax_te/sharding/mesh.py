@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jax_te.config import MESH_AXES, ParallelConfig
+from jax_te.config.internal import checked
 
 
+@checked
 def make_mesh(
     config: ParallelConfig,
     *,

@@ -14,7 +14,7 @@ from flax.core.spmd import apply_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config.internal import log_once
+from jax_te.config.internal import checked, log_once
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.rules import current_mesh, current_rules, logical_to_spec, named_sharding, ranks_of
 from jax_te.typing import Array, LogicalAxes, PyTree
@@ -90,6 +90,7 @@ def check_divides(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh | Ab
             )
 
 
+@checked
 def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]:
     """Return the sharding on ``mesh`` of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 

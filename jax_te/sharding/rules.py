@@ -14,7 +14,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_te.config import MESH_AXES
-from jax_te.config.internal import check_mesh_axis
+from jax_te.config.internal import check_mesh_axis, checked
 from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
@@ -98,6 +98,7 @@ class ShardingRules:
         """
         return (*(rule.name for rule in fields(ShardingRules)), *_COMPOSED)
 
+    @checked
     def mesh_axes(self, name: str) -> MeshAxes:
         """Return the mesh axes of one of these `names`.
 
@@ -130,6 +131,7 @@ class _WithFlax(ShardingRules):
 _rules = jax.make_user_context(ShardingRules())
 
 
+@checked
 @contextlib.contextmanager
 def use_rules(rules: ShardingRules) -> Iterator[None]:
     """Return a context that resolves logical axes by ``rules``; part of the jit cache key, like the recipe.
@@ -160,6 +162,7 @@ def whole_sequences() -> contextlib.AbstractContextManager[None]:
     return use_rules(replace(current_rules(), sequence=(), sequence_parallel=()))
 
 
+@checked
 def logical_to_spec(
     axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None
 ) -> PartitionSpec:
@@ -446,6 +449,7 @@ def flat(dims: Dims) -> MeshAxes:
     return sum(dims, ())
 
 
+@checked
 def named_sharding(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
 

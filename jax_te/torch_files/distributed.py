@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te.config.internal import checked
 from jax_te.torch_files.file import Mapped, load_archive, with_arrays
 from jax_te.torch_files.pickles import Global, Record, read_pickle
 from jax_te.torch_files.tensors import DTYPES, Piece, StoredTensor
@@ -34,6 +35,7 @@ class Distributed(NamedTuple):
     files: list[Mapped]
 
 
+@checked
 def read_torch_distributed(folder: str | Path) -> Distributed:
     """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, merged, without torch.
 

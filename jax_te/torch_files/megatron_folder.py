@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te.config.internal import checked
 from jax_te.torch_files.distributed import METADATA, read_torch_distributed
 from jax_te.torch_files.file import Mapped
 from jax_te.torch_files.pickles import Record
@@ -53,6 +54,7 @@ class MegatronCheckpoint(NamedTuple):
     files: list[Any]
 
 
+@checked
 def read_megatron(
     path: str | Path, *, iteration: int | None = None, gated: bool | None = None, vocab_size: int | None = None
 ) -> MegatronCheckpoint:

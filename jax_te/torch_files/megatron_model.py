@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jax_te.config.internal import checked
 from jax_te.huggingface.internal import (
     REQUIRED,
     TIED,
@@ -188,6 +189,7 @@ MEGATRON = Architecture(
 )
 
 
+@checked
 def load_megatron(
     path: str | Path,
     *,
@@ -233,6 +235,7 @@ def load_megatron(
     return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
 
 
+@checked
 def save_megatron(
     model: Any,
     path: str | Path,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te.config.internal import checked
 from jax_te.torch_files.file import STORAGE_OF
 from jax_te.torch_files.tensors import DTYPES, Tensor
 
@@ -26,6 +27,7 @@ class _Written(NamedTuple):
     tensor: Tensor
 
 
+@checked
 def write_torch_file(path: str | Path, value: Any) -> None:
     """Write what ``torch.load(path, weights_only=True)`` reads, without torch.
 

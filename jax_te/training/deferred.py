@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import Partial
 
+from jax_te.config.internal import checked
 from jax_te.layers.internal import quantizable_kernels, set_grad_sinks
 from jax_te.ops.internal import WgradProbe, deferred_sink, deferred_wgrad
 from jax_te.quantize import as_float32, with_max_gradients
@@ -40,6 +41,7 @@ class FirstHalf(NamedTuple):
     backward_dw: Partial
 
 
+@checked
 def deferred_vjp(
     fn: Callable[..., Any],
     model: nnx.Module,

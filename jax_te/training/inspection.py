@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers import name_modules, prepare_quantization, quantizable_modules
 from jax_te.layers.internal import natural_order
 from jax_te.quantize import STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
@@ -61,6 +62,7 @@ class TensorStatistics:
         return 10.0 * math.log10(self.relative_mse) if self.relative_mse > 0.0 else -math.inf
 
 
+@checked
 def inspect_precision(
     model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Array | None = None, loss_scale: float | Array = 1.0
 ) -> list[TensorStatistics]:
@@ -107,6 +109,7 @@ def inspect_precision(
     return _statistics(observer)
 
 
+@checked
 def make_inspection(
     loss_fn: LossFn, *, microbatches: int = 1
 ) -> Callable[[TrainState, PyTree], list[TensorStatistics]]:
@@ -149,6 +152,7 @@ def make_inspection(
     return inspect
 
 
+@checked
 def exact_model(state: TrainState) -> Any:
     """Return ``state.model`` with the fp32 masters of kernels that are stored quantized (``fp8_param``).
 
@@ -164,6 +168,7 @@ def exact_model(state: TrainState) -> Any:
     return nnx.merge(state.graphdef, _exact_parameters(state), state.quantizers, state.rest, copy=True)
 
 
+@checked
 def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
     """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 

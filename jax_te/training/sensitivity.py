@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import yaml
 from flax import nnx
 
+from jax_te.config.internal import checked
 from jax_te.layers import quantizable_modules
 from jax_te.layers.internal import quantizable_kernels, use_cached_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
@@ -45,6 +46,7 @@ class ModuleSensitivity:
     gradient_error: float
 
 
+@checked
 def sensitivity(
     model: nnx.Module, loss_fn: LossFn, batches: Sequence[PyTree], recipe: Recipe
 ) -> list[ModuleSensitivity]:
@@ -107,6 +109,7 @@ def sensitivity(
     return sorted(found, key=lambda layer: -layer.gradient_error)
 
 
+@checked
 def keep_in_bf16_rules(modules: Sequence[str]) -> str:
     """Return a precision file that keeps these layers in high precision and leaves the others to the ambient recipe.
 

@@ -63,6 +63,7 @@ class TrainState:
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
 
 
+@checked
 def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
     """Return ``(graphdef, parameters, quantizer states, other state)`` of a model; ``nnx.merge`` is the inverse.
 
@@ -162,6 +163,7 @@ def _buffers(leaf: Any) -> set[int]:
     return set()
 
 
+@checked
 def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     """Return the state for continuing under another recipe, e.g. FP8 after a start in bf16, or the reverse.
 

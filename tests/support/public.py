@@ -45,4 +45,4 @@ def public_callables() -> dict[str, Callable[..., Any]]:
                     function = plain(member)
                     if shown and inspect.isfunction(function) and function.__module__.startswith("jax_te."):
                         found.setdefault(id(function), (f"{package}.{base.__name__}.{method}", function))
-    return {name: function for name, function in found.values()}
+    return dict(found.values())

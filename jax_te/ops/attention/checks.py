@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_float
+from jax_te.config.internal import COMPUTE_DTYPES, check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     BIAS_TYPES,
@@ -21,6 +21,7 @@ from jax_te.ops.attention.spec import (
 from jax_te.typing import Array
 
 
+@checked
 def attention_spec(
     qkv: QKV,
     mask_type: MaskType,

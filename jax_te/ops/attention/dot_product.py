@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te.config.internal import check_bool, check_number, check_rate
+from jax_te.config.internal import check_bool, check_number, check_rate, checked
 from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
@@ -34,6 +34,7 @@ from jax_te.sharding.internal import current_rules, free_axes
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def dot_product_attention(
     qkv: QKV,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import check_float
+from jax_te.config.internal import check_float, checked
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.plan import row_plan
@@ -14,6 +14,7 @@ from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def activation(
     x: Array,
     name: ActivationLike,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_te.config.internal import checked
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
@@ -16,6 +17,7 @@ from jax_te.sharding.internal import reduce_sum
 from jax_te.typing import Array, BackendName
 
 
+@checked
 def dense(
     x: Array,
     kernel: Array | QuantizedKernel,
@@ -64,6 +66,7 @@ def dense(
     return run_op(_linear, "dense", x, (layer,), recipe=recipe, backend=backend)
 
 
+@checked
 def layernorm_dense(
     x: Array,
     scale: Array,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te.config.internal import check_float
+from jax_te.config.internal import check_float, checked
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.dense import norm_backward
@@ -17,6 +17,7 @@ from jax_te.sharding.internal import REPLICATED
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def layernorm(
     x: Array,
     scale: Array,

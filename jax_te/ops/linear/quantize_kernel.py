@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jax_te.config.internal import checked
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
@@ -20,6 +21,7 @@ from jax_te.sharding.internal import device_mesh, free_axes, gathered_axes, loca
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def quantize_kernel(
     kernel: Array,
     *,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import check_positive
+from jax_te.config.internal import check_positive, checked
 from jax_te.sharding.internal import axis_ranks
 from jax_te.typing import Array
 
@@ -24,6 +24,7 @@ def chunk_order(shards: int) -> list[int]:
     return [chunk for shard in range(shards) for chunk in (shard, 2 * shards - 1 - shard)]
 
 
+@checked
 def zigzag_positions(s: int, ranks: int | None = None) -> Array:
     """Return the position of every token of a sequence in zig-zag order, int32 ``[s]``.
 
@@ -46,6 +47,7 @@ def zigzag_positions(s: int, ranks: int | None = None) -> Array:
     return jnp.asarray(_order(s, axis_ranks("sequence") if ranks is None else ranks), jnp.int32)
 
 
+@checked
 def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArray:
     """Return ``x`` with its sequence axis brought into zig-zag order, see `zigzag_positions`.
 
@@ -66,6 +68,7 @@ def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> A
     return _take(x, _order(x.shape[axis], axis_ranks("sequence") if ranks is None else ranks), axis)
 
 
+@checked
 def undo_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArray:
     """Return ``x`` in natural order: the inverse of `reorder_to_zigzag`.
 
