@@ -12,7 +12,19 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import numpy as np
 
@@ -154,11 +166,15 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)  # bool is a subclass of int
 
 
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
 def _is_float(value: Any) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) <= sys.float_info.max
     # An array, perhaps a traced one, whose value is not known here; or a scalar of NumPy.
-    array = getattr(value, "shape", None) == () and value.dtype.kind in "fiuV"
+    array = getattr(value, "shape", None) == () and getattr(value.dtype, "kind", "O") in "fiuV"
     return math.isfinite(value) if isinstance(value, float | np.floating) else array
 
 
@@ -171,7 +187,7 @@ PLAIN: dict[Any, Kind] = {
 
 _ANYTHING = Kind("anything", lambda value: True)
 _NONE = Kind("None", lambda value: value is None)
-_ARRAY = Kind("an array", lambda value: hasattr(value, "shape") and hasattr(value, "dtype"))
+_ARRAY = Kind("an array", _is_array)
 # No text at all would be the current folder.
 _TEXT_OF_PATH = Kind("a path", lambda value: isinstance(value, str) and value != "")
 _WORDS: dict[Any, str] = {str: "text", os.PathLike: "a path", Callable: "a function"}
@@ -205,6 +221,8 @@ def kind_of(hint: Any) -> Kind:
     # Not by importing jax: configurations do without it.
     if origin in (np.ndarray, getattr(sys.modules.get("jax"), "Array", None)):
         return _ARRAY
+    if is_typeddict(origin):
+        origin = dict
     if not isinstance(origin, type) or origin is Any or getattr(origin, "_is_protocol", False):
         return _ANYTHING
     if origin is Path:  # the usual spelling of a path in an annotation
@@ -216,7 +234,8 @@ def _in_words(kind: Kind, extras: tuple[Any, ...]) -> Kind:
     for extra in extras:
         if isinstance(extra, Words):
             error = kind.error if extra.error is None else extra.error
-            kind = kind._replace(words=extra.words or kind.words, remedy=extra.remedy, error=error)
+            holds = kind.holds if extra.holds is None else extra.holds
+            kind = Kind(extra.words or kind.words, holds, error, kind.plain, extra.remedy)
     return kind
 
 
@@ -265,8 +284,10 @@ def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
         words += f" (each {'key ' if issubclass(kind, Mapping) else ''}{item.words})"
 
     def holds(value: Any) -> bool:
-        # Text would be taken apart, letter by letter.
-        if not isinstance(value, kind) or (kind in _HOLD_ITEMS and isinstance(value, str | bytes)):
+        # Text would be taken apart, letter by letter, and an array row by row.
+        if not isinstance(value, kind) or (
+            kind in _HOLD_ITEMS and (isinstance(value, str | bytes) or _is_array(value))
+        ):
             return False
         # Others may be long to read, and an iterator gives its items only once.
         plain = isinstance(value, list | tuple | dict | set | frozenset)

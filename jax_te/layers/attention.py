@@ -17,7 +17,7 @@ from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
 from jax_te.ops.internal import QKV, AttentionArrays, normal_window
 from jax_te.remat.internal import ambient_modules
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
@@ -163,7 +163,7 @@ class DotProductAttention(ContextParallelModule):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,

@@ -9,13 +9,13 @@ from jax_te.config.internal import checked
 from jax_te.ops import zigzag_positions
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import axis_ranks
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, Key, LogicalAxes
 
 _SEQUENCE = ("sequence", "sequence_parallel")
 
 
 @checked
-def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigzag: bool = False) -> Array:
+def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag: bool = False) -> Array:
     """Return ``x`` with each element set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
     The function is the identity if ``rate`` is 0 or ``key`` None. Which elements are dropped depends only on the key,
@@ -57,7 +57,7 @@ def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: Log
 
 
 @checked
-def drop_path(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes) -> Array:
+def drop_path(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes) -> Array:
     """Return ``x`` with each example set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
     This is stochastic depth if ``x`` is the output of a block that is added to the residual stream. The function is the

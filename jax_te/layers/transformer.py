@@ -25,7 +25,7 @@ from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
 from jax_te.sharding import constrain
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
 
 _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
@@ -211,7 +211,7 @@ class TransformerLayer(ContextParallelModule):
         alibi_slopes: Array | None = None,
         self_attn_mask_type: str | None = None,
         enc_dec_attn_mask_type: str | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,

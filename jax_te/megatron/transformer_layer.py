@@ -19,7 +19,7 @@ from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, Key, LogicalAxes
 
 
 def layer_options(
@@ -175,7 +175,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         *,
         attention_bias: Array | None = None,
         packed_seq_params: layers.PackedSeqParams | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         **others: Any,
     ) -> tuple[Any, ...]:
         """Apply the layer.

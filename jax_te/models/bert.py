@@ -20,7 +20,7 @@ from jax_te.models.tokens import check_like_tokens, check_tokens
 from jax_te.ops import LossOptions, activation
 from jax_te.recipe import autocast
 from jax_te.sharding import auto_region, constrain
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 _EXECUTION, _OPTIONS = Execution(), LossOptions()
 
@@ -112,7 +112,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> Array:
         """Return the logits of the token at every position, or without the head the encoder's output.
 
@@ -136,7 +136,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> Array:
         """Return the encoder's output ``[b, s, h]``; the arguments are those of a call."""
         check_tokens(tokens, self.max_sequence_length)
@@ -184,7 +184,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
     ) -> Array:

@@ -14,7 +14,7 @@ from jax_te.config.internal import check_positive, checked
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import whole_sequences
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 
 @checked
@@ -23,7 +23,7 @@ def generate(
     prompt: Array,
     *,
     steps: int,
-    key: Array,
+    key: Key,
     temperature: float = 1.0,
     top_k: int | None = None,
     lengths: Sequence[int] | None = None,

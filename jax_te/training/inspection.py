@@ -23,7 +23,7 @@ from jax_te.training.global_batch import check_global, from_first
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, Key, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class TensorStatistics:
 
 @checked
 def inspect_precision(
-    model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Array | None = None, loss_scale: float | Array = 1.0
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Key | None = None, loss_scale: float | Array = 1.0
 ) -> list[TensorStatistics]:
     """Run a loss forward and backward, and return statistics of every tensor that is quantized.
 

@@ -22,7 +22,7 @@ from jax_te.sharding.internal import leaves_with_axes, log_whole_parameters
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
 from jax_te.training.transformation import Transformation, as_transformation, initial
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, Key, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +81,7 @@ def create_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: Transformation,
     *,
-    key: Array,
+    key: Key,
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
     fp8_param: bool = False,
@@ -209,7 +209,7 @@ def abstract_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: Transformation,
     *,
-    key: Array | None = None,
+    key: Key | None = None,
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
     fp8_param: bool = False,

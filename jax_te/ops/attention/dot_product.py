@@ -31,7 +31,7 @@ from jax_te.ops.attention.spec import (
 from jax_te.ops.backend import Backend, ambient_backend, primitives, select
 from jax_te.sharding import auto_region, constrain
 from jax_te.sharding.internal import current_rules, free_axes
-from jax_te.typing import Array, BackendName, LogicalAxes
+from jax_te.typing import Array, BackendName, Key, LogicalAxes
 
 
 @checked
@@ -51,7 +51,7 @@ def dot_product_attention(
     logit_softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
+    dropout_key: Key | None = None,
     return_max_logit: bool = False,
     context_parallel: ContextParallel | None = None,
     out_axes: LogicalAxes | None = None,
