@@ -281,6 +281,10 @@ def model_parallel_seeds(
     {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2258}
     """
     check_seed(seed)
+    ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank}
+    for name, rank in ranks.items():
+        if not 0 <= rank < 2**31:
+            raise ValueError(f"{name} must be the number of a device, from 0, got {rank}")
     base = seed + 100 * pp_rank + 10 * dp_rank
     return {
         DATA_PARALLEL_RNG: base,

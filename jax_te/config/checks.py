@@ -63,6 +63,22 @@ def check_float(op: str, *arrays: Any) -> None:
             )
 
 
+def check_axes(name: str, array: Any, at_least: int = 1) -> None:
+    """Raise ValueError for an array that has fewer axes than its argument's description says."""
+    if array.ndim < at_least:
+        raise ValueError(f"{name} must have {at_least} axes or more, got an array of shape {tuple(array.shape)}")
+
+
+def check_leaves(name: str, tree: Any) -> None:
+    """Raise TypeError for a leaf of a pytree that is not an array."""
+    import jax  # configurations do without it
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            where = jax.tree_util.keystr(path)
+            raise TypeError(f"{name} must be a pytree of arrays, got {brief(leaf)}{where and f' at {where}'}")
+
+
 def check_positive(**sizes: int) -> None:
     """Raise ValueError for a size that is not an integer >= 1, or that no array can have."""
     for name, size in sizes.items():

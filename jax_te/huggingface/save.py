@@ -16,7 +16,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jax_te.checkpoint.internal import say
-from jax_te.config.internal import checked
+from jax_te.config.internal import check_positive, checked, float_dtype
 from jax_te.huggingface.architectures import ARCHITECTURES
 from jax_te.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.huggingface.fields import NO_NUMBERS, Fields
@@ -76,6 +76,8 @@ def save_huggingface(
     >>> save_huggingface(model, "tuned", like="Llama-3.2-1B")  # doctest: +SKIP
     """
     folder = Path(folder)
+    check_positive(max_shard_size=max_shard_size)
+    dtype = None if dtype is None else float_dtype("dtype", dtype)
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}

@@ -52,6 +52,7 @@ def alibi_slopes(num_attention_heads: int) -> Array:
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
     check_positive(num_attention_heads=num_attention_heads)
+    num_attention_heads = int(num_attention_heads)
     power = 2 ** (num_attention_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_attention_heads - power) + 1, 2)]

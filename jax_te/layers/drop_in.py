@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_te.config.internal import checked
 from jax_te.layers.drop_in_mesh import GemmOrder, gemm_axes
@@ -19,7 +19,7 @@ from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, dense, explain_backend
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
 from jax_te.recipe.internal import own_recipe
-from jax_te.typing import Array
+from jax_te.typing import Array, DTypeLike
 
 
 @checked
@@ -75,11 +75,11 @@ class DotGeneral(QuantizableModule):
         self,
         lhs: Array,
         rhs: Array,
-        dimension_numbers: Any,
+        dimension_numbers: Sequence[Sequence[Sequence[int]]],
         precision: Any = None,
-        preferred_element_type: Any = None,
+        preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
     ) -> Array:
         """Return the product of ``lhs``, the input, and ``rhs``, the kernel; arguments as of ``lax.dot_general``.
 
@@ -133,7 +133,15 @@ class EinsumOp(DotGeneral):
     attribute: ClassVar[str] = "einsum_op"
 
     @checked
-    def __call__(self, equation: str, lhs: Array, rhs: Array, *, out_sharding: Any = None, **options: Any) -> Array:  # type: ignore[override]
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        *,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        **options: Any,
+    ) -> Array:  # type: ignore[override]
         """Return the result of ``equation`` for ``lhs``, the input, and ``rhs``, the kernel.
 
         Args:

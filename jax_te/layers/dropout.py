@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import check_axes, check_float, check_rate, checked
 from jax_te.ops import zigzag_positions
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import axis_ranks
@@ -31,6 +31,7 @@ def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag
     >>> dropout(jnp.ones(3), 0.5, None, axes=(None,)).tolist()
     [1.0, 1.0, 1.0]
     """
+    _check(x, rate, axes)
     if key is None or rate == 0.0:
         return x
 
@@ -39,6 +40,13 @@ def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
     return auto_region(drop, axes)(x, key)
+
+
+def _check(x: Array, rate: float, axes: LogicalAxes) -> None:
+    check_float("dropout", x)
+    check_rate(rate=rate)
+    if len(axes) != x.ndim:
+        raise ValueError(f"axes must name each axis of x, of shape {x.shape}, got {axes}")
 
 
 def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalAxes, zigzag: bool) -> Array:
@@ -74,6 +82,8 @@ def drop_path(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes) -> A
     >>> drop_path(jnp.ones((2, 3)), 0.5, None, axes=(None, None)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
+    _check(x, rate, axes)
+    check_axes("x", x)
     if key is None or rate == 0.0:
         return x
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive, checked
+from jax_te.config.internal import check_axes, check_positive, checked
 from jax_te.quantize.internal import pad_rows, padded_size
 from jax_te.recipe.internal import ambient_recipe
 from jax_te.typing import Array
@@ -44,6 +44,7 @@ class Fp8Padding:
         Raises:
             ValueError: if there are not ``num_gemms`` groups, or their rows are not those of ``inp``.
         """
+        check_axes("inp", inp)
         sizes = self._padded_sizes(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         self._check(sum(m_splits), rows.shape[0], m_splits)

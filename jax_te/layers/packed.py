@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_annotations, checked
+from jax_te.config.internal import check_annotations, check_positive, checked
 from jax_te.ops import Segments, segments_from_cu_seqlens
 from jax_te.ops.internal import check_boundaries, segment_positions
 from jax_te.typing import Array
@@ -100,6 +100,7 @@ class PackedSeqParams:
         Traceback (most recent call last):
         ValueError: cu_seqlens_q must begin with 0 and never decrease, got [0, 6, 4]
         """
+        check_positive(q_size=q_size, **{} if kv_size is None else {"kv_size": kv_size})
         check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, q_size)
         if self.cu_seqlens_kv is not None:
             padded = self.cu_seqlens_kv_padded
@@ -111,6 +112,7 @@ class PackedSeqParams:
 
         Rotary embeddings take these positions. Padding has position 0.
         """
+        check_positive(size=size)
         check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, size)
         segments = self.segments
         return segment_positions(segments.q_offsets, segments.q_lengths, size).position
@@ -118,6 +120,7 @@ class PackedSeqParams:
     @checked
     def segment_ids(self, size: int) -> Array:
         """Return the number of each token's sequence, from 1, int32 ``[b, size]``; padding has 0, to mask a loss."""
+        check_positive(size=size)
         check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, size)
         segments = self.segments
         return segment_positions(segments.q_offsets, segments.q_lengths, size).segment

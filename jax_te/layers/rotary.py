@@ -108,8 +108,8 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
     """
     cos, sin = rotary.cos, rotary.sin
     check_float("apply_rotary", x)
-    if x.shape[-1] != rotary.head_size:
-        raise ValueError(f"rotary embedding of head size {rotary.head_size} for heads of size {x.shape[-1]}")
+    if x.ndim != 4 or x.shape[-1] != rotary.head_size:
+        raise ValueError(f"rotary embedding of head size {rotary.head_size} for x [b, s, n, d] of shape {x.shape}")
     if cos.ndim == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos[:, :, None], sin[:, :, None]

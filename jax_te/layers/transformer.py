@@ -249,6 +249,11 @@ class TransformerLayer(ContextParallelModule):
             raise ValueError(
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
             )
+        if self.inter_attention is None and (encoder_lengths is not None or enc_dec_attn_mask_type is not None):
+            raise ValueError(
+                "an encoder layer takes no encoder_lengths and no enc_dec_attn_mask_type; build it with "
+                "layer_type='decoder'"
+            )
         # Without a mask nothing of this runs: lengths, packed sequences and causal masks need no array.
         masks = {"attention_mask": None, "attn_mask_type": self_attn_mask_type}
         if attention_mask is not None:

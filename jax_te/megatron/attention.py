@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked, log_hints
+from jax_te.config.internal import check_positive, checked, is_integer, log_hints
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.internal import arbitrary_mask, check_tp_group, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
@@ -38,13 +38,19 @@ def is_layer_window_attention(
     >>> [is_layer_window_attention((128, 0), 3, number) for number in (1, 2, 3)]
     [True, True, False]
     """
+    check_positive(layer_number=layer_number)
     if window_size is None:
         return False
     if window_attn_skip_freq is None:
         return True
-    if isinstance(window_attn_skip_freq, int):
+    if is_integer(window_attn_skip_freq):
+        check_positive(window_attn_skip_freq=window_attn_skip_freq)
         return layer_number % window_attn_skip_freq != 0
     if isinstance(window_attn_skip_freq, (list, tuple)):
+        if len(window_attn_skip_freq) < layer_number:
+            raise ValueError(
+                f"window_attn_skip_freq has no entry for layer {layer_number}, got {window_attn_skip_freq}"
+            )
         return bool(window_attn_skip_freq[layer_number - 1])
     raise ValueError(
         f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.config import ACTIVATIONS, TransformerConfig
-from jax_te.config.internal import check_annotations, check_positive, checked
+from jax_te.config.internal import brief, check_annotations, check_positive, checked
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -31,12 +31,18 @@ def peak_flops(device: Any) -> float | None:
     """Return the dense bf16 FLOP/s that a device's maker publishes; None for devices that are not in the table.
 
     Args:
-        device: of ``jax.devices()``.
+        device: one of ``jax.devices()``.
+
+    Raises:
+        TypeError: for anything else.
 
     >>> peak_flops(jax.devices()[0]) is None  # a CPU
     True
     """
-    return next((peak for words, peak in _PEAKS if re.search(rf"\b({words})\b", device.device_kind)), None)
+    kind = getattr(device, "device_kind", None)
+    if not isinstance(kind, str):
+        raise TypeError(f"device must be one of jax.devices(), got {brief(device)}")
+    return next((peak for words, peak in _PEAKS if re.search(rf"\b({words})\b", kind)), None)
 
 
 @checked

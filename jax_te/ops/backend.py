@@ -187,6 +187,8 @@ def explain_backend(
     >>> explain_backend("dense", backend="xla")
     BackendChoice(op='dense', backend='xla', reason='asked for')
     """
+    if activation is not None:
+        Activation(activation)  # which raises for an unknown one
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; allowed: {', '.join(OPS)}")
     if op == "softmax_cross_entropy":

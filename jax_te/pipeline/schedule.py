@@ -210,6 +210,9 @@ def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last
     >>> split_layers(10, 4), split_layers(10, 4, last=1)
     ((3, 3, 2, 2), (3, 3, 3, 1))
     """
+    check_positive(num_layers=num_layers, chunks=chunks)
+    if chunks > num_layers:
+        raise ValueError(f"{num_layers} layers do not split into {chunks} pipeline stages: each needs a layer")
     given = {0: first} if first is not None else {}
     if last is not None:
         given[chunks - 1] = last

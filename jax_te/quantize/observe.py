@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te.config.internal import checked
-from jax_te.quantize.quantizer import Quantizer
+from jax_te.quantize.quantizer import Quantizer, column_axis
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor
 from jax_te.typing import Array
@@ -117,7 +117,7 @@ def quantization_statistics(
     >>> float(stats["underflow"]), float(stats["saturation"])
     (0.5, 0.0)
     """
-    q, _ = quantizer.quantize(x, scale, axis=axis % x.ndim, columnwise=False)
+    q, _ = quantizer.quantize(x, scale, axis=column_axis(x, axis), columnwise=False)
     wide, values = x.astype(jnp.float32), q.values()
     nonzero = wide != 0.0
     inverse = _inverse_scales(q)

@@ -158,6 +158,17 @@ class Quantization(NamedTuple):
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 
+def column_axis(x: Array, axis: int) -> int:
+    """Return ``axis`` counted from the front.
+
+    Raises:
+        ValueError: for an array that has no such axis, or no elements.
+    """
+    if not -x.ndim <= axis < x.ndim or x.size == 0:
+        raise ValueError(f"axis {axis} must be one of x, which has elements, got shape {x.shape}")
+    return axis % x.ndim
+
+
 @checked
 def quantize(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1, columnwise: bool = False
@@ -180,7 +191,7 @@ def quantize(
     >>> quantize(jnp.ones((4, 256)), BlockQuantizer(dtype=jnp.float8_e4m3fn))[0].scale_inv.shape
     (4, 2)
     """
-    return quantizer.quantize(x, scale, axis=axis % x.ndim, columnwise=columnwise)
+    return quantizer.quantize(x, scale, axis=column_axis(x, axis), columnwise=columnwise)
 
 
 def quantize_operand(

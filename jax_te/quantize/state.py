@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import brief, check_axes, check_leaves, checked
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks
@@ -167,6 +167,9 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
     Args:
         stacked: next states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``.
     """
+    check_leaves("stacked", stacked)
+    for leaf in jax.tree.leaves(stacked):
+        check_axes("a leaf of stacked", leaf)
     # A maximum is right for all leaves: the scales are equal, because all were taken from the common state, and the
     # histories differ in slot 0 alone, the newest amax.
     return jax.tree.map(_largest, stacked)
@@ -187,7 +190,13 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         gradient: their gradients, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
+    check_leaves("old", old)
+    check_leaves("gradient", gradient)
+    if keep_old is not None and keep_old.dtype != bool:
+        raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
     before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)
+    if not all(map(_is_amax_state, before)):
+        raise TypeError(f"old must be states of quantizers, dicts of scale and amax_history, got {brief(old)}")
     after = treedef.flatten_up_to(nnx.as_pure(gradient))
     alike = collections.defaultdict(list)
     for index, states in enumerate(zip(before, after, strict=True)):

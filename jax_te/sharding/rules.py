@@ -105,6 +105,8 @@ class ShardingRules:
         >>> ShardingRules().mesh_axes("ffn_fsdp")
         ('tensor', 'fsdp', 'pipeline')
         """
+        if name not in self.names():
+            raise ValueError(f"name must be one of {', '.join(self.names())}, got {name!r}")
         # Each axis once: batch and sequence_parallel may name the same, where no array has both.
         return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
 

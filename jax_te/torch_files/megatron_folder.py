@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import brief, checked
 from jax_te.torch_files.distributed import METADATA, read_torch_distributed
 from jax_te.torch_files.file import Mapped
 from jax_te.torch_files.pickles import Record
@@ -193,6 +193,8 @@ def _chunks(state: Any, path: Path) -> list[Any]:
     """Return the state dicts of a rank's parts of the model: one, or one for each virtual stage."""
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds no state dict")
+    if not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{path} holds no state dict: its keys are not all text, {brief([*state])}")
     if all(hasattr(value, "shape") or name.endswith("_extra_state") for name, value in state.items()):
         return [state]
     # Virtual stages.

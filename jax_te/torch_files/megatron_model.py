@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import checked, float_dtype
 from jax_te.huggingface.internal import (
     REQUIRED,
     TIED,
@@ -269,6 +269,7 @@ def save_megatron(
     >>> save_megatron(model, "converted", tensor_parallel=2)  # doctest: +SKIP
     """
     path = Path(path)
+    dtype = None if dtype is None else float_dtype("dtype", dtype)
     if jax.process_count() > 1:
         raise ValueError("save_megatron writes from one process; save with TrainCheckpointer, and convert that")
     single, whole = path.suffix == ".pt", format == "torch_dist"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import Partial
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import checked, float_dtype
 from jax_te.layers.internal import quantizable_kernels, set_grad_sinks
 from jax_te.ops.internal import WgradProbe, deferred_sink, deferred_wgrad
 from jax_te.quantize import as_float32, with_max_gradients
@@ -92,6 +92,7 @@ def deferred_vjp(
     >>> [total["kernel"].shape for total in totals]
     [(4, 4), (4, 4)]
     """
+    wgrad_dtype = None if wgrad_dtype is None else float_dtype("wgrad_dtype", wgrad_dtype)
     graphdef, params, quantizers, rest = split_model(model)
 
     def run(sinks: PyTree, plain: PyTree, quantizers: PyTree, *inputs: PyTree) -> Any:

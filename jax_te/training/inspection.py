@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_te.config.internal import checked
@@ -99,7 +100,7 @@ def inspect_precision(
         )
     check_global(batch, params)
     with observe_quantization() as observer:
-        _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, loss_scale)
+        _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, jnp.float32(loss_scale))
     _share(observer, params)
     if not observer.records:
         raise ValueError(

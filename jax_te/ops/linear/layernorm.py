@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te.config.internal import check_float, checked
+from jax_te.config.internal import check_axes, check_float, checked
 from jax_te.ops.backend import Backend, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.dense import norm_backward
@@ -52,6 +52,7 @@ def layernorm(
     [[-1.0, 1.0]]
     """
     check_float("layernorm", x, scale, bias)
+    check_axes("x", x)
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
     plan = row_plan(x.shape, out_axes, out_axes, whole=1)
     chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import check_axes, checked
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
@@ -57,6 +57,7 @@ def quantize_kernel(
     >>> dense(jnp.ones((16, 32)), quantized, recipe=Float8CurrentScaling()).shape
     (16, 16)
     """
+    check_axes("kernel", kernel, 2)
     # Rounding to FP8 has no useful derivative; the calls that read the result return the kernel's gradient.
     kernel, state = jax.lax.stop_gradient((kernel, state))
     precision = precision_of(recipe)

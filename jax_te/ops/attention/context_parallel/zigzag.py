@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import check_positive, checked
+from jax_te.config.internal import brief, check_positive, checked
 from jax_te.sharding.internal import axis_ranks
 from jax_te.typing import Array
 
@@ -65,6 +65,7 @@ def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> A
     >>> reorder_to_zigzag(np.arange(8)[None], 2).tolist()
     [[0, 1, 6, 7, 2, 3, 4, 5]]
     """
+    _check_axis(x, axis)
     return _take(x, _order(x.shape[axis], axis_ranks("sequence") if ranks is None else ranks), axis)
 
 
@@ -75,8 +76,17 @@ def undo_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArra
     >>> undo_zigzag(reorder_to_zigzag(jnp.arange(8)[None], 2), 2).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
+    _check_axis(x, axis)
     order = _order(x.shape[axis], axis_ranks("sequence") if ranks is None else ranks)
     return _take(x, np.argsort(order), axis)
+
+
+def _check_axis(x: Any, axis: int) -> None:
+    """Raise for what has no such axis."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"x must be an array, got {brief(x)}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be one of an array of shape {x.shape}, got {axis}")
 
 
 def _order(s: int, ranks: int) -> np.ndarray:
