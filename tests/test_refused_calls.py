@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jax_te.config.internal import brief
 from tests.support.bad_values import VALUES, allows, calls_of
 from tests.support.numerics import without_type_checker
 from tests.support.public import public_callables
-from tests.support.valid_calls import IDS, KERNEL, KEY, X
+from tests.support.valid_calls import CALLS, IDS, KERNEL, KEY, Call, X
 
 NAN, INF = float("nan"), float("inf")
 ARRAYS: list[Any] = [
@@ -99,3 +107,124 @@ def test_no_body_runs_before_a_refusal(name: str) -> None:
                 assert entered == [], (argument, value)
                 refused += 1
     assert refused
+
+
+def test_every_public_callable_has_a_valid_call() -> None:
+    """Those of Linen's layers are their NNX twins', and so are the methods that a class takes from its package."""
+    missing = {name for name in public_callables() if name in CHECKED} - CALLS.keys()
+    twins = {name for name in missing if name.startswith("linen.") and name.endswith("__call__")}
+    assert missing - twins == set()
+
+
+def says(message: str, argument: str, value: Any) -> bool:
+    """Whether a message names an argument, or a part of its name, or what was given in its place."""
+    words = {argument, *(part for part in argument.split("_") if len(part) > 3), type(value).__name__}
+    words |= {getattr(value, "__name__", argument)}
+    if any(re.search(rf"(?<![a-zA-Z]){re.escape(word)}", message) for word in words):
+        return True
+    if hasattr(value, "shape"):
+        return bool(re.search(r"shape|axes|array|rows|dtype|features", message)) or str(value.dtype) in message
+    return any(text in message for text in (repr(value), str(value), brief(value)) if text)
+
+
+class Snapshot(NamedTuple):
+    """What a refused call must leave as it is: modules, objects, files, globals of the package, the environment."""
+
+    modules: list[Any]
+    leaves: list[int]
+    objects: list[dict[str, int]]
+    files: dict[str, tuple[int, int]]
+    package: dict[str, dict[str, int]]
+    process: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, call: Call, folder: Path) -> Snapshot:
+        owner = getattr(call.function, "__self__", call.function)
+        things = [owner, *call.kwargs.values()]
+        split = [nnx.split(thing) for thing in things if isinstance(thing, nnx.Module | nnx.Rngs)]
+        # Arrays are known by their addresses: a new value is another array.
+        leaves = [id(leaf) for _, state in split for leaf in jax.tree.leaves(state)]
+        plain = [thing for thing in things if hasattr(thing, "__dict__") and not isinstance(thing, type | nnx.Module)]
+        objects = [{name: id(value) for name, value in vars(thing).items()} for thing in plain]
+        stats = {str(path): path.stat() for path in folder.rglob("*")}
+        files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+        package = {
+            name: {key: id(value) for key, value in vars(module).items()}
+            for name, module in [*sys.modules.items()]
+            if name.startswith("jax_te.") and module is not None
+        }
+        process = (dict(os.environ), Path.cwd(), id(sys.unraisablehook), jax.sharding.get_abstract_mesh())
+        return cls([graphdef for graphdef, _ in split], leaves, objects, files, package, process)
+
+    def changes(self, now: Snapshot) -> list[str]:
+        return [name for name, a, b in zip(self._fields, self, now, strict=True) if a != b]
+
+
+# What a callable of a reference raises in the place of a ValueError or TypeError: Megatron-Core asserts it, and its
+# tracker of random states raises an exception of no kind of its own.
+OTHER_ERRORS: dict[str, type[Exception]] = {
+    "megatron.MegatronModule.set_symmetric_ar": AssertionError,
+    "megatron.RNGStatesTracker.add": RuntimeError,
+    "megatron.RNGStatesTracker.fork": RuntimeError,
+}
+# Arguments of which an integer below 1 or a negative number has a meaning, besides those that choose or name something.
+SIGNED = {
+    "axis": "counted from the end", "layer_number": "0 for none", "seed": "0", "step": "names a step", "number": "",
+}  # fmt: skip
+
+
+def outcome(call: Call, name: str, argument: str, value: Any, hint: Any, folder: Path) -> tuple[str, bool]:
+    """What is wrong with how a call ends, and whether it was refused."""
+    before = Snapshot.of(call, folder)
+    what = f"{name}({argument}={value!r:.60})".replace("\n", "")
+    errors = (ValueError, TypeError, OSError, OTHER_ERRORS.get(name, ValueError))
+    try:
+        call.run(**{argument: value})
+    except errors as error:
+        if not says(str(error), argument, value):
+            return f"{what} does not say what is wrong: {error!r:.300}", True
+        changed = before.changes(Snapshot.of(call, folder))
+        return (f"{what} is refused, and has changed {changed}" if changed else ""), True
+    except Exception as error:
+        return f"{what} raises {error!r:.300}", True
+    return ("" if allows(hint, value) else f"{what} is accepted"), False
+
+
+def generated(names: list[str], calls: int, folder: Path) -> tuple[int, list[str]]:
+    """Number of calls with one wrong argument each, the same ones at each run, and what is wrong with them."""
+    made, wrong = 0, []
+    for index, name in enumerate(names):
+        draw, call = random.Random(f"{name} {calls}"), CALLS[name](folder)
+        function = CHECKED.get(name)
+        hints = hints_of(function) if function else {}
+        for _ in range(-(-calls * (index + 1) // len(names)) - -(-calls * index // len(names))):
+            argument, value = draw.choice(sorted(call.kwargs)), draw.choice(WRONG)
+            problem, refused = outcome(call, name, argument, value, hints.get(argument, Any), folder)
+            made, wrong = made + 1, wrong + [problem] * (problem != "")
+            call = call if refused and not problem else CALLS[name](folder)
+    return made, wrong
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to work in, with the package as a user runs it, and JAX as it comes."""
+    monkeypatch.chdir(tmp_path)
+    with without_type_checker(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield tmp_path
+
+
+@pytest.mark.filterwarnings("ignore")  # of NumPy and JAX about what is computed with wrong values
+def test_a_sample_of_wrong_calls_is_refused_clearly(quiet: Path) -> None:
+    names = random.Random(0).sample(sorted(CALLS), 40)
+    made, wrong = generated(names, 200, quiet)
+    assert wrong == []
+    assert made == 200
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_2000_wrong_calls_are_refused_clearly_or_have_a_meaning(quiet: Path) -> None:
+    made, wrong = generated(sorted(CALLS), 2000, quiet)
+    print(f"{made} calls of {len(CALLS)} functions and methods")
+    assert wrong == []
+    assert made == 2000

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_positive, checked
+from jax_te.config.internal import checked
 from jax_te.layers import TransformerLayer, keep_in_high_precision
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron import recipe_from_config
@@ -59,7 +59,8 @@ def transformer_layer(
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
-    check_positive(number=number)
+    if number < 0:
+        raise ValueError(f"number must be that of a layer, from 0, got {number}")
     options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
     if post_norm:
         # Self-attention has no norm in front, the feed-forward block's is behind the first sum, and its output is where
