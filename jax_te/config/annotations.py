@@ -167,7 +167,8 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    # NumPy's text has a shape, too.
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, str | bytes)
 
 
 def _is_float(value: Any) -> bool:

@@ -74,7 +74,7 @@ def check_leaves(name: str, tree: Any) -> None:
     import jax  # configurations do without it
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or getattr(leaf.dtype, "kind", "V") in "OSU":
             where = jax.tree_util.keystr(path)
             raise TypeError(f"{name} must be a pytree of arrays, got {brief(leaf)}{where and f' at {where}'}")
 

@@ -89,6 +89,7 @@ class Fp8Unpadding(Fp8Padding):
         Raises:
             ValueError: as `Fp8Padding`, with the padded groups' rows.
         """
+        check_axes("inp", inp)
         sizes = self._padded_sizes(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         self._check(sum(sizes), rows.shape[0], sizes)

@@ -59,5 +59,8 @@ def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], 
     elif not isinstance(source, nnx.Module):
         if not callable(source):
             raise TypeError(f"expected a module, or a function of nnx.Rngs that builds one, got {source!r}")
-        source = build_abstract(source)
+        made = build_abstract(source)
+        if not isinstance(made, nnx.Module):
+            raise TypeError(f"source must build an NNX module from nnx.Rngs, got {source!r}, which returns {made!r}")
+        source = made
     return with_variables(source, variables)

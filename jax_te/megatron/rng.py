@@ -30,7 +30,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
 
     Raises:
         RuntimeError: from `add`, for a name or seed that is taken.
-        KeyError: from `fork`, for an unknown stream.
+        ValueError: from `fork`, for an unknown stream.
         TypeError: for a flag that is not True or False.
 
     Source: ``megatron.core.extensions.transformer_engine.TECudaRNGStatesTracker``.
@@ -184,6 +184,7 @@ def model_parallel_cuda_manual_seed(
                 f"{name}={rank!r}: one program runs on all ranks, and inside shard_map each folds its own into its "
                 "keys; leave it None, or 0"
             )
+    model_parallel_seed(seed)  # which raises for one out of range
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     model_parallel_seed(seed, get_cuda_rng_tracker())
 

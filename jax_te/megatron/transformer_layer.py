@@ -226,9 +226,9 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             seq_length: ``s``.
             micro_batch_size: ``b``.
         """
+        inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
         mask = ~jnp.tri(seq_length, dtype=bool)[None, None]
         mask = jnp.tile(mask, (micro_batch_size, 1, 1, 1))
-        inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
         return inputs | {"attention_mask": constrain(mask, ("batch", None, None, None))}
 
     def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

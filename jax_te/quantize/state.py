@@ -99,6 +99,7 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
     >>> with_max_gradients(state)["x"]["scale"].dtype
     fp8_meta32
     """
+    check_leaves("quantizers", quantizers)
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
 
 
@@ -109,6 +110,7 @@ def as_float32(quantizers: PyTree) -> PyTree:
     >>> as_float32(with_max_gradients(state))["x"]["scale"].dtype
     dtype('float32')
     """
+    check_leaves("quantizers", quantizers)
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.float32), quantizers)
 
 

@@ -187,11 +187,14 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     >>> model.quantizers["x"]["amax_history"].tolist()
     [1.0, 0.0]
     """
-    prepare_quantization(model, recipe)
     if not isinstance(recipe, DelayedScaling):
+        prepare_quantization(model, recipe)
         return
+    # On a model that shares the arrays: a loss that fails leaves the caller's as it was.
+    trial = prepare_quantization(nnx.merge(*nnx.split(model)), recipe)
     with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
-        found = {(tensor.module, tensor.role): tensor.amax for tensor in inspect_precision(model, loss_fn, batch)}
+        found = {(tensor.module, tensor.role): tensor.amax for tensor in inspect_precision(trial, loss_fn, batch)}
+    prepare_quantization(model, recipe)
     for path, module in quantizable_modules(model):
         for kernel, attribute in module.kernels.items():
             state = getattr(module, attribute)

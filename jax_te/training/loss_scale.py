@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
-from jax_te.config.internal import check_annotations, check_leaves, check_positive, checked
+from jax_te.config.internal import check_annotations, check_float, check_leaves, check_positive, checked
 from jax_te.typing import Array, PyTree
 
 
@@ -33,6 +33,8 @@ class LossScale(abc.ABC):
         """Return gradients, of any shapes, divided by the scale, in fp32."""
         # Multiplied by the reciprocal, as in Megatron: a division would round differently.
         check_leaves("grads", grads)
+        for grad in jax.tree.leaves(grads):
+            check_float("unscale", grad)
         inverse = 1.0 / self.scale
         return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
 

@@ -136,7 +136,7 @@ def keep_in_bf16_rules(modules: Sequence[str]) -> str:
     <BLANKLINE>
     """
     if not modules:
-        raise ValueError("keep_in_bf16_rules needs the path of at least one layer")
+        raise ValueError("modules must have the path of at least one layer")
     payload = {TE_CONFIG_TYPE_KEY: "TEQuantizationParams", "training_recipe": {}}
     rules = {path: {"enabled": True, "type": "glob", "pattern": path, "config": "bf16"} for path in modules}
     return yaml.safe_dump({"configs": {"bf16": payload}, "matchers": rules}, sort_keys=False)

@@ -54,7 +54,7 @@ class Call(NamedTuple):
         given = [kwargs.pop(name) for name in self.first]
         made = self.function(*given, *self.rest, **kwargs)
         if hasattr(made, "__next__"):
-            return next(made)
+            return next(made, None)
         if hasattr(made, "__enter__") and hasattr(made, "__exit__"):
             with made:
                 return None
@@ -196,6 +196,16 @@ def checkpointer(folder: Path, name: str = "arrays") -> checkpoint.TrainCheckpoi
     return made
 
 
+def saving(owner: checkpoint.TrainCheckpointer) -> Call:
+    def save(**kwargs: Any) -> None:
+        owner.save(**kwargs)
+        owner.wait()
+
+    save.__self__ = owner  # type: ignore[attr-defined]  # what it may change
+    step = (owner.latest_step() or 0) + 1
+    return Call(save, {"state": {"a": jnp.ones(2)}, "data_state": {}, "step": step, "metrics": {"loss": 1.0}})
+
+
 def tracker(kind: Any = random.RNGStatesTracker) -> Any:
     made = kind()
     made.add("model-parallel-rng", 1)
@@ -236,9 +246,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         checkpointer(f, "states").restore_parameters,
         {"abstract_params": train_state().params, "step": 1, "allow": ()},
     ),
-    "checkpoint.TrainCheckpointer.save": lambda f: Call(
-        checkpointer(f).save, {"state": {"a": jnp.ones(2)}, "data_state": {}, "step": 2, "metrics": {"loss": 1.0}}
-    ),
+    "checkpoint.TrainCheckpointer.save": lambda f: saving(checkpointer(f)),
     "config.NormalInit.__call__": lambda f: Call(
         config.NormalInit(1.0), {"key": KEY, "shape": (2,), "dtype": jnp.float32}
     ),
