@@ -119,8 +119,8 @@ def test_every_public_callable_has_a_valid_call() -> None:
 
 # Words of a message that name an argument in another way than by its name.
 ALSO_SAID = {
-    "context": "encoder_output", "context_mask": "enc_dec_attn_mask", "abstract_state": "state", "abstract_params": "state",
-    "model_or_state": "tree", "state": "the data is not that of the run",
+    "context": "encoder_output", "context_mask": "enc_dec_attn_mask", "abstract_state": "state",
+    "abstract_params": "state", "model_or_state": "tree", "state": "the data is not that of the run",
 }  # fmt: skip
 
 

@@ -167,8 +167,9 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def _is_array(value: Any) -> bool:
-    # NumPy's text has a shape, too.
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, str | bytes)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSU":  # text and objects
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _is_float(value: Any) -> bool:
