@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -9,7 +10,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import (
@@ -65,9 +66,10 @@ def checked(target: T) -> T:
     """Return a function, or a class, that refuses arguments which its annotations do not allow.
 
     Of a class it is the constructor, ``__call__`` and the public methods that the class itself defines. The body does
-    not run before a refusal. An annotation that holds ``Any``, a protocol or a type variable allows everything. An
-    array may be any object with a shape and a dtype. The ranges of numbers are for the function itself to check.
-    ``Annotated[..., Words(...)]`` gives a message better words than the type has.
+    not run before a refusal. If the body raises, ``rngs`` gives the keys that it would have given without the call. An
+    annotation that holds ``Any``, a protocol or a type variable allows everything. An array may be any object with a
+    shape and a dtype. The ranges of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives
+    a message better words than the type has.
 
     Raises:
         TypeError: when called, for a flag that is not True or False, and for an object of another class.
@@ -112,17 +114,38 @@ def _checked_function(function: Any, annotated: Any) -> Any:
         for name, value in kwargs.items():
             if name in arguments.named:
                 arguments.named[name].check(name, value)
-        return function(*args, **kwargs)
+        if not arguments.draws:
+            return function(*args, **kwargs)
+        given = dict(zip((name for name, _ in arguments.positional), args, strict=False)) | kwargs
+        with _drawn_or_put_back(given.get("rngs")):
+            return function(*args, **kwargs)
 
     return call
 
 
+@contextlib.contextmanager
+def _drawn_or_put_back(rngs: Any) -> Iterator[None]:
+    """Put back the counts of keys drawn from a ``flax.nnx.Rngs``, or None, if the block raises.
+
+    A layer's inner layers refuse what is out of range after others have drawn their kernels, and the next layer that
+    draws from the same streams is to have the kernels that it would have had without the refused call.
+    """
+    counts = [] if rngs is None else [(stream.count, stream.count.get_value()) for _, stream in rngs.items()]
+    try:
+        yield
+    except BaseException:
+        for count, value in counts:
+            count.set_value(value)
+        raise
+
+
 class _Arguments(NamedTuple):
-    """What the arguments of a function must be."""
+    """What the arguments of a function must be, and whether it draws keys from ``rngs``."""
 
     positional: tuple[tuple[str, Kind], ...]
     rest: tuple[str, Kind] | None
     named: dict[str, Kind]
+    draws: bool
 
 
 @functools.cache  # at the first call: importing the package evaluates no annotations
@@ -132,7 +155,7 @@ def _arguments(function: Any, annotated: Any) -> _Arguments:
     positional = tuple((name, kind) for name, how, kind in found if how in (_Parameter.POSITIONAL_ONLY, _BY_ANY))
     rest = [(name, kind) for name, how, kind in found if how is _Parameter.VAR_POSITIONAL and kind is not _ANYTHING]
     named = {name: kind for name, how, kind in found if how in (_BY_ANY, _Parameter.KEYWORD_ONLY)}
-    return _Arguments(positional, rest[0] if rest else None, named)
+    return _Arguments(positional, rest[0] if rest else None, named, "rngs" in named)
 
 
 def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> None:

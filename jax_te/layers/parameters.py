@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import checked, float_dtype
+from jax_te.config.internal import brief, checked, float_dtype
 from jax_te.sharding.internal import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
@@ -41,9 +41,14 @@ def parameter(
             f"{len(axes)} logical axes {axes} for a parameter of shape {shape}; name every dimension, or use None"
         )
     axes = tuple(axes)
-    value = create_sharded(
-        lambda key: init(key, shape, jnp.float32).astype(dtype), rngs.params(), shape=shape, axes=axes
-    )
+
+    def draw(key: Array) -> Array:
+        value = init(key, shape, jnp.float32)
+        if getattr(value, "shape", None) != shape:
+            raise ValueError(f"an initializer must return an array of shape {shape}, got {brief(value)} from {init!r}")
+        return value.astype(dtype)
+
+    value = create_sharded(draw, rngs.params(), shape=shape, axes=axes)
     return nnx.Param(value, logical_axes=axes)
 
 

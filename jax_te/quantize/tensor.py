@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import checked
+from jax_te.config.internal import check_axes, checked
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
@@ -191,6 +191,7 @@ def as_matrix(x: Array, axis: int) -> Array:
     >>> as_matrix(jnp.ones((2, 3, 4)), -1).shape
     (6, 4)
     """
+    check_axes("x", x)
     axis = axis % x.ndim
     return x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
 

@@ -151,6 +151,8 @@ class Network:
         >>> Network(devices_per_host=1, inter_host=10.0, latency=1.0).seconds(row, {"data": 2})
         11.0
         """
+        if not {*row.axes} <= {*mesh_shape}:
+            raise ValueError(f"mesh_shape must have the row's axes {row.axes}, got {dict(mesh_shape)}")
         hosts = _hosts(row.axes, mesh_shape, self.devices_per_host)
         near = max(1, row.devices // hosts)  # devices of a group on one host
         if hosts == 1:
