@@ -55,7 +55,8 @@ PARTS = [
         "models",
         "checkpoint",
     ),
-    *("checkpoint", "huggingface", "torch_files", "training", "data", "metrics", "linen"),
+    *("interop.huggingface", "interop.torch", "interop.megatron", "training", "training.pipeline", "data"),
+    *("metrics", "linen"),
 ]
 HOMES: dict[str, str] = {}
 for part in PARTS:

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast
 from jax_te.training import create_train_state, make_train_step

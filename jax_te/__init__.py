@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -69,7 +67,11 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from jax_te.training import make_train_step as make_train_step
     from jax_te.training import value_and_grad as value_and_grad
 else:
-    __getattr__ = late_names(__name__, _HOMES)
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

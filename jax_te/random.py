@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 
-from jax_te.config.internal import check_seed, checked
+from jax_te._validation import check_seed, checked
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array
 

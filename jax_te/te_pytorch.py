@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jax_te import layers
-from jax_te.config.internal import check_bool, checked, log_hints
+from jax_te._validation import check_bool, checked, log_hints
 from jax_te.layers import (
     DotProductAttention,
     Fp8Padding,

@@ -24,6 +24,8 @@ import pytest
 from flax import nnx
 
 import jax_te
+import jax_te.interop
+import jax_te.training.pipeline
 from jax_te import (
     checkpoint,
     config,
@@ -34,7 +36,6 @@ from jax_te import (
     metrics,
     models,
     ops,
-    pipeline,
     quantize,
     random,
     recipe,
@@ -43,8 +44,8 @@ from jax_te import (
     te_pytorch,
     training,
 )
+from jax_te._validation import brief, checked
 from jax_te.config import ModelParallelConfig, TransformerConfig
-from jax_te.config.internal import brief, checked
 from jax_te.recipe import DelayedScaling
 from tests.support.bad_values import HUGE, NAN, VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
@@ -158,7 +159,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     models.BertModel: MODEL,
     models.MegatronGPTModel: MODEL | {"transformer_layer_spec": None},
     models.Multipliers: {},
-    pipeline.PipelineConfig: {},
+    config.PipelineConfig: {},
     quantize.BlockQuantizer: {"dtype": jnp.float8_e4m3fn},
     quantize.MXQuantizer: {"dtype": jnp.float8_e4m3fn},
     quantize.NVFP4Quantizer: {},
@@ -198,7 +199,7 @@ def name_of(constructor: Any) -> str:
 NOT_MADE_BY_USERS: dict[str, list[type]] = {
     "what a function found, to be read": [
         layers.DropInLayer, layers.DropInReport, megatron.ModuleQuantization, megatron.QuantizationReport,
-        metrics.KernelTime, metrics.KernelTimes, ops.BackendChoice, pipeline.Schedule, recipe.Support,
+        metrics.KernelTime, metrics.KernelTimes, ops.BackendChoice, training.pipeline.Schedule, recipe.Support,
         sharding.ArrayPlacement, sharding.CollectiveCount, sharding.CommunicationReport, sharding.ShardingReport,
         training.ModuleSensitivity, training.TensorStatistics,
     ],
@@ -360,8 +361,10 @@ def make_abstract(constructor: Any, arguments: dict[str, Any]) -> None:
 def test_no_public_class_is_left_out() -> None:
     known = {*CONSTRUCTORS, *itertools.chain(*NOT_MADE_BY_USERS.values())}
     missing = []
-    for info in pkgutil.iter_modules(jax_te.__path__, "jax_te."):
-        module = importlib.import_module(info.name) if info.name not in ("jax_te.parallel", "jax_te.typing") else None
+    interop = pkgutil.iter_modules(jax_te.interop.__path__, "jax_te.interop.")
+    rooms = [*pkgutil.iter_modules(jax_te.__path__, "jax_te."), *interop]
+    for info in rooms:
+        module = importlib.import_module(info.name) if info.name != "jax_te.typing" else None
         for name in getattr(module, "__all__", ()):
             made: Any = getattr(module, name)
             # Those of Python's own kinds have Python's own checks; a tuple's fields are checked by what reads them.

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te._validation import check_positive, check_rate, float_dtype
 from jax_te.config import ACTIVATIONS, ParallelConfig, TransformerConfig
-from jax_te.config.internal import check_positive, check_rate, float_dtype
 from jax_te.layers import Linear
 from tests.support.numerics import without_type_checker
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jax_te._validation.checks import _log_hint, log_once
 from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig
-from jax_te.config.checks import _log_hint, log_once
 from jax_te.config.internal import scaled_normal_init
 from jax_te.config.megatron_fields import parsed
 from jax_te.layers import normal_init
@@ -211,7 +211,7 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.pipeline"),
+        ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.config.PipelineConfig"),
         ({"num_moe_experts": 8, "moe_router_topk": 2}, "num_moe_experts=8 .* no dispatch of tokens"),
         ({"mtp_num_layers": 1}, "a loss of your own adds further heads"),
         ({"hetereogenous_dist_checkpoint": True}, "checkpoints hold each layer's arrays by name"),

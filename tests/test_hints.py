@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
+from jax_te._validation.checks import _log_hint
 from jax_te.config import TransformerConfig
-from jax_te.config.checks import _log_hint
 from jax_te.config.megatron_fields import HINTS, parsed
 from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
 from jax_te.megatron import TELinear, initialize_rng_tracker

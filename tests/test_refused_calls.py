@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.config.internal import brief
+from jax_te._validation import brief
 from tests.support.bad_values import VALUES, allows, calls_of
 from tests.support.numerics import without_type_checker
 from tests.support.public import public_callables

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_te import layers, te_pytorch
-from jax_te.layers.kv_cache import init_kv_cache
+from jax_te.layers.attention.kv_cache import init_kv_cache
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, current_recipe
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker

@@ -19,9 +19,9 @@ from jax_te.bench.contestants import CompiledStep, Contestant, SharedState, rows
 from jax_te.bench.layers import TE_RECIPES
 from jax_te.bench.megatron import MEGATRON_RECIPES, MegatronGPT, megatron_model
 from jax_te.bench.settings import GIB, Row, Settings, Sizes
+from jax_te.config import PipelineConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
-from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import TrainState, abstract_train_state, create_train_state, make_train_step

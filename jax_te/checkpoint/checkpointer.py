@@ -21,6 +21,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
@@ -29,7 +30,6 @@ from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.signs import Signs, shortened
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, check_named, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
-from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.typing import PyTree
 
 SIGNS = ".processes"
@@ -259,8 +259,8 @@ class TrainCheckpointer:
             FileNotFoundError: if there is no checkpoint, or none of ``step``.
             CheckpointMismatchError: if the newest readable one, or that of ``step``, differs from ``abstract_state`` in
                 names, shapes or dtypes.
-            ValueError: if there are checkpoints and none can be read, if that of ``step`` cannot, if it has a newer
-                format than this version of the package knows, or for a dimension that does not divide over its mesh
+            ValueError: if there are checkpoints and none can be read, if that of ``step`` cannot, if it has another
+                format than this version of the package writes, or for a dimension that does not divide over its mesh
                 axes.
 
         >>> import optax, tempfile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,45 +11,38 @@ import numpy as np
 from jax import lax
 
 from jax_te.checkpoint.host import PINNED
-from jax_te.checkpoint.tree import FORMAT, NO_MESH, Name
+from jax_te.checkpoint.tree import NO_MESH, Name
 from jax_te.typing import Array
 
 SMALL = 2**20
 """The largest number of elements whose checksum the host computes."""
 
 
-def checksums(leaves: dict[Name, Array], *, version: int = FORMAT) -> dict[str, int]:
+def checksums(leaves: dict[Name, Array]) -> dict[str, int]:
     """Return a checksum of each leaf: 32 bits, that do not depend on the leaf's sharding.
 
     Any change of one element changes it, and so do (but for one case in 2**32) elements in another order.
 
     Args:
         leaves: arrays by name.
-        version: format of the checkpoint. In format 1 the checksum is the sum of the bits, in any order.
 
-    >>> checksums({("a",): jnp.arange(4)}, version=1)
-    {'a': 6}
     >>> checksums({("a",): jnp.arange(4)}) == checksums({("a",): jnp.arange(4)[::-1]})
     False
     """
-    return start_checksums(leaves, leaves, version=version)()
+    return start_checksums(leaves, leaves)()
 
 
-def start_checksums(
-    leaves: dict[Name, Any], copies: dict[Name, Any], *, version: int = FORMAT
-) -> Callable[[], dict[str, int]]:
+def start_checksums(leaves: dict[Name, Any], copies: dict[Name, Any]) -> Callable[[], dict[str, int]]:
     """Return a function that waits for `checksums`, which are started here: a state may be donated meanwhile.
 
     Args:
         leaves: arrays by name, of which those that are large are summed where they are.
         copies: the same arrays or copies of them; the host reads small ones here when it comes to them.
-        version: as in `checksums`.
 
-    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4)}, version=1)
-    >>> finish()
-    {'a': 6}
+    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4)})
+    >>> finish() == checksums({("a",): jnp.arange(4)})
+    True
     """
-    ordered = version > 1
     sums: dict[str, Any] = {}
     with jax.set_mesh(NO_MESH):
         held = {"/".join(name): _data(leaf) for name, leaf in copies.items()}
@@ -67,13 +59,13 @@ def start_checksums(
         # the first result is asked for; XLA's CPU runtime aborts when programs with collectives wait too long for one
         # of its threads, so there each is waited for before the next starts.
         for name, leaf in large.items():
-            sums[name] = _sum_on_devices(leaf, ordered)
+            sums[name] = _sum_on_devices(leaf)
             if any(device.platform == "cpu" for device in leaf.devices()):
                 sums[name].block_until_ready()
 
     def finish() -> dict[str, int]:
         values = {name: np.asarray(leaf) for name, leaf in small.items()}
-        found = _sums_on_host(values, ordered) | jax.device_get(sums)
+        found = _sums_on_host(values) | jax.device_get(sums)
         return {name: int(found[name]) for name in held}
 
     return finish
@@ -90,39 +82,37 @@ def _is_small(leaf: Array) -> bool:
     return leaf.size <= SMALL and (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _sums_on_host(arrays: dict[str, np.ndarray], ordered: bool) -> dict[str, np.uint32]:
+def _sums_on_host(arrays: dict[str, np.ndarray]) -> dict[str, np.uint32]:
     """Return the checksums of arrays, in few calls of NumPy: a state has hundreds of arrays of some bytes."""
     sums, batch, size = dict[str, np.uint32](), dict[str, np.ndarray](), 0
     for name, values in arrays.items():
         flat = values.reshape(-1)
         words = flat.view({1: np.uint8, 2: np.uint16}.get(flat.itemsize, np.uint32)).astype(np.uint32)
         if size + words.size > 2**16:  # words, with all that is computed from them, stay in a cache
-            sums, batch, size = sums | _sums_of_words(batch, ordered), {}, 0
+            sums, batch, size = sums | _sums_of_words(batch), {}, 0
         batch[name] = words
         size += words.size
-    return sums | _sums_of_words(batch, ordered)
+    return sums | _sums_of_words(batch)
 
 
-def _sums_of_words(batch: dict[str, np.ndarray], ordered: bool) -> dict[str, np.uint32]:
+def _sums_of_words(batch: dict[str, np.ndarray]) -> dict[str, np.uint32]:
     if not batch:
         return {}
     sizes = [words.size for words in batch.values()]
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.uint32)
     words = np.concatenate(list(batch.values())) if len(batch) > 1 else next(iter(batch.values()))
-    if ordered:
-        words = _mix(words, np.arange(words.size, dtype=np.uint32) - np.repeat(starts, sizes))
+    words = _mix(words, np.arange(words.size, dtype=np.uint32) - np.repeat(starts, sizes))
     return dict(zip(batch, np.add.reduceat(words, starts, dtype=np.uint32), strict=True))
 
 
-@partial(jax.jit, static_argnums=1)
-def _sum_on_devices(leaf: Array, ordered: bool) -> Array:
+@jax.jit
+def _sum_on_devices(leaf: Array) -> Array:
     """The same of an array where it is. A sum of integers, unlike one of floats, does not depend on the sharding."""
     words = _words(leaf)
-    if ordered:
-        # Of each element in the flat array; iotas are made in shards, where flattening would gather the whole.
-        strides = np.cumprod([1, *words.shape[:0:-1]], dtype=np.uint64)[::-1].astype(np.uint32)
-        steps = [lax.broadcasted_iota(jnp.uint32, words.shape, axis) * strides[axis] for axis in range(words.ndim)]
-        words = _mix(words, sum(steps, jnp.uint32(0)))
+    # Positions of elements in the flat array; iotas are made in shards, where flattening would gather the whole.
+    strides = np.cumprod([1, *words.shape[:0:-1]], dtype=np.uint64)[::-1].astype(np.uint32)
+    steps = [lax.broadcasted_iota(jnp.uint32, words.shape, axis) * strides[axis] for axis in range(words.ndim)]
+    words = _mix(words, sum(steps, jnp.uint32(0)))
     return jnp.sum(words, dtype=jnp.uint32)
 
 

@@ -1,26 +1,23 @@
-"""Reading a checkpoint through Orbax: alone in each process, with all processes agreeing on what was found."""
+"""Reading a checkpoint: alone in each process, with all processes agreeing on what was found."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import inspect
 import json
 import logging
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import tensorstore
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from jax_te.checkpoint import stored_arrays
 from jax_te.checkpoint.folder import Folder
-from jax_te.checkpoint.tree import Name, crc32, named_leaves, stored_parts
+from jax_te.checkpoint.tree import Name, crc32
 
 
 class DamagedError(Exception):
@@ -34,53 +31,10 @@ _NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError
 def _reading(read: Callable[..., Any], *args: Any) -> Any:
     """Return what ``read`` returns. A failed read is a `DamagedError`, unless it says nothing about the checkpoint."""
     try:
-        with quiet_orbax(), _GIVEN_UP:
-            return read(*args)
+        return read(*args)
     except Exception as error:
         reason = _damage(error)
     raise DamagedError(f"it cannot be read ({reason})")
-
-
-class _QuietIfGivenUp(logging.Filter):
-    """Drops what Python says of the reads that Orbax gives up because another one failed.
-
-    They end at any time after that, in threads that nobody can wait for, so it stays in a process where a read failed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock, self._users, self._stays, self._hook = threading.Lock(), 0, False, sys.unraisablehook
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0 and not self._stays:
-                self._hook, sys.unraisablehook = sys.unraisablehook, self._tell
-                logging.getLogger("asyncio").addFilter(self)
-            self._users += 1
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and not self._stays and not failed:
-                sys.unraisablehook = self._hook
-                logging.getLogger("asyncio").removeFilter(self)
-            self._stays = self._stays or bool(failed)
-
-    def _tell(self, found: sys.UnraisableHookArgs) -> None:
-        # Of TensorStore's threads there is no object, of what Orbax awaits the coroutine: Python's own errors of this
-        # name have the object that could not be deleted.
-        ours = found.object is None or inspect.iscoroutine(found.object)
-        if not (ours and self._given_up(found.exc_value)):
-            self._hook(found)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not ("never retrieved" in record.msg and record.exc_info and self._given_up(record.exc_info[1]))
-
-    def _given_up(self, error: BaseException | None) -> bool:
-        return any(text in str(error).lower() for text in ("tensorstore", "event loop is closed"))
-
-
-_GIVEN_UP = _QuietIfGivenUp()
 
 
 def _damage(error: Exception) -> str:
@@ -157,10 +111,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
-    # Older formats do not say it.
-    if str(stored.get("step", path.name)) != path.name:
+    if str(stored.get("step", path.name)) != path.name:  # one that says no step has another format, too
         raise DamagedError(f"it is that of step {stored['step']}, in a folder of another name; rename it back")
-    return {"format": 1, **stored}
+    return stored
 
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
@@ -179,7 +132,8 @@ def read_back(path: Path) -> None:
 
 
 def _array_metadata(path: Path) -> None:
-    found: Any = ocp.checkpointables_metadata(Folder(path))
+    with quiet_orbax():
+        found: Any = ocp.checkpointables_metadata(Folder(path))
     if None in found.metadata.values():  # a failed read, although Orbax raises nothing
         raise DamagedError("its arrays are not there")
 
@@ -209,32 +163,10 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
         raise ValueError(f"{path} is no checkpoint that can be read ({error})") from None
 
 
-def _read_index(path: Path) -> None:
-    """Read where the arrays are. Of a damaged index each of Orbax's many reads would say something else."""
-    base = {"driver": "file", "path": f"{path}/"}
-    tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
-
-
-def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct], version: int) -> dict[Name, Any]:
-    """Return arrays of a checkpoint of format ``version``, in the shardings of ``wanted``; others are not read.
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
+    """Return arrays of a checkpoint, in the shardings of ``wanted``; others are not read.
 
     Raises:
         DamagedError: if one cannot be read.
     """
-    found: dict[Name, Any] = {}
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    # Each process by itself: Orbax's processes wait for each other at the end of a read, also for one that failed.
-    if jax.process_count() > 1:
-        alone, here = context.multiprocessing, jax.process_index()
-        alone.primary_host, alone.active_processes, alone.barrier_sync_key_prefix = here, {here}, f"process_{here}"
-    with context:
-        for part, target in stored_parts(wanted, version=version).items():
-            _reading(_read_index, path / part)
-            # One by one, because Orbax leaves the others hanging when one fails.
-            found |= named_leaves(_reading(ocp.load_checkpointables, Folder(path), {part: target})[part])
-    # Of an array that its own metadata lacks, Orbax gives the description back.
-    absent = ["/".join(name) for name, leaf in found.items() if not isinstance(leaf, jax.Array)]
-    if absent:
-        raise DamagedError(f"{len(absent)} of {len(found)} arrays are not there, first {absent[0]}")
-    return found
+    return _reading(stored_arrays.read_arrays, path, wanted)

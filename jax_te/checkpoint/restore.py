@@ -83,22 +83,21 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     Raises:
         DamagedError: if something cannot be read, or is not as it was written.
         CheckpointMismatchError: if an array cannot be had, or not without what is not allowed.
-        ValueError: for a newer format, and for kernels to be quantized under another recipe than the state's.
+        ValueError: for another format, and for kernels to be quantized under another recipe than the state's.
     """
     body = in_all_processes(read_metadata, path)
-    version = body["format"]
-    if version > FORMAT:
+    if body.get("format") != FORMAT:
         raise ValueError(
-            f"{what} has format {version}, and this version of jax_te knows formats 1 to {FORMAT}; use the version "
-            "that wrote it, or a newer one"
+            f"{what} has format {body.get('format')}, and this version of jax_te reads format {FORMAT}; "
+            "use the version that wrote it"
         )
     saved = {name: (dtype, tuple(shape)) for name, (dtype, shape) in body["arrays"].items()}
     plan = make_plan(saved, target, what)
     wanted = {tuple(name.split("/")): leaf for name, leaf in _reads(plan, target).items()}
-    found = in_all_processes(read_arrays, path, wanted, version)
+    found = in_all_processes(read_arrays, path, wanted)
     found = {name: found[name] for name in wanted}
     # Orbax restores a flipped bit without an error, so the values are checked.
-    wrong = [name for name, value in checksums(found, version=version).items() if body["checksums"][name] != value]
+    wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
     if wrong:
         raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
     state = target.filled(_arrays(plan, target, {"/".join(name): leaf for name, leaf in found.items()}))
@@ -117,41 +116,80 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
     Raises:
         CheckpointMismatchError: listing what cannot be made, or not without what is not allowed.
     """
-    forms, plan, absent, asked = Forms(saved, target.wanted), Plan(), list[str](), set[str]()
+    forms = Forms(saved, target.wanted)
     ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}
+    plan, refused = Plan(kernels=_quantized_here(forms, ways, target)), _Refused()
+    _decide_leaves(plan, refused, ways, target)
+    _decide_left_over(plan, refused, forms, target)
+    if refused.names:
+        raise refused.error(saved, target, what)
+    return plan
+
+
+@dataclass
+class _Refused:
+    """What keeps a checkpoint from filling a state.
+
+    Args:
+        names: arrays that cannot be had, or not without what is not allowed.
+        needs: names of `ALLOWED` that would allow it.
+    """
+
+    names: list[str] = field(default_factory=list)
+    needs: set[str] = field(default_factory=set)
+
+    def error(self, saved: dict[str, Record], target: Target, what: str) -> CheckpointMismatchError:
+        """Return the error that lists the names and what to allow."""
+        advice = [f'give allow={{"{name}"}}: {ALLOWED[name]}' for name in sorted(self.needs)]
+        remedies = "; or ".join(["Use the configuration it was saved with, or another folder", *advice])
+        found = differences(saved, target.wanted, self.names)
+        return CheckpointMismatchError(f"{what} is not one of this state: {found}. {remedies}")
+
+
+def _quantized_here(forms: Forms, ways: dict[Name, Made | None], target: Target) -> dict[Name, Made]:
+    """Return the exact values of the kernels that are quantized anew, for which there must be a model."""
+    if not hasattr(target.tree, "graphdef"):
+        return {}
+    kernels: dict[Name, Made] = {}
     for kernel, stored in target.kernels.items():
         own = [ways[name] for name, owner in target.kernel_of.items() if owner == kernel]
         exact = forms.exact(kernel, stored.shape)
-        # Read as it is, or quantized anew in all of its arrays, for which there must be a model.
-        if hasattr(target.tree, "graphdef") and exact and any(made is None or made.all_needs() for made in own):
-            plan.kernels[kernel] = replace(exact, note="kernels quantized", needs=frozenset({"requantize"}))
+        # Read as it is, or quantized anew in all of its arrays: they are decided together.
+        if exact and any(made is None or made.all_needs() for made in own):
+            kernels[kernel] = replace(exact, note="kernels quantized", needs=frozenset({"requantize"}))
+    return kernels
+
+
+def _decide_leaves(plan: Plan, refused: _Refused, ways: dict[Name, Made | None], target: Target) -> None:
+    """Add to ``plan`` how each array of the state is made or kept, and those that cannot be had to ``refused``."""
     for name, way in ways.items():
-        # All of a kernel's arrays are decided together.
-        made = plan.kernels.get(target.kernel_of.get(name, ()), way)
+        kernel = target.kernel_of.get(name)
+        # The arrays of a kernel that is quantized here come of its exact values, not by their own ways.
+        made = way if kernel is None else plan.kernels.get(kernel, way)
+        may_be_kept = "missing" in target.allow and isinstance(target.given[name], jax.Array | np.ndarray)
         if made is not None and made.all_needs() <= target.allow:
             if made is way:
                 plan.made[name] = made
-        elif made is None and "missing" in target.allow and isinstance(target.given[name], jax.Array | np.ndarray):
+        elif made is None and may_be_kept:
             plan.kept.append(name)
         else:
-            absent.append("/".join(name))
-            asked |= {"missing"} if made is None else made.all_needs() - target.allow
+            refused.names.append("/".join(name))
+            refused.needs |= {"missing"} if made is None else made.all_needs() - target.allow
+
+
+def _decide_left_over(plan: Plan, refused: _Refused, forms: Forms, target: Target) -> None:
+    """Add to ``plan`` what the checkpoint has beside the state, or to ``refused`` where that is not allowed."""
     for name in forms.left_over(plan.made | plan.kernels):
         first = name.split("/")[0]
+        # Wanted, but made of other arrays; or outside of the part that is asked for.
         if name in target.wanted or first != (target.part or first):
             continue
-        if "unexpected" in target.allow or (first == QUANTIZERS and QUANTIZERS in target.allow):
+        of_quantizers = first == QUANTIZERS
+        if "unexpected" in target.allow or (of_quantizers and QUANTIZERS in target.allow):
             plan.left_out.append(name)
         else:
-            absent.append(name)
-            asked.add(QUANTIZERS if first == QUANTIZERS else "unexpected")
-    if absent:
-        advice = [f'give allow={{"{name}"}}: {ALLOWED[name]}' for name in sorted(asked)]
-        remedies = "; or ".join(["Use the configuration it was saved with, or another folder", *advice])
-        raise CheckpointMismatchError(
-            f"{what} is not one of this state: {differences(saved, target.wanted, absent)}. {remedies}"
-        )
-    return plan
+            refused.names.append(name)
+            refused.needs.add(QUANTIZERS if of_quantizers else "unexpected")
 
 
 def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:

@@ -12,19 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.config.internal import brief
+from jax_te._validation import brief
 from jax_te.typing import PyTree
 
 Name = tuple[str, ...]
 
 FORMAT = 3
-"""Version of the checkpoints that are written.
-
-1, the version of those that name none, had checksums without order; 2 had parameters in a tree of their own.
-"""
+"""Version of the checkpoints that are written and read."""
 
 STATE = "state"
-"""The tree of all arrays."""
+"""The tree of all arrays: one, because Orbax writes the first of several while it copies the next from the devices."""
 
 PARAMETERS = "params"
 """What the names of parameters in a training state begin with."""
@@ -95,22 +92,6 @@ def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[name[-1]] = leaf
     return root
-
-
-def stored_parts(leaves: dict[Name, Any], *, version: int = FORMAT) -> dict[str, Any]:
-    """Return the trees in which leaves are stored by a format of checkpoints.
-
-    >>> stored_parts({("params", "a"): 1, ("step",): 2})
-    {'state': {'params': {'a': 1}, 'step': 2}}
-    >>> stored_parts({("params", "a"): 1, ("step",): 2}, version=2)
-    {'params': {'params': {'a': 1}}, 'train': {'step': 2}}
-    """
-    parts: dict[str, dict[Name, Any]] = {}
-    for name, leaf in leaves.items():
-        # One tree, because Orbax writes the first of several while it copies the next from the devices, in Python.
-        part = STATE if version > 2 else PARAMETERS if name[0] == PARAMETERS else "train"
-        parts.setdefault(part, {})[name] = leaf
-    return {part: nest(content) for part, content in parts.items()}
 
 
 def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:

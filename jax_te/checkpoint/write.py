@@ -16,7 +16,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.folder import Folder
-from jax_te.checkpoint.tree import Name, crc32, stored_parts
+from jax_te.checkpoint.tree import STATE, Name, crc32, nest
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def call_orbax(
     # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided by
     # the caller, not by a policy of Orbax.
     return writer.save_checkpointables_async(
-        step, stored_parts(leaves), force=True, metrics=metrics or None, custom_metadata={**body, "crc32": crc32(body)}
+        step, {STATE: nest(leaves)}, force=True, metrics=metrics or None, custom_metadata={**body, "crc32": crc32(body)}
     )
 
 

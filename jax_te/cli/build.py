@@ -22,11 +22,11 @@ from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.pretrained import add_adapters, build_pretrained, load_pretrained
 from jax_te.cli.run_config import RunConfig
+from jax_te.config import PipelineConfig
 from jax_te.data import TextData, TrainBatches, heldout_batches
 from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel
 from jax_te.ops import use_backend
-from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import (

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from jax_te.cli.run_files import CHECKPOINT_FOLDER
-from jax_te.huggingface.internal import INDEX, SINGLE
-from jax_te.torch_files.internal import METADATA, TRACKER
+from jax_te.interop.huggingface.internal import INDEX, SINGLE
+from jax_te.interop.megatron.internal import TRACKER
+from jax_te.interop.torch.internal import METADATA
 
 Kind = Literal["jax-te", "huggingface", "megatron", "torch"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax_te._validation import FLOAT_DTYPES
 from jax_te.cli.option_table import option, positional
 from jax_te.cli.option_values import (
     ARCHITECTURE,
@@ -21,7 +22,6 @@ from jax_te.cli.option_values import (
     Text,
 )
 from jax_te.cli.options import FACTORY_MODULES, IGNORED_FIELDS
-from jax_te.config.internal import FLOAT_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jax_te._validation import read_text
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
@@ -19,12 +20,11 @@ from jax_te.cli.command_options import ConvertOptions
 from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.config.internal import read_text
 from jax_te.data.internal import FILE_NAME
-from jax_te.huggingface import load_huggingface, save_huggingface
-from jax_te.huggingface.internal import CONFIG
+from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface.internal import CONFIG
+from jax_te.interop.megatron import load_megatron, save_megatron
 from jax_te.metrics.internal import counting
-from jax_te.torch_files import load_megatron, save_megatron
 from jax_te.training import exact_model
 
 

@@ -19,9 +19,8 @@ import numpy as np
 from jax_te.cli.build import abstract_state, contexts, optimizer, train_step
 from jax_te.cli.main import explain
 from jax_te.cli.run_config import RunConfig
-from jax_te.config import ParallelConfig
+from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.models import runs_scanned
-from jax_te.pipeline import PipelineConfig
 from jax_te.sharding import CollectiveCount, communication_report, named_sharding
 
 MAX_DEVICES = 2048

@@ -59,8 +59,10 @@ def versions() -> dict[str, str]:
     rows["transformer_engine"] = _version("transformer_engine") or "not installed; see docs/install.md"
     # The wheels of these carry the CUDA version in their names; the newest that is installed is the one in use.
     for package in ("cudnn", "cublas", "nccl"):
-        found = (_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", ""))
-        rows |= {f"nvidia-{package}": version for version in list(filter(None, found))[:1]}
+        found = [_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", "")]
+        newest = next((version for version in found if version), None)
+        if newest is not None:
+            rows[f"nvidia-{package}"] = newest
     return rows
 
 

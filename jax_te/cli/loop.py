@@ -167,77 +167,148 @@ def run_loop(
     Raises:
         ValueError: after ``plan.give_up_after`` lost steps in a row.
     """
-    speed = Speed(plan.work)
-    recorder = _Recorder(plan, log, progress, speed, skipped)
-    # A step's numbers are read one step late: reading them waits for the device, which has the next step by then.
-    pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
-
-    def drain(keep: int) -> None:
-        while len(pending) > keep:
-            oldest, metrics = pending.popleft()
-            done = _wait(oldest, metrics, pending)
-            if done is not None:
-                speed.done(done)
-            recorder.record(oldest, metrics)
-
-    heldout, stopped_by, step, begin = None, None, first, time.perf_counter()
-    trace = actions.trace
-    progress.start(first, plan.steps, speed)
+    run = _Run(state, actions, plan, log, progress, first, skipped)
+    begin = time.perf_counter()
+    progress.start(first, plan.steps, run.speed)
     try:
         with StopRequest() as stop:
-            while step < plan.steps and stopped_by is None:
-                if actions.check is not None:
-                    actions.check()  # a run whose checkpoints are not written should not go on until the next one
-                actions.begin(f"step {step + 1}, which it starts or compiles")
-                step, batch = step + 1, next(batches)
-                if actions.inspect is not None and plan.inspect_every and step % plan.inspect_every == 0:
-                    drain(0)
-                    with speed.pause(recurs=True):
-                        actions.inspect(step, state, batch)
-                if trace is not None and step == trace.first:
-                    drain(0)  # so that the device has done the step before
-                    with speed.pause(recurs=False):
-                        trace.before(step)
-                state, metrics = actions.step(state, batch)
-                pending.append((step, metrics))
-                actions.begin(f"step {step}", waits=True)
-                drain(1)
-                if trace is not None and step == trace.last:
-                    drain(0)
-                    with speed.pause(recurs=False):
-                        times = trace.after(step)
-                    if times is not None:
-                        progress.text(f"kernels of steps {trace.first} to {trace.last}", str(times))
-                last = step == plan.steps
-                stopped_by = stop.signal  # read once a step, so that a signal that ends the loop also saves
-                if actions.agree is not None:
-                    stopped_by = actions.agree(stopped_by)
-                saves, heldout = last or step % plan.save_every == 0, None
-                if last or step % plan.eval_every == 0 or (plan.eval_saved and saves and stopped_by is None):
-                    drain(0)
-                    actions.begin(f"the evaluation of step {step}")
-                    with speed.pause(recurs=True):
-                        heldout = actions.evaluate(state)
-                    log.write(step, {"heldout_loss": heldout})
-                if saves or stopped_by is not None:
-                    drain(0)
-                    actions.begin(f"the save of step {step}", waits=True)
-                    with speed.pause(recurs=True):
-                        log.sync()  # first: a resumed run cuts the log after the step that it starts from
-                        actions.save(step, state, heldout)
+            while run.step < plan.steps and run.stopped_by is None:
+                run.begin_step()
+                run.do_step(next(batches))
+                run.read_signal(stop)
+                run.evaluate_if_due()
+                run.save_if_due()
     finally:
         progress.stop()
-        if trace is not None:
-            trace.close()
-    seconds = speed.seconds_per_step
-    return LoopResult(
-        state=state,
-        step=step,
-        stopped_by=stopped_by,
-        heldout_loss=heldout,
-        seconds=time.perf_counter() - begin,
-        tokens_per_second=plan.work.tokens / seconds if seconds else None,
-    )
+        if actions.trace is not None:
+            actions.trace.close()
+    return run.result(time.perf_counter() - begin)
+
+
+class _Run:
+    """A run between two steps: its state, and the steps whose numbers have not been read.
+
+    Attributes:
+        state: the state after `step`.
+        step: the last step that was dispatched.
+        stopped_by: the signal to end on, or None.
+        heldout: the held-out loss of `state`, None if it was not computed.
+        speed: timing of the steps.
+    """
+
+    def __init__(
+        self,
+        state: PyTree,
+        actions: LoopActions,
+        plan: LoopPlan,
+        log: MetricsLog,
+        progress: Progress,
+        first: int,
+        skipped: int,
+    ):
+        self.state, self.step = state, first
+        self.stopped_by: signal.Signals | None = None
+        self.heldout: float | None = None
+        self.speed = Speed(plan.work)
+        self._actions, self._plan, self._log, self._progress = actions, plan, log, progress
+        self._recorder = _Recorder(plan, log, progress, self.speed, skipped)
+        # A step's numbers are read one step late: reading them waits for the device, which has the next step by then.
+        self._pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
+
+    def begin_step(self) -> None:
+        """Go on to the next step, unless something went wrong in the background."""
+        if self._actions.check is not None:
+            self._actions.check()  # a run whose checkpoints are not written should not go on until the next one
+        self._actions.begin(f"step {self.step + 1}, which it starts or compiles")
+        self.step += 1
+
+    def do_step(self, batch: Any) -> None:
+        """Dispatch the step, inspected and traced where the plan says so, and read the numbers of the one before."""
+        actions = self._actions
+        if actions.inspect is not None and self._plan.inspect_every and self.step % self._plan.inspect_every == 0:
+            with self._between_steps(recurs=True):
+                actions.inspect(self.step, self.state, batch)
+        if actions.trace is not None and self.step == actions.trace.first:
+            with self._between_steps(recurs=False):
+                actions.trace.before(self.step)
+        self.state, metrics = actions.step(self.state, batch)
+        self._pending.append((self.step, metrics))
+        actions.begin(f"step {self.step}", waits=True)
+        self._drain(keep=1)
+        if actions.trace is not None and self.step == actions.trace.last:
+            self._end_trace(actions.trace)
+
+    def read_signal(self, stop: StopRequest) -> None:
+        """Take the signal to end on; once a step, so that a signal that ends the loop also saves."""
+        self.stopped_by = stop.signal
+        if self._actions.agree is not None:
+            self.stopped_by = self._actions.agree(self.stopped_by)
+
+    def evaluate_if_due(self) -> None:
+        """Compute the held-out loss at the end, every ``eval_every`` steps, and beside a checkpoint that is due."""
+        plan = self._plan
+        beside_save = plan.eval_saved and self._save_is_due and self.stopped_by is None
+        self.heldout = None
+        if not (self._is_last or self.step % plan.eval_every == 0 or beside_save):
+            return
+        self._drain(keep=0)
+        self._actions.begin(f"the evaluation of step {self.step}")
+        with self.speed.pause(recurs=True):
+            self.heldout = self._actions.evaluate(self.state)
+        self._log.write(self.step, {"heldout_loss": self.heldout})
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint at the end, every ``save_every`` steps, and when a signal ends the run."""
+        if not self._save_is_due and self.stopped_by is None:
+            return
+        self._drain(keep=0)
+        self._actions.begin(f"the save of step {self.step}", waits=True)
+        with self.speed.pause(recurs=True):
+            self._log.sync()  # first: a resumed run cuts the log after the step that it starts from
+            self._actions.save(self.step, self.state, self.heldout)
+
+    def result(self, seconds: float) -> LoopResult:
+        """Return what the run came to."""
+        per_step = self.speed.seconds_per_step
+        return LoopResult(
+            state=self.state,
+            step=self.step,
+            stopped_by=self.stopped_by,
+            heldout_loss=self.heldout,
+            seconds=seconds,
+            tokens_per_second=self._plan.work.tokens / per_step if per_step else None,
+        )
+
+    @property
+    def _is_last(self) -> bool:
+        return self.step == self._plan.steps
+
+    @property
+    def _save_is_due(self) -> bool:
+        return self._is_last or self.step % self._plan.save_every == 0
+
+    def _end_trace(self, trace: StepTrace) -> None:
+        """End the profile behind the last step that it has, and show the time of its kernels."""
+        with self._between_steps(recurs=False):
+            times = trace.after(self.step)
+        if times is not None:
+            self._progress.text(f"kernels of steps {trace.first} to {trace.last}", str(times))
+
+    @contextlib.contextmanager
+    def _between_steps(self, *, recurs: bool) -> Iterator[None]:
+        """Wait until the device has done all steps, and do something that the speed leaves out."""
+        self._drain(keep=0)
+        with self.speed.pause(recurs=recurs):
+            yield
+
+    def _drain(self, keep: int) -> None:
+        """Wait for steps and record their numbers, until those of the last ``keep`` are left."""
+        while len(self._pending) > keep:
+            oldest, metrics = self._pending.popleft()
+            done = _wait(oldest, metrics, self._pending)
+            if done is not None:
+                self.speed.done(done)
+            self._recorder.record(oldest, metrics)
 
 
 def _wait(step: int, metrics: dict[str, Any], later: Iterable[tuple[int, dict[str, Any]]]) -> int | None:

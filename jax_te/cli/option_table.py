@@ -12,8 +12,8 @@ import dataclasses
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from jax_te._validation import brief
 from jax_te.cli.option_values import Kind, Text
-from jax_te.config.internal import brief
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te.config.internal import brief
-from jax_te.pipeline import PipelineConfig
+from jax_te._validation import brief
+from jax_te.config import PipelineConfig
 from jax_te.recipe.internal import MAX_MARGIN
 
 FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"
@@ -98,7 +98,7 @@ def schedule(text: str) -> str:
 def architecture(text: str) -> str:
     """Return the name of an architecture of Hugging Face: an argparse type."""
     # Imported only when a name is given: it imports jax, a second that --help does without.
-    from jax_te.huggingface import ARCHITECTURES
+    from jax_te.interop.huggingface import ARCHITECTURES
 
     if text not in ARCHITECTURES:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(ARCHITECTURES)}, got {brief(text)}")

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from jax_te._validation import FLOAT_DTYPES, literal_names
 from jax_te.cli.option_table import Option, option, options_of
 from jax_te.cli.option_values import (
     COUNT,
@@ -35,7 +36,7 @@ from jax_te.cli.option_values import (
 from jax_te.cli.presets import PRESETS
 from jax_te.config import ACTIVATIONS, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
 from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
-from jax_te.config.internal import FLOAT_DTYPES, POSITION_EMBEDDINGS, RECOMPUTE_POLICIES, literal_names
+from jax_te.config.internal import POSITION_EMBEDDINGS, RECOMPUTE_POLICIES
 from jax_te.recipe import RECIPES, DelayedScaling, Format
 from jax_te.recipe.internal import GEMMS
 from jax_te.typing import BackendName, WriterName

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flax import nnx
 
-from jax_te.config.internal import read_text
+from jax_te._validation import read_text
 from jax_te.layers import prepare_quantization, quantizable_modules
 from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config
 from jax_te.megatron.internal import parse_yaml

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_te._validation import brief, read_text
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
 from jax_te.cli.run_config import RunConfig
-from jax_te.config.internal import brief, read_text
 from jax_te.data.internal import FILE_NAME
 from jax_te.metrics.internal import METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT
 

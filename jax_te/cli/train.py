@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_te._validation import require_extra
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.checkpoint.internal import Signs
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
@@ -30,7 +31,6 @@ from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
 from jax_te.config import ParallelConfig
-from jax_te.config.internal import require_extra
 from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy
 from jax_te.data.internal import text_crc32
 from jax_te.megatron import QuantizationReport

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax_te.config.annotations import check_annotations
+from jax_te._validation import check_annotations
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -48,10 +48,11 @@ def activation_parts(activation: ActivationLike, name: str = "activation") -> tu
     >>> activation_parts("swiglu"), activation_parts(("gelu_exact", "linear"))
     (('silu', 'linear'), ('gelu_exact', 'linear'))
     """
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}, or a function")
-    given = activation if isinstance(activation, tuple) else (activation,)
-    parts = ACTIVATIONS[activation] if isinstance(activation, str) else given
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}, or a function")
+        return ACTIVATIONS[activation]
+    parts = activation if isinstance(activation, tuple) else (activation,)
     known = sorted({part for parts in ACTIVATIONS.values() for part in parts})
     if not parts or any(isinstance(part, str) and part not in known for part in parts):
         raise ValueError(f"unknown function in {name} {activation!r}; allowed: {', '.join(known)}, or functions")

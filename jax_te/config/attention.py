@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te.config.annotations import check_annotations, is_integer
-from jax_te.config.checks import check_choice, log_hints
+from jax_te._validation import check_annotations, check_choice, is_integer, log_hints
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Ways to exchange keys and values under context parallelism."""

@@ -6,8 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te.config.annotations import check_annotations
-from jax_te.config.checks import log_hints
+from jax_te._validation import check_annotations, log_hints
 
 _WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.annotations import checked
+from jax_te._validation import checked
 from jax_te.typing import DTypeLike
 
 TE_INIT_STD = 0.023

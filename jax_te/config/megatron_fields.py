@@ -8,7 +8,7 @@ import difflib
 import functools
 from typing import Any, TypeVar
 
-from jax_te.config.checks import log_hints
+from jax_te._validation import log_hints
 
 T = TypeVar("T", bound=type)
 
@@ -35,7 +35,7 @@ _REFUSED = {
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
     "num_layers_in_last_pipeline_stage=None pipeline_model_parallel_layout=None "
     "account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False": "the mesh axis "
-    "'pipeline' and jax_te.pipeline.PipelineConfig, an argument of make_train_step, split a model into stages",
+    "'pipeline' and jax_te.config.PipelineConfig, an argument of make_train_step, split a model into stages",
     "defer_embedding_wgrad_compute=False wgrad_deferral_limit=0": "jax_te.training.deferred_vjp defers the gradients "
     "of kernels, not that of the embedding",
     "num_microbatches_with_partial_activation_checkpoints=None": "recompute_granularity is for all microbatches",

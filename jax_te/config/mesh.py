@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from math import prod
 
-from jax_te.config.annotations import checked
-from jax_te.config.checks import check_positive
+from jax_te._validation import check_positive, checked
 
 MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 """Mesh axis names in the order devices are laid out; the last one changes fastest.

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.annotations import check_annotations
-from jax_te.config.checks import check_choice, check_positive, float_dtype, log_hints
+from jax_te._validation import check_annotations, check_choice, check_positive, float_dtype, log_hints
 from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.typing import DTypeLike
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.config.annotations import check_annotations
-from jax_te.config.checks import check_positive, log_once
+from jax_te._validation import check_annotations, check_positive, log_once
 
 # Megatron's defaults, which are not those of TE: a history of one step.
 _DELAYED_ONLY = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te.config.annotations import check_annotations
-from jax_te.config.checks import check_positive
+from jax_te._validation import check_annotations, check_positive
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
 """Parts of a transformer layer that selective recomputation may name."""

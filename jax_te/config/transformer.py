@@ -6,10 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_te._validation import (
+    check_annotations,
+    check_bool,
+    check_positive,
+    check_rate,
+    checked,
+    float_dtype,
+    is_integer,
+)
 from jax_te.config.activation import ActivationLike, activation_parts, named_activation
-from jax_te.config.annotations import check_annotations, checked, is_integer
 from jax_te.config.attention import AttentionConfig
-from jax_te.config.checks import check_bool, check_positive, check_rate, float_dtype
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.initializers import FilledInit
 from jax_te.config.megatron_fields import accepts_megatron_fields

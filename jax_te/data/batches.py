@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_te.config.internal import check_positive, check_seed, checked, require_extra
+from jax_te._validation import check_positive, check_seed, checked, require_extra
 
 _MAX_POSITIONS = 2**32 - 1
 """grain shuffles with 32 bits."""
@@ -86,7 +86,7 @@ class TrainBatches:
     def __next__(self) -> dict[str, Any]:
         size, seq_len = self._made_of["batch_size"], self._made_of["seq_len"]
         places = range(self._next * size, (self._next + 1) * size)
-        batch = _batch(self._windows.__getitem__, places, seq_len, self._sharding)
+        batch = _batch(lambda place: self._windows[place], places, seq_len, self._sharding)
         self._next += 1
         return batch
 

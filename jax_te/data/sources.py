@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.internal import brief, require_extra
+from jax_te._validation import brief, require_extra
 from jax_te.data.token_files import token_file
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 

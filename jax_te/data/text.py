@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_te.config.internal import check_positive, checked
+from jax_te._validation import check_positive, checked
 from jax_te.data.sources import read_tokens
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 

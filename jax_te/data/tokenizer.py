@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config.internal import brief, checked, require_extra
+from jax_te._validation import brief, checked, require_extra
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 2**28
@@ -32,7 +32,7 @@ class Tokenizer:
     for, are left out: a document is its own tokens.
 
     Args:
-        path: the file, or a folder that has it, such as one of `jax_te.huggingface.load_huggingface`.
+        path: the file, or a folder that has it, such as one of `jax_te.interop.huggingface.load_huggingface`.
         end_of_text: the token behind each document of training data. None: the first of ``<|endoftext|>``,
             ``<|end_of_text|>``, ``<|endofdocument|>``, ``</s>`` and ``<eos>`` that the vocabulary has, else none.
 

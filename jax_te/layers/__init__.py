@@ -1,22 +1,26 @@
 """NNX layers in Transformer Engine's vocabulary."""
 
 from jax_te.config.internal import normal_init, scaled_normal_init
-from jax_te.layers.attention import DotProductAttention, alibi_slopes
-from jax_te.layers.drop_in import DotGeneral, EinsumOp
+from jax_te.layers.attention.dot_product_attention import DotProductAttention, alibi_slopes
+from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
+from jax_te.layers.attention.multihead_attention import MultiheadAttention
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.attention.qk_clip import clip_qk
+from jax_te.layers.attention.relative_bias import RelativePositionBias
+from jax_te.layers.attention.rotary import Rotary, apply_rotary, rotary_embedding
+from jax_te.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.embedding import Embedding
+from jax_te.layers.flax.drop_in import DotGeneral, EinsumOp
+from jax_te.layers.flax.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
 from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
-from jax_te.layers.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
-from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
-from jax_te.layers.packed import PackedSeqParams
 from jax_te.layers.parameters import parameter_axes
 from jax_te.layers.prepare import prepare_quantization
-from jax_te.layers.qk_clip import clip_qk
 from jax_te.layers.quantizable import (
     QuantizableModule,
     keep_in_high_precision,
@@ -24,10 +28,6 @@ from jax_te.layers.quantizable import (
     quantizable_modules,
     quantize_parameters,
 )
-from jax_te.layers.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
-from jax_te.layers.relative_bias import RelativePositionBias
-from jax_te.layers.rotary import Rotary, apply_rotary, rotary_embedding
-from jax_te.layers.rotary_scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.layers.transformer import TransformerLayer
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_axes, check_float, check_rate, checked
+from jax_te._validation import check_axes, check_float, check_rate, checked
 from jax_te.ops import zigzag_positions
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import axis_ranks

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_axes, check_positive, checked
+from jax_te._validation import check_axes, check_positive, checked
 from jax_te.quantize.internal import pad_rows, padded_size
 from jax_te.recipe.internal import ambient_recipe
 from jax_te.typing import Array

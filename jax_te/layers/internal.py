@@ -1,13 +1,26 @@
 """Names of `jax_te.layers` for the other packages of jax_te. Not for users: they may change without notice."""
 
-from jax_te.layers.drop_in import FlaxLinear, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.attention.padding_mask import arbitrary_mask, padding_pair
+from jax_te.layers.attention.qkv import merge_heads
+from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
+from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
+from jax_te.layers.flax.quantize_model import (
+    Rules,
+    check_flax,
+    check_inputs,
+    check_rules,
+    decide,
+    decide_parameter,
+    other_module,
+    report_of,
+    rule_of_parameter,
+    training_recipe,
+)
 from jax_te.layers.layernorm_mlp import components
 from jax_te.layers.mode import TrainingMode
-from jax_te.layers.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.norm import norm_spec
-from jax_te.layers.padding_mask import arbitrary_mask, padding_pair
 from jax_te.layers.parameters import parameter
-from jax_te.layers.qkv import merge_heads
 from jax_te.layers.quantizable import (
     CachedKernel,
     cache_name,
@@ -18,25 +31,21 @@ from jax_te.layers.quantizable import (
     set_grad_sinks,
     use_cached_kernels,
 )
-from jax_te.layers.quantize_model import (
-    Rules,
-    check_flax,
-    check_inputs,
-    check_rules,
-    decide,
-    other_module,
-    report_of,
-)
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
 
 __all__ = [
     "CachedKernel",
+    "Contraction",
     "FlaxLinear",
+    "Kernel",
     "ModelGemms",
+    "ParameterGemm",
     "Rules",
+    "Seen",
     "TensorParallel",
     "TrainingMode",
+    "Visitor",
     "arbitrary_mask",
     "as_inputs",
     "cache_name",
@@ -46,7 +55,9 @@ __all__ = [
     "check_rules",
     "check_tp_group",
     "components",
+    "compute",
     "decide",
+    "decide_parameter",
     "drop_cached_kernels",
     "einsum_linear",
     "gemms_of_model",
@@ -54,6 +65,7 @@ __all__ = [
     "merge_heads",
     "natural_order",
     "norm_spec",
+    "noting",
     "other_module",
     "padding_pair",
     "parameter",
@@ -62,7 +74,10 @@ __all__ = [
     "quantize_kernels",
     "read_einsum",
     "report_of",
+    "rule_of_parameter",
     "sequence_axes",
     "set_grad_sinks",
+    "split_leaves",
+    "training_recipe",
     "use_cached_kernels",
 ]

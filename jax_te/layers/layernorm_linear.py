@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.options import LinearOptions
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
-from jax_te.remat.internal import ambient_modules, run_recomputed
+from jax_te.remat.internal import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 
@@ -105,9 +105,7 @@ class LayerNormLinear(Linear):
             ``[..., h]``.
         """
         with jax.named_scope("LayerNormLinear"):
-            parallel = self.tensor_parallel
-            if parallel.sequence_parallel or parallel.size != 1:
-                x = parallel.enter(x, self._input_axes(x))
+            x = self.tensor_parallel.enter(x, self._input_axes(x))
             weights = self._weights(weight, bias, is_first_microbatch)
             extra: dict[str, Any] = {"bias": self._returned_bias(weights, x)} if self.return_bias else {}
             # Two ops: the fused one may write the norm's output quantized only, and the caller wants its values.
@@ -121,8 +119,7 @@ class LayerNormLinear(Linear):
             def run(x: Array) -> Array:
                 return layernorm_dense(x, scale, ln_bias, linear, norm=norm, recipe=recipe, options=options)
 
-            y = run_recomputed(run, x, kept={"layernorm": ()}) if ambient_modules.value else run(x)
-            return layer_output(y, **extra) if extra else y
+            return layer_output(run_recomputed(run, x, kept={"layernorm": ()}), **extra)
 
     def operand(self, x: Array) -> Array:
         """What the kernel multiplies in a call with ``x``: the norm's output ``[..., h]``."""

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import check_positive, checked, log_hints, normal_init
+from jax_te.config.internal import normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
@@ -19,7 +20,7 @@ from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, 
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe
-from jax_te.remat.internal import ambient_modules, run_recomputed
+from jax_te.remat.internal import run_recomputed
 from jax_te.sharding.internal import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
@@ -152,41 +153,42 @@ class LayerNormMLP(TensorParallelModule):
             ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
             the norm's output.
         """
-        parallel = self.tensor_parallel
-        axes = (*sequence_axes(x, parallel.sequence_parallel), "hidden")
-        if parallel.sequence_parallel or parallel.size != 1:
-            x = parallel.enter(x, axes)
+        axes = (*sequence_axes(x, self.tensor_parallel.sequence_parallel), "hidden")
+        x = self.tensor_parallel.enter(x, axes)
         with jax.named_scope("LayerNormMLP"):
-            wi_bias = None if self.wi_bias is None else self.wi_bias.get_value()
-            wo_bias = None if self.wo_bias is None else self.wo_bias.get_value()
-            wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
-            wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
-            ln_bias = None if self.ln_bias is None else self.ln_bias.get_value()
-            norm: _Norm = (self.scale.get_value(), ln_bias)
-            if self.frozen:
-                # The states are left out: their next values leave backward as gradients, also of a frozen layer.
-                norm, exact = jax.lax.stop_gradient((norm, [(each.kernel, each.bias) for each in (wi, wo)]))
-                wi, wo = (LinearWeights(*w, each.state) for w, each in zip(exact, (wi, wo), strict=True))
+            norm, wi, wo = self._arrays(is_first_microbatch)
             options = self._options(x, axes)
             # The fused op may write the norm's output quantized only, and here its values are needed; and it has one
             # recipe.
             apart = self.return_layernorm_output or adapters or self.kernel_recipes
-            run: Any = self._unfused if apart else self._fused
-            arrays: tuple[Any, ...] = (norm, wi, wo, options) if adapters is None else (norm, wi, wo, options, adapters)
-            if ambient_modules.value:
-                y, *normed = run_recomputed(lambda x: run(x, *arrays), x, kept=_KEPT)
-            else:
-                y, *normed = run(x, *arrays)
-            if not self.return_layernorm_output:
-                normed = []
-            if not self.return_bias and not normed:
-                return y
+
+            def run(x: Array) -> tuple[Array, Array | None]:
+                if apart:
+                    return self._unfused(x, norm, wi, wo, options, adapters)
+                return layernorm_mlp(x, *norm, wi, wo, options=options, recipe=self.recipe), None
+
+            y, normed = run_recomputed(run, x, kept=_KEPT)
             extra: dict[str, Any] = {}
             if self.return_bias:
-                extra["bias"] = None if wo_bias is None else wo_bias.astype(x.dtype)
-            if normed:
-                extra["layernorm_output"] = normed[0]
+                extra["bias"] = None if self.wo_bias is None else self.wo_bias.get_value().astype(x.dtype)
+            if self.return_layernorm_output:
+                extra["layernorm_output"] = normed
             return layer_output(y, **extra)
+
+    def _arrays(self, is_first_microbatch: bool | None) -> tuple[_Norm, LinearWeights, LinearWeights]:
+        """Return the arrays of a call: the norm's, and those of the two projections."""
+        ln_bias, wi_bias, wo_bias = (
+            None if bias is None else bias.get_value() for bias in (self.ln_bias, self.wi_bias, self.wo_bias)
+        )
+        norm: _Norm = (self.scale.get_value(), ln_bias)
+        wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
+        wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
+        if not self.frozen:
+            return norm, wi, wo
+        # The states are left out: their next values leave backward as gradients, also of a frozen layer.
+        norm, exact = jax.lax.stop_gradient((norm, [(each.kernel, each.bias) for each in (wi, wo)]))
+        wi, wo = (LinearWeights(*w, each.state) for w, each in zip(exact, (wi, wo), strict=True))
+        return norm, wi, wo
 
     def _options(self, x: Array, axes: LogicalAxes) -> MlpOptions:
         """Return the op's static options; between the projections the sequence is whole."""
@@ -199,20 +201,25 @@ class LayerNormMLP(TensorParallelModule):
             wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, False, names[1], self.deterministic),
         )
 
-    def _fused(self, x: Array, norm: _Norm, wi: LinearWeights, wo: LinearWeights, options: MlpOptions) -> tuple[Array]:
-        return (layernorm_mlp(x, *norm, wi, wo, options=options, recipe=self.recipe),)
-
     def _unfused(
-        self, x: Array, norm: _Norm, wi: LinearWeights, wo: LinearWeights, options: MlpOptions, adapters: Any = None
+        self,
+        x: Array,
+        norm: _Norm,
+        wi: LinearWeights,
+        wo: LinearWeights,
+        options: MlpOptions,
+        adapters: tuple[Adapter, Adapter] | None,
     ) -> tuple[Array, Array]:
         """Return the output in four operations, and the norm's output."""
         normed = layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)  # type: ignore[arg-type]
         a = _dense(normed, wi, self.recipe_of("wi_kernel"), options.wi)
         if adapters is not None:
-            a = a + adapters[0](normed, options.wi.out_axes)
+            a = a + adapters[0](normed, options.wi.out_axes)  # type: ignore[arg-type]
         z = apply_activation(a, self.activation, params=self.activation_params, out_axes=options.wo.x_axes)  # type: ignore[arg-type]
         y = _dense(z, wo, self.recipe_of("wo_kernel"), options.wo)
-        return y if adapters is None else y + adapters[1](z, options.wo.out_axes), normed
+        if adapters is not None:
+            y = y + adapters[1](z, options.wo.out_axes)  # type: ignore[arg-type]
+        return y, normed
 
 
 def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: LinearOptions) -> Array:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked, log_hints, normal_init
+from jax_te._validation import check_positive, checked, log_hints
+from jax_te.config.internal import normal_init
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
@@ -164,10 +165,7 @@ class Linear(TensorParallelModule):
             none).
         """
         with jax.named_scope("Linear"):
-            parallel = self.tensor_parallel
-            # In all other cases there is nothing to check and nothing to split.
-            if parallel.sequence_parallel or parallel.size != 1:
-                x = parallel.enter(x, self._input_axes(x))
+            x = self.tensor_parallel.enter(x, self._input_axes(x))
             weights = self._weights(weight, bias, is_first_microbatch)
             y = self._dense(x, weights)
             return layer_output(y, bias=self._returned_bias(weights, x)) if self.return_bias else y

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import brief, check_positive, checked, normal_init
+from jax_te._validation import brief, check_positive, checked
+from jax_te.config.internal import normal_init
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import leading_axes, parameter

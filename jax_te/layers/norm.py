@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked
+from jax_te._validation import check_positive, checked
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import constant, value_or_none
 from jax_te.layers.tensor_parallel import sequence_axes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from jax_te.layers.packed import PackedSeqParams
+from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.ops import Window
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import brief, checked, float_dtype
+from jax_te._validation import brief, checked, float_dtype
 from jax_te.sharding.internal import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 

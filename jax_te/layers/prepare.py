@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.quantizable import QuantizableModule, cache_name
 from jax_te.quantize import init_gemm_state
 from jax_te.quantize.internal import quantizer_variables

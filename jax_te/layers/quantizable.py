@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jax_te.config.internal import check_bool, checked
+from jax_te._validation import check_bool, checked
 from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
-from jax_te.ops.internal import WgradProbe
+from jax_te.ops.internal import Probe
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for
 from jax_te.quantize.internal import quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe
@@ -21,7 +21,10 @@ from jax_te.typing import Array, LogicalAxes
 
 
 class CachedKernel(nnx.Variable):
-    """NNX Variable that caches a kernel's quantized form between microbatches, and its ``grad_sink``."""
+    """NNX Variable ``(quantized, sink)``: a kernel's quantized form between microbatches, and its ``grad_sink``.
+
+    A sink without arrays, a `Probe`, stands in the metadata ``probe``, which is part of the graph definition.
+    """
 
 
 class QuantizableModule(TrainingMode):
@@ -45,8 +48,6 @@ class QuantizableModule(TrainingMode):
     kernels: ClassVar[dict[str, str]] = {}
     of_flax: ClassVar[bool] = False
     """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
-    attribute: ClassVar[str | None] = None
-    """The attribute in which a layer of Flax holds a module of this class, for `DotGeneral`."""
 
     def _init_quantization(self) -> None:
         self.high_precision = False
@@ -99,6 +100,10 @@ class QuantizableModule(TrainingMode):
             return ()
         shape = getattr(self, kernel).get_value().shape
         return shape[: len(shape) - len(self.axes_of(kernel))]
+
+    def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Path under which rules and reports know this layer, which stands at ``path`` in its model."""
+        return path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
@@ -154,27 +159,22 @@ class QuantizableModule(TrainingMode):
             TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
         first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
-        # Asked here, so that the usual call makes no call of its own.
-        if not (first is None or isinstance(first, bool)):
+        if first is not None:
             check_bool(is_first_microbatch=first)
-        state, own = nnx.as_pure(getattr(self, self.kernels[kernel])), getattr(self, kernel)
-        if own is None or given is not None:
-            value: Any = given
-            if own is not None:
-                return LinearWeights(value, bias, state)
-        else:
-            value = own.get_value()
-            if isinstance(value, QuantizedKernel):
-                value = value.of_layer(len(self.axes_of(kernel)))
-        cache: Any = getattr(self, f"{kernel}_cache")
-        if first is None and cache is None:
-            return LinearWeights(value, bias, state)
-        cached, grad_sink = (None, None) if cache is None else cache.get_value()
-        quantizer = None if first is None or isinstance(value, QuantizedKernel) else self.kernel_quantizer(kernel)
+        state, own = self.gemm_state(kernel), getattr(self, kernel)
+        if own is not None and given is not None:
+            return LinearWeights(given, bias, state)
+        value: Any = given if own is None else own.get_value()
+        if own is not None and isinstance(value, QuantizedKernel):
+            value = value.of_layer(len(self.axes_of(kernel)))
+        cached, grad_sink = self._kept(kernel)
+        if first is None or isinstance(value, QuantizedKernel):
+            return LinearWeights(value, bias, state, grad_sink)
+        quantizer = self.kernel_quantizer(kernel)
         if quantizer is None:
             return LinearWeights(value, bias, state, grad_sink)
         if first:
-            cached = self.quantized(kernel, value)  # type: ignore[arg-type]
+            cached = self.quantized(kernel, value)
             setattr(self, cache_name(kernel), CachedKernel((cached, None)))
             # Armed for one call, as Megatron's layers: the last kernel's use disarms it, since all are of one call.
             if is_first_microbatch is None and kernel == tuple(self.kernels)[-1]:
@@ -184,11 +184,19 @@ class QuantizableModule(TrainingMode):
                 f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
                 "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
             )
-        if cached.quantizer == quantizer:
-            # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
-            grad_sink = value if grad_sink is None else grad_sink
-            value = cached.of_layer(len(self.axes_of(kernel)))
-        return LinearWeights(value, bias, state, grad_sink)
+        if cached.quantizer != quantizer:
+            return LinearWeights(value, bias, state, grad_sink)
+        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
+        sink = value if grad_sink is None else grad_sink
+        return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
+
+    def _kept(self, kernel: str) -> tuple[QuantizedKernel | None, Any]:
+        """Return the cached form of a kernel and its ``grad_sink``, each None if there is none."""
+        cache: Any = getattr(self, cache_name(kernel))
+        if cache is None:
+            return None, None
+        cached, sink = cache.get_value()
+        return cached, cache.get_metadata("probe") if cache.has_metadata("probe") else sink
 
 
 def cache_name(kernel: str) -> str:
@@ -211,8 +219,7 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
     ['proj', 'qkv']
     """
     found = [
-        # What a layer of Flax holds has that layer's path.
-        (".".join(map(str, path[:-1] if path[-1:] == (module.attribute,) else path)), module)
+        (".".join(map(str, module.layer_path(path))), module)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, QuantizableModule)
     ]
@@ -352,17 +359,18 @@ def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
     """Give kernels of `quantizable_kernels` the sinks that stand under their paths; cached kernels stay."""
     for path, module, kernel in quantizable_kernels(model):
         name, sink = cache_name(kernel), sinks.get(path)
-        if isinstance(sink, WgradProbe):
-            # The cached kernel goes on, since devices may be unable to run an op on its form.
-            cache = getattr(module, name)
-            sink.cached = None if cache is None else cache.get_value()[0]
+        if sink is None:
+            continue
+        cache = getattr(module, name)
+        # The cached kernel goes on, since devices may be unable to run an op on its form.
+        cached = None if cache is None else cache.get_value()[0]
+        if isinstance(sink, Probe):
             # In the graph definition: layers with different probes differ, so that no loop runs them as one.
-            setattr(module, name, nnx.static(sink))
-            if sink.cached is None:
+            setattr(module, name, CachedKernel((cached, None), probe=sink))
+            if cached is None:
                 module.is_first_microbatch = None
-        elif sink is not None:
-            cache = getattr(module, name)
-            setattr(module, name, CachedKernel((None if cache is None else cache.get_value()[0], sink)))
+        else:
+            setattr(module, name, CachedKernel((cached, sink)))
 
 
 def drop_cached_kernels(model: nnx.Module) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked
+from jax_te._validation import check_positive, checked
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.sharding import constrain, current_mesh, logical_to_spec
 from jax_te.sharding.internal import axis_ranks, ranks_of

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive, check_rate, checked, log_hints
 from jax_te.config import ActivationLike
-from jax_te.config.internal import check_positive, check_rate, checked, log_hints
-from jax_te.layers.context_parallel import ContextParallelModule
+from jax_te.layers.attention.context_parallel import ContextParallelModule
+from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
+from jax_te.layers.attention.multihead_attention import MultiheadAttention
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.attention.padding_mask import read_mask
+from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
-from jax_te.layers.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.layernorm_mlp import LayerNormMLP
-from jax_te.layers.multihead_attention import MultiheadAttention
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, BlockOptions, NormOptions
-from jax_te.layers.packed import PackedSeqParams
-from jax_te.layers.padding_mask import read_mask
 from jax_te.layers.results import layer_output
-from jax_te.layers.rotary import Rotary
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
 from jax_te.sharding import constrain

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.linen.module import LinenModule
 from jax_te.linen.variables import build_abstract, collections_of, with_variables
 

@@ -15,25 +15,42 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_te import layers
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers import DropInLayer, DropInReport
 from jax_te.layers.internal import (
     FlaxLinear,
     ModelGemms,
     Rules,
+    Seen,
     as_inputs,
     check_flax,
     check_inputs,
     check_rules,
     decide,
+    decide_parameter,
     einsum_linear,
     gemms_of_model,
+    noting,
     other_module,
     precision_reason,
     read_einsum,
     report_of,
+    rule_of_parameter,
+    training_recipe,
 )
 from jax_te.linen.module import LinenModule
+from jax_te.linen.own_modules import (
+    OwnParameter,
+    Running,
+    call_apart,
+    could_be_kernel,
+    joined,
+    kernel_axes,
+    own_kernels,
+    parameter_gemms,
+    quantized_call,
+    unboxed,
+)
 from jax_te.recipe import autocast
 from jax_te.typing import Array
 
@@ -77,6 +94,10 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     the recipe, and `prepare_quantization` for parameters that exist; list it in ``variable_axes`` of ``nn.scan`` and
     ``nn.vmap``. Heads stay in high precision unless a rule fits them, see `jax_te.layers.quantize_model`.
 
+    As there, a module of your own is reached where a rule fits its scope, or a parameter in it (``"mlp"``,
+    ``"mlp.linear"``); each parameter's state is in the scope ``<parameter>_gemm``. A recipe then traces the module's
+    ``__call__`` apart: interceptors and ``capture_intermediates`` see it twice.
+
     Args:
         model: not changed. The result is an instance of a subclass of its class, with the same fields.
         args, kwargs: arguments of ``model.init`` after its ``rngs``, arrays or their shapes (``jax.ShapeDtypeStruct``).
@@ -86,7 +107,8 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
 
     Raises:
         TypeError: for a rule that is no recipe, a model that is no module of Linen, or no arguments of a call.
-        ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message.
+        ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message;
+            for a rule that fits a parameter of a module of your own whose contractions no recipe can quantize.
 
     >>> x = jnp.ones((16, 32))
     >>> model = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(16)]), x)
@@ -99,8 +121,9 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     check_inputs(model, args, kwargs)
     if model.scope is not None:
         raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
-    plain = dequantize_model(model)
-    choice = _Choice(tuple(check_rules(rules).items()), _gemms(plain, args, kwargs))
+    plain, rules = dequantize_model(model), check_rules(rules)
+    gemms, own = _look(plain, rules, args, kwargs)
+    choice = _Choice(tuple(rules.items()), gemms, own)
     _report(plain, choice, args, kwargs, quantize=False)
     return _as_class(plain, _quantized_class(type(plain), choice))
 
@@ -147,10 +170,12 @@ class _Choice(NamedTuple):
     Args:
         rules: patterns and what they give, in order.
         gemms: of the model.
+        own: parameters of modules of the user's own that a rule fits.
     """
 
     rules: tuple[tuple[str, Any], ...]
     gemms: ModelGemms
+    own: tuple[OwnParameter, ...] = ()
 
 
 def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bool) -> DropInReport:
@@ -171,25 +196,37 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
 
     with _quantizing(choice, found, quantize=quantize):
         variables = jax.eval_shape(init, jax.random.key(0), arrays)
-    others: dict[str, list[str]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_unboxed(variables.get("params", {}))):
+    own = {one.path: one for one in choice.own}
+    entries = [layer for layer in found.values() if layer is not None]
+    others: dict[str, dict[str, Seen]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(unboxed(variables.get("params", {}))):
         *parts, name = (str(part.key) for part in path)
         owner = ".".join(parts)
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
-        if leaf.ndim > 1 and name not in ("scale", "bias") and not ours and owner not in found:
-            others.setdefault(owner, []).append(name)
-    entries = [layer for layer in found.values() if layer is not None]
+        of_flax = found.get(owner) is not None and name == "kernel"
+        if ours or of_flax or not could_be_kernel(name, leaf):
+            continue
+        one = own.get(joined(owner, name), OwnParameter(owner, name, "-"))
+        decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False)
+        if decided is None:
+            others.setdefault(owner, {})[name] = one.seen
+        else:
+            entries.append(decided[0])
     # Linen's variables do not tell the classes of the modules that made them.
-    entries += [other_module(owner, "-", names, choice.gemms) for owner, names in others.items()]
+    entries += [other_module(owner, "-", names, rules, choice.gemms) for owner, names in others.items()]
     report = report_of(entries, rules)
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
     return report
 
 
-def _gemms(model: Any, args: Any, kwargs: Any) -> ModelGemms:
-    """Return the GEMMs of a call, which are the same under every recipe, and without one can be read."""
+def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms, tuple[OwnParameter, ...]]:
+    """Return the GEMMs of a call, and what modules of the user's own do with the parameters that a rule fits.
+
+    They are the same under every recipe, and without one can be read.
+    """
     arrays, fill = as_inputs((args, kwargs))
+    seen, own = dict[str, Seen](), dict[str, OwnParameter]()
 
     def init(key: Any, arrays: Any) -> Any:
         given, named = fill(arrays)
@@ -200,25 +237,35 @@ def _gemms(model: Any, args: Any, kwargs: Any) -> ModelGemms:
         # Flax draws from "params" what other keys would be for.
         model.apply(variables, *given, rngs={"params": key}, **{**named, "mutable": True})
 
+    def watch(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, scope = context.module, ".".join(context.module.path)
+        names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else own_kernels(module)
+        names = [name for name in names if rule_of_parameter(rules, joined(scope, name)) is not None]
+        if not names or scope in running:
+            return run(*args, **kwargs)
+        own.update({joined(scope, name): OwnParameter(scope, name, type(module).__name__) for name in names})
+        with running.inside(scope):
+            return call_apart(module, names, noting(seen, functools.partial(joined, scope)), args, kwargs)
+
+    running = Running()
     with autocast(None):
         key = jax.random.key(0)
         variables = jax.eval_shape(init, key, arrays)
-        jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
+        # A choice of its own: what was traced before is traced again.
+        with nn.intercept_methods(watch), _choice_in_force(object()):
+            jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
     parameters = {}
     for variable, (path, _) in zip(jaxpr.invars, jax.tree_util.tree_leaves_with_path(variables), strict=False):
         # A box's own part of the path is that of an attribute.
         collection, *names = (str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
         if collection == "params":
             parameters[variable] = ".".join(names)
-    return gemms_of_model(jaxpr, parameters)
+    found = tuple(one._replace(seen=seen.get(path, Seen())) for path, one in own.items())
+    return gemms_of_model(jaxpr, parameters), found
 
 
-def _unboxed(tree: Any) -> Any:
-    # nn.unbox would constrain the values to the mesh in use, and these are shapes.
-    def is_box(node: Any) -> bool:
-        return isinstance(node, nn.Partitioned)
-
-    return jax.tree.map(lambda node: node.unbox(apply_constraint=False) if is_box(node) else node, tree, is_leaf=is_box)
+def _is_linear_or_ours(module: Any) -> bool:
+    return isinstance(module, (nn.Dense, nn.DenseGeneral, nn.Einsum, LinenModule)) or _is_ours(module)
 
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
@@ -260,7 +307,7 @@ def _quantizing(
     choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
 ) -> Iterator[None]:
     """Quantize the linear layers that run inside as ``choice`` says; note in ``found`` what is done."""
-    rules = dict(choice.rules)
+    rules, running = dict(choice.rules), Running()
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path, entry, own = context.module, ".".join(context.module.path), None, None
@@ -270,12 +317,22 @@ def _quantizing(
         # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
         if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
             found.setdefault(path, entry)
+        if quantize and entry is None and path not in running and context.method_name == "__call__":
+            recipes = _recipes_in_force(choice, path)
+            if recipes and module.is_initializing():
+                out = run(*args, **kwargs)  # makes the parameters
+                for gemm in parameter_gemms(module, recipes).values():
+                    gemm.bound_module()  # and this their state
+                return out
+            if recipes:
+                with running.inside(path):
+                    return quantized_call(module, recipes, args, kwargs)
         if not quantize or entry is None or entry.why is not None:
             return run(*args, **kwargs)
         if isinstance(module, nn.Einsum):
             return _einsum(module, own, *args, **kwargs)
         # For the time of this call: the module is the user's.
-        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, _kernel_axes(module)))
+        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, kernel_axes(module)))
         try:
             return run(*args, **kwargs)
         finally:
@@ -284,6 +341,16 @@ def _quantizing(
     again = _choice_in_force.value == choice  # in a method that another one called
     with _choice_in_force(choice), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
         yield
+
+
+def _recipes_in_force(choice: _Choice, scope: str) -> dict[str, Any]:
+    """Return those parameters in a scope that a recipe quantizes here -> their own recipes, or None."""
+    found, rules = {}, dict(choice.rules)
+    for one in choice.own:
+        decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False) if one.scope == scope else None
+        if decided is not None and decided[0].why is None and training_recipe(decided[1]) is not None:
+            found[one.name] = decided[1]
+    return found
 
 
 def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:
@@ -312,13 +379,6 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
     return layer
 
 
-def _kernel_axes(module: Any) -> tuple[Any, ...] | None:
-    """Return the names of a kernel's axes, once a layer of Flax has made it; None if it has none."""
-    box = module.scope.get_variable("params", "kernel")
-    names = box.names if isinstance(box, nn.Partitioned) else None
-    return None if names is None or len(names) != box.value.ndim else tuple(names)
-
-
 def _is_ours(module: Any) -> bool:
     """Whether a layer of Flax has a quantized GEMM already."""
     given = getattr(module, "dot_general_cls", None)
@@ -336,5 +396,5 @@ def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    y = EinsumOp(recipe, _kernel_axes(module))(equation, inputs, kernel, **options)
+    y = EinsumOp(recipe, kernel_axes(module))(equation, inputs, kernel, **options)
     return y if bias is None else y + jnp.reshape(bias, [sizes.get(name, 1) for name in out])

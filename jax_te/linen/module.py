@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jax_te.config.internal import check_bool, checked
+from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
 from jax_te.recipe import current_recipe
@@ -92,7 +92,7 @@ class LinenModule(nn.Module):
         signature = inspect.signature(self.nnx_class.__call__)
         deterministic = "deterministic" not in signature.parameters and kwargs.pop("deterministic", False)
         check_bool(deterministic=deterministic)
-        module = self._module()
+        module = self.bound_module()
         if deterministic:
             module.eval()
         # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
@@ -114,7 +114,7 @@ class LinenModule(nn.Module):
         return result
 
     @nn.nowrap
-    def _module(self) -> nnx.Module:
+    def bound_module(self) -> nnx.Module:
         """Return the NNX module with this module's variables, which ``init`` creates."""
         # Flax's capture_intermediates stores outputs in this collection, which are no variables of the module.
         held = {name: tree for name, tree in self.variables.items() if name != "intermediates"}

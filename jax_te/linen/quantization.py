@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from flax.core import unfreeze
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import as_float32, with_max_gradients, write_back
 from jax_te.quantize.internal import ROLES

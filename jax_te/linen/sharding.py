@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_te.config.internal import checked, log_once
+from jax_te._validation import checked, log_once
 from jax_te.sharding import ShardingRules, current_mesh, logical_to_spec
 
 FlaxRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]

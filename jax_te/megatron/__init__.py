@@ -22,17 +22,18 @@ from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.mlp import MLP
-from jax_te.megatron.model_recipe import TEDelayedScaling, recipe_from_config
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
 from jax_te.megatron.norm import TENorm
-from jax_te.megatron.quant_apply import ModuleQuantization, QuantizationReport, apply_quantization_config
-from jax_te.megatron.quant_autocast import (
+from jax_te.megatron.quantization.apply import ModuleQuantization, QuantizationReport, apply_quantization_config
+from jax_te.megatron.quantization.autocast import (
     get_fp8_autocast_for_quant_params,
     get_fp8_autocast_for_quant_recipe,
     get_should_context_be_quantized_params,
     get_should_context_be_quantized_recipe,
 )
-from jax_te.megatron.quant_config import (
+from jax_te.megatron.quantization.layer_precision import finish_init, set_save_original_input, will_execute_quantized
+from jax_te.megatron.quantization.recipe_from_config import TEDelayedScaling, recipe_from_config
+from jax_te.megatron.quantization.rules import (
     GlobMatcher,
     MatchContext,
     Matcher,
@@ -42,9 +43,8 @@ from jax_te.megatron.quant_config import (
     load_quantization_recipe,
     match_context,
 )
-from jax_te.megatron.quant_layer import finish_init, set_save_original_input, will_execute_quantized
-from jax_te.megatron.quant_params import TEQuantizationParams, TwoModeRecipe
-from jax_te.megatron.quant_recipe import TEQuantizationRecipe, resolve_factory
+from jax_te.megatron.quantization.te_params import TEQuantizationParams, TwoModeRecipe
+from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe, resolve_factory
 from jax_te.megatron.recompute import te_checkpoint
 from jax_te.megatron.rng import (
     InferenceCudaRNGStatesTracker,

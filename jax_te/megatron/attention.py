@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive, checked, is_integer, log_hints
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_positive, checked, is_integer, log_hints
 from jax_te.layers import DotProductAttention, PackedSeqParams
 from jax_te.layers.internal import arbitrary_mask, check_tp_group, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
@@ -182,19 +182,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         """
         if num_splits is not None:
             log_hints(num_splits=num_splits)
-        mask_type = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
-        window: Any = self.layer_window
-        masks: dict[str, Any] = {}
-        if packed_seq_params is not None:
-            # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
-            mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
-        elif mask_type == "no_mask" and self.has_window and query.shape[1] == 1:
-            # One token of a decoder: its key is the last one, so the window must be aligned to the end.
-            mask_type = "causal_bottom_right"
-        if mask_type == "arbitrary":
-            masks["attention_mask"] = attention_mask
-        elif mask_type.startswith("padding") and packed_seq_params is None and attention_mask is not None:
-            mask_type, window, masks = self._padding(mask_type, attention_mask, query.shape[1])
+        asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
+        mask_type, window, masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
         # Megatron packs into one row without a batch axis; the layer wants the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
@@ -210,6 +199,29 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         merged = merge_heads(context)
         merged = merged[0] if row else merged
         return (merged, *logits) if logits else merged
+
+    def _masks(
+        self, mask_type: Any, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Return mask type, window and masks of the core's call, for those of Megatron's.
+
+        Args:
+            mask_type: name of a type.
+            mask: ``attention_mask`` of the call.
+            packed: several sequences in each row, or None.
+            sq: length of the queries.
+        """
+        if packed is not None:
+            # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
+            mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
+        elif mask_type == "no_mask" and self.has_window and sq == 1:
+            # One token of a decoder: its key is the last one, so the window must be aligned to the end.
+            mask_type = "causal_bottom_right"
+        if mask_type == "arbitrary":
+            return mask_type, self.layer_window, {"attention_mask": mask}
+        if mask_type.startswith("padding") and packed is None and mask is not None:
+            return self._padding(mask_type, mask, sq)
+        return mask_type, self.layer_window, {}
 
     def _padding(self, mask_type: str, mask: Array | tuple[Array, Array], sq: int) -> tuple[str, Any, dict[str, Any]]:
         """Return mask type, window and masks of the core's call, for padding masks ``[b, 1, 1, s]``."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.config.internal import checked, float_dtype
+from jax_te._validation import checked, float_dtype
 from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.sharded_state import sharded_state_dict

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive, checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_positive, checked
 from jax_te.layers import Rotary
 from jax_te.layers.internal import drop_cached_kernels
 from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back

@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import LayerNormLinear
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron.te_kwargs import in_dtype_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import get_extra_te_kwargs, in_dtype_of

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.internal import check_tp_group
 from jax_te.random import RNGStatesTracker, StreamState
 from jax_te.remat import remat

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.tree_util import register_pytree_with_keys_class
 
-from jax_te.config.internal import checked, log_hints
+from jax_te._validation import checked, log_hints
 from jax_te.random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,

@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import MultiheadAttention
 from jax_te.megatron.attention import TEDotProductAttention
 from jax_te.megatron.enums import AttnMaskType

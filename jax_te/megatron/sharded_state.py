@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.megatron.state_dict import arrays_of, state_dict, variables_of
 from jax_te.sharding import named_sharding
 from jax_te.sharding.internal import variable_axes

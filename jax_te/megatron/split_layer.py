@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.layers.internal import CachedKernel, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear

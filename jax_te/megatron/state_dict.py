@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers.internal import CachedKernel, drop_cached_kernels
 from jax_te.megatron.layout import Layout, megatron_layout
@@ -67,7 +67,7 @@ def load_state_dict(
 
     Args:
         module: changed in place.
-        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.torch_files.read_megatron`).
+        arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.interop.megatron.read_megatron`).
         strict: False: skip names that only one of the two has.
         prefix: of the names of ``arrays``, before the module's names.
 

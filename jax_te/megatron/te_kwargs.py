@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import checked
 from jax_te.typing import Array, Initializer
 
 

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jax_te._validation import log_hints
 from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import SYMMETRIC_AR_TYPES, log_hints
+from jax_te.config.internal import SYMMETRIC_AR_TYPES
 from jax_te.layers import QuantizableModule
 from jax_te.layers.internal import TensorParallel, check_context_size
-from jax_te.megatron.quant_config import get_quant_config_or_none
-from jax_te.megatron.quant_layer import finish_init, will_execute_quantized
+from jax_te.megatron.quantization.layer_precision import finish_init, will_execute_quantized
+from jax_te.megatron.quantization.rules import get_quant_config_or_none
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs

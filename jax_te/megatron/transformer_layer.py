@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te import layers
+from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_choice, check_positive, checked
 from jax_te.megatron.attention import is_layer_window_attention
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_te.config.internal import checked, require_extra
+from jax_te._validation import checked, require_extra
 from jax_te.metrics.writers import (
     METRICS_FILE,
     JsonLinesWriter,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_te.config.internal import brief, checked, require_extra
+from jax_te._validation import brief, checked, require_extra
 from jax_te.metrics.writers import cut_after, is_number, read_records
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics

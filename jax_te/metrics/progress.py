@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from jax_te.config.internal import require_extra
+from jax_te._validation import require_extra
 from jax_te.metrics.throughput import Speed
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jax_te._validation import brief, check_annotations, check_positive, checked
 from jax_te.config import ACTIVATIONS, TransformerConfig
-from jax_te.config.internal import brief, check_annotations, check_positive, checked
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.

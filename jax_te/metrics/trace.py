@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 
 KERNEL_TIMES_FILE = "kernel_times.json"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
-from jax_te.config.internal import require_extra
+from jax_te._validation import require_extra
 from jax_te.typing import WriterName
 
 METRICS_FILE = "metrics.jsonl"

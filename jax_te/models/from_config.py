@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import TransformerLayer, keep_in_high_precision
 from jax_te.layers.internal import check_context_size
 from jax_te.megatron import recipe_from_config

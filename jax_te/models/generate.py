@@ -10,7 +10,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_positive, checked
+from jax_te._validation import check_positive, checked
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.sharding import auto_region
 from jax_te.sharding.internal import whole_sequences

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_positive
 from jax_te.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm
 from jax_te.layers.internal import TrainingMode, check_context_size, parameter
 from jax_te.models.from_config import check_config

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import checked
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
@@ -74,7 +74,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         vp_stage: stored; ``stage_layers`` says which layers the stage has.
         execution: as in `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
-            process groups, of which JAX has none; `jax_te.pipeline.split_layers` counts them.
+            process groups, of which JAX has none; `jax_te.training.pipeline.split_layers` counts them.
         rngs: the ``params`` stream draws all weights.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jax_te._validation import check_positive, checked
 from jax_te.config import RecomputeConfig
-from jax_te.config.internal import check_positive, checked
 from jax_te.layers import RotaryScaling
 from jax_te.models.stack import check_recompute_policy, runs_scanned
 from jax_te.remat import RecomputePolicy

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import check_positive, checked
 from jax_te.config import TransformerConfig
-from jax_te.config.internal import check_positive, checked
 from jax_te.layers import RelativePositionBias
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel

@@ -1,8 +1,5 @@
 """Differentiable functions on arrays, free of Flax, each on the backends that support it."""
 
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
 from jax_te.config import ActivationParams
 from jax_te.ops.attention.checks import attention_spec
 from jax_te.ops.attention.context_parallel import ContextParallel, reorder_to_zigzag, undo_zigzag, zigzag_positions
@@ -14,8 +11,10 @@ from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.dense import dense, layernorm_dense
 from jax_te.ops.linear.layernorm import layernorm
 from jax_te.ops.linear.layernorm_mlp import MlpOptions, layernorm_mlp
+from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
+from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.quantize_kernel import quantize_kernel
-from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec
+from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions
@@ -56,6 +55,3 @@ __all__ = [
     "use_backend",
     "zigzag_positions",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = late_names(__name__)  # names that moved

@@ -38,7 +38,7 @@ def refuse_derivatives(arrays: Any, inputs: Any, why: str) -> Any:
     """
     leaves, treedef = jax.tree.flatten(arrays)
     refused = {i: leaf for i, leaf in enumerate(leaves) if _is_float(leaf)}
-    refused = _refused(why, refused, list(filter(_is_float, jax.tree.leaves(inputs))))
+    refused = _refused(why, refused, [leaf for leaf in jax.tree.leaves(inputs) if _is_float(leaf)])
     return jax.tree.unflatten(treedef, [refused.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 

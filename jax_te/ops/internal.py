@@ -5,14 +5,15 @@ from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.segments import check_boundaries, segment_positions
 from jax_te.ops.attention.spec import QKV, AttentionArrays
 from jax_te.ops.linear.deferred import deferred_sink, deferred_wgrad
-from jax_te.ops.linear.spec import WgradProbe
+from jax_te.ops.linear.spec import Probe, Summands
 from jax_te.ops.stacked import residuals_are_stacked
 from jax_te.ops.te.load import available
 
 __all__ = [
     "QKV",
     "AttentionArrays",
-    "WgradProbe",
+    "Probe",
+    "Summands",
     "available",
     "check_boundaries",
     "deferred_sink",

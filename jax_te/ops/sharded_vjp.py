@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +94,9 @@ def sharded_vjp(
     `jax_te.quantize.with_max_gradients`) reach the rules as fp32, and their cotangents leave in the dtype they had.
 
     Args:
-        fwd: ``fwd(spec, args) -> (out, residuals)``; residuals are any tree of arrays, which stay on their device.
+        fwd: ``fwd(spec, args) -> (out, residuals)``; residuals are any tree of arrays, which stay on their device. One
+            that is a leaf of ``args`` itself, the same object, is not stored again: it stays the caller's array. One
+            that ``fwd`` has wrapped or computed is stored, which costs its memory and changes no value.
         bwd: ``bwd(spec, residuals, g) -> (cotangents, sink_cotangents)``, trees like ``args`` and ``sinks``, with None
             for zero.
         name: checkpoint name of the output, for remat policies.
@@ -131,16 +131,17 @@ def sharded_vjp(
 
     def forward(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
         leaves, treedef = jax.tree.flatten(args)
-        args = jax.tree.unflatten(treedef, map(_VALUE, leaves))
+        args = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
         if check is not None:
-            check(spec, args, jax.tree.unflatten(treedef, map(_PERTURBED, leaves)), sinks)
+            perturbed = jax.tree.unflatten(treedef, [leaf.perturbed for leaf in leaves])
+            check(spec, args, perturbed, sinks)
         args, dtypes = _as_float32(args)
         why = once(spec) if once else None
         if why is None:
             (out, residuals), witness = run(spec, shards, args), None
         else:
             run_once = functools.partial(_run_once, functools.partial(run, spec, shards))
-            out, residuals, witness = run_once(args, jax.tree.map(_VALUE, sinks), why)
+            out, residuals, witness = run_once(args, jax.tree.map(lambda leaf: leaf.value, sinks), why)
         out = named(out)
         if residuals_are_stacked.value:
             out, residuals = behind_barrier(out, residuals, args)
@@ -188,7 +189,7 @@ def _run_once(run: Callable[..., Any], args: Any, sinks: Any, why: str) -> tuple
     inside = jax.lax.stop_gradient(args)
     out, residuals = run(inside)
     # A residual that is an argument stays the array that it is: a loop over layers would stack another one.
-    given = dict(zip(map(id, jax.tree.leaves(inside)), jax.tree.leaves(args), strict=True))
+    given = {id(own): leaf for own, leaf in zip(jax.tree.leaves(inside), jax.tree.leaves(args), strict=True)}
     residuals = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), residuals)
     return refuse_derivatives(out, witness, why), residuals, witness
 
@@ -199,8 +200,9 @@ def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args
     out, residuals = _run_forward(fwd, spec, shards, args)
     sources, treedef = residuals.static
     leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
-    used = list(filter(functools.partial(operator.is_not, None), sources))
-    arguments, arg_specs = tuple(map(leaves.__getitem__, used)), tuple(map(specs.__getitem__, used))
+    used = [source for source in sources if source is not None]
+    arguments = tuple(leaves[source] for source in used)
+    arg_specs = tuple(specs[source] for source in used)
     return out, _Residuals((arguments, residuals.tree), (arg_specs, sources, treedef))
 
 
@@ -209,9 +211,9 @@ def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args
 def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
     def on_device(args: Any) -> tuple[Any, _Residuals]:
         out, residuals = fwd(spec, args)
-        given = dict(zip(map(id, jax.tree.leaves(args)), itertools.count(), strict=False))
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(args))}
         leaves, treedef = jax.tree.flatten(residuals)
-        sources = tuple(map(given.get, map(id, leaves)))
+        sources = tuple(places.get(id(leaf)) for leaf in leaves)
         own = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
         return out, _Residuals(OpaqueTree.pack(own, per_device=True), (sources, treedef))
 
@@ -223,9 +225,8 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
     arg_specs, sources, treedef = residuals.static
 
     def on_device(tree: tuple[tuple[Any, ...], OpaqueTree], g: Any) -> Any:
-        given, own, leaves = iter(tree[0]), iter(tree[1].unpack()), []
-        for source in sources:
-            leaves.append(next(own if source is None else given))
+        given, own = iter(tree[0]), iter(tree[1].unpack())
+        leaves = [next(own) if source is None else next(given) for source in sources]
         return bwd(spec, jax.tree.unflatten(treedef, leaves), g)
 
     g_specs = shards.out
@@ -237,19 +238,24 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
     return shards.map(on_device, in_specs, out_specs)(residuals.tree, g)
 
 
-_VALUE, _PERTURBED, _DTYPE = map(operator.attrgetter, ("value", "perturbed", "dtype"))
-
-
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
     """Return ``args`` without extended dtypes; and their structure and dtypes, None where there were none to cast."""
     # A dtype whose gradients merge by maximum is for JAX's transposition alone: inside of a rule nothing is merged.
     leaves, treedef = jax.tree.flatten(args)
-    dtypes, any_cast = tuple(map(_DTYPE, leaves)), False
-    for i, dtype in enumerate(dtypes):
-        # Random keys have an extended dtype as well, and keep it.
-        if jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            leaves[i], any_cast = jax.lax.convert_element_type(leaves[i], jnp.float32), True
-    return (jax.tree.unflatten(treedef, leaves), (treedef, dtypes)) if any_cast else (args, None)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    is_cast = [_is_state(dtype) for dtype in dtypes]
+    if not any(is_cast):
+        return args, None
+    cast = [
+        jax.lax.convert_element_type(leaf, jnp.float32) if extended else leaf
+        for leaf, extended in zip(leaves, is_cast, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, cast), (treedef, dtypes)
+
+
+def _is_state(dtype: Any) -> bool:
+    """Return whether a dtype is an extended one that reaches the rules as fp32; random keys keep theirs."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _in_dtypes(cotangents: Any, treedef: Any, dtypes: tuple[Any, ...]) -> Any:

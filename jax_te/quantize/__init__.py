@@ -1,8 +1,5 @@
 """Quantized arrays, quantizers, statistics of what they lose, and the state of delayed scaling."""
 
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.kernel import QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
@@ -44,6 +41,3 @@ __all__ = [
     "with_max_gradients",
     "write_back",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = late_names(__name__)  # names that moved

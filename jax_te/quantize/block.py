@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.quantize.quantizer import Quantizer, check_fp8
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks

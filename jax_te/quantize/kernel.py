@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
 from jax_te.quantize.tensor import OpaqueTree, QuantizedTensor
 from jax_te.typing import Array, DTypeLike
@@ -46,6 +46,11 @@ class QuantizedKernel:
     def is_opaque(self) -> bool:
         """Whether it is in a backend's own form."""
         return isinstance(self.form, OpaqueTree)
+
+    @property
+    def is_per_device(self) -> bool:
+        """Whether each device of a mesh has quantized its own shard."""
+        return isinstance(self.form, OpaqueTree) and self.form.per_device
 
     @property
     def operand(self) -> Any:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import checked, dtype_name
+from jax_te._validation import checked, dtype_name
 from jax_te.quantize.block import block_amax, directed_block
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.quantizer import Quantizer

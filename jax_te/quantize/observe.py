@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.quantize.quantizer import Quantizer, column_axis
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor

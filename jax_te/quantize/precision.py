@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import checked, dtype_name
+from jax_te._validation import checked, dtype_name
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
 from jax_te.recipe.internal import AmaxScope, fp8_max

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
-from jax_te.config.internal import brief, check_axes, check_leaves, checked
+from jax_te._validation import brief, check_axes, check_leaves, checked
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding.internal import batch_ranks
@@ -226,7 +225,7 @@ def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | N
         "scale": jnp.where(keep, old["scale"], new["scale"]),
         "amax_history": jnp.where(keep[..., None], old["amax_history"], new["amax_history"]),
     }
-    return [jax.tree.map(operator.itemgetter(index), states) for index in range(len(before))]
+    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(before))]
 
 
 def _is_amax_state(node: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_axes, checked
+from jax_te._validation import check_axes, checked
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
@@ -63,11 +61,6 @@ class QuantizedTensor:
         """Number of axes of the array it stands for."""
         return self.data.ndim
 
-    @property
-    def serves_both(self) -> bool:
-        """Whether GEMMs that sum over the rows and over the columns read the same values."""
-        return self.block is None or self.block[0] == self.block[1]
-
     def values(self) -> Array:
         """Return ``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
         # Without the barrier XLA drops the cast to FP8 and this one back as a pair, and nothing is quantized.
@@ -106,14 +99,12 @@ class QuantizedTensor:
             matrix_shape = as_matrix(self.data, self.axis).shape
             scale = expand_blocks(scale, self.block, matrix_shape).reshape(self.shape)
         largest = float(jnp.finfo(self.data.dtype).max)
-        return functools.reduce(
-            operator.or_,
+        below, above = (
             # A cast to FP8 does not saturate.
-            (
-                same_values(self.data, jnp.clip(x * scale * (1.0 + near), -largest, largest).astype(self.data.dtype))
-                for near in (-_NEAR, _NEAR)
-            ),
+            same_values(self.data, jnp.clip(x * scale * (1.0 + near), -largest, largest).astype(self.data.dtype))
+            for near in (-_NEAR, _NEAR)
         )
+        return below | above
 
 
 @jax.tree_util.register_dataclass
@@ -158,12 +149,12 @@ class OpaqueTree:
         leaves, treedef = jax.tree.flatten(tree)
         if per_device:
             # shard_map concatenates results along an axis they have: scalars and replicated arrays need a new one.
-            leaves = map(functools.partial(jnp.expand_dims, axis=0), leaves)
+            leaves = [jnp.expand_dims(leaf, axis=0) for leaf in leaves]
         return OpaqueTree(leaves=tuple(leaves), treedef=treedef, per_device=per_device)
 
     def unpack(self) -> Any:
         """Return the tree; of a ``per_device`` one, inside of ``shard_map``, this device's."""
-        leaves = map(operator.itemgetter(0), self.leaves) if self.per_device else self.leaves
+        leaves = [leaf[0] for leaf in self.leaves] if self.per_device else self.leaves
         return jax.tree.unflatten(self.treedef, leaves)
 
 

@@ -1,8 +1,7 @@
 """Precision recipes and where they apply: data only, no arrays."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jax_te._names import late_names
 from jax_te.recipe.base import MMParams, Recipe, Support
 from jax_te.recipe.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.recipe.custom import CustomRecipe
@@ -32,10 +31,17 @@ __all__ = [
     "recipe_from_name",
 ]
 
-if not TYPE_CHECKING:
-    # The ambient recipe is a context of JAX's, which the fields of recipes do without. It must exist before anything is
-    # traced, since it is part of the jit cache key; whoever traces with it has imported one of these names by then.
-    __getattr__ = late_names(__name__, dict.fromkeys(("autocast", "current_recipe"), "jax_te.recipe.context"))
+if not TYPE_CHECKING:  # type checkers accept any name of a module with a __getattr__
+
+    def __getattr__(name: str) -> Any:
+        # The ambient recipe is a context of JAX's, which the fields of recipes do without. It must exist before
+        # anything is traced, since it is part of the jit cache key; whoever traces with it has imported one of these
+        # names by then.
+        if name not in ("autocast", "current_recipe"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from jax_te.recipe import context
+
+        return getattr(context, name)
 
 
 def __dir__() -> list[str]:

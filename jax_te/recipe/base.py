@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jax_te.config.internal import check_annotations
+from jax_te._validation import check_annotations
 from jax_te.recipe.format import Format
 
 GEMMS = ("fprop", "dgrad", "wgrad")

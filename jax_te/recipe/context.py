@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.recipe.base import Recipe
 
 # A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.

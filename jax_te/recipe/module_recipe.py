@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.config.internal import check_annotations, checked
+from jax_te._validation import check_annotations, checked
 from jax_te.recipe.base import Recipe
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.recipe.base import Recipe
 from jax_te.recipe.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.recipe.tensor_scaling import DelayedScaling, Float8CurrentScaling

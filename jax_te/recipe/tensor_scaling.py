@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te.config.internal import check_positive
+from jax_te._validation import check_positive
 from jax_te.recipe.base import Recipe
 
 AmaxScope = Literal["group", "whole"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from jax_te._validation import checked
 from jax_te.config import RECOMPUTE_MODULES
-from jax_te.config.internal import checked
 
 # A user context takes part in the jit cache key: a function traced with other modules is traced again.
 ambient_modules = jax.make_user_context(())

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.sharding.network import CollectiveCount, Network
 from jax_te.sharding.program import Moved, collectives_of
 

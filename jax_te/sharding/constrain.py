@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.sharding.rules import ShardingRules, current_rules, logical_to_spec
 from jax_te.typing import Array, LogicalAxes
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jax_te._validation import brief, checked
 from jax_te.config import MESH_AXES, ParallelConfig
-from jax_te.config.internal import brief, checked
 
 
 @checked

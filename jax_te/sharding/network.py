@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config.internal import check_annotations, checked
+from jax_te._validation import check_annotations, checked
 
 CHAINS = (4, 24)
 """All-gathers in the two programs whose times are compared: the difference is without that of starting a program."""

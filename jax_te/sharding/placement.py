@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from flax.core.spmd import apply_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_te.config.internal import check_leaves, checked, log_once
+from jax_te._validation import check_leaves, checked, log_once
 from jax_te.sharding.constrain import auto_region, constrain
-from jax_te.sharding.rules import current_mesh, current_rules, logical_to_spec, named_sharding, ranks_of
+from jax_te.sharding.rules import current_mesh, current_rules, known_names, logical_to_spec, named_sharding, ranks_of
 from jax_te.typing import Array, LogicalAxes, PyTree
 
 Axes = LogicalAxes | PartitionSpec
@@ -119,36 +119,57 @@ def log_whole_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> None:
         params: a tree of Variables.
         mesh: where they are, or are going to be.
     """
-    rules = current_rules(mesh)
-    names = (*rules.names(), *dict(getattr(rules, "others", ())))
-    used = {axis for name in names for axis in rules.mesh_axes(name)}
-    of_tokens = {*rules.batch, *rules.sequence} - {*rules.fsdp, *rules.heads, *rules.ffn, *rules.vocab}
     large = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-    # A matrix without names could be split over whatever does not split tokens alone, one with names over what is left.
-    unnamed, unused = ([axis for axis in large if axis not in taken] for taken in (of_tokens, used))
-    found: list[tuple[str, int]] = []
+    unnamed, unused = _axes_left(large, mesh)
+    found: list[_Whole] = []
     variables = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
     for path, variable in variables:
         value = variable.get_value()
         axes = variable_axes(variable, value)
-        vector = sum(name != "components" for name in axes) < 2 or "norm" in axes
-        if isinstance(axes, PartitionSpec) or vector or any(logical_to_spec(axes, mesh)):
-            continue
-        able = unused if any(axes) else unnamed
-        if able:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            shown = ", ".join(name or "-" for name in axes)
-            found.append((f"{name} {list(value.shape)} ({shown}) over {' or '.join(able)}", math.prod(value.shape)))
+        if _is_whole_matrix(axes, mesh) and (able := unused if any(axes) else unnamed):
+            found.append(_Whole(jax.tree_util.keystr(path, simple=True, separator="."), value.shape, axes, able))
     if found:
-        found.sort(key=lambda entry: -entry[1])
+        found.sort(key=lambda whole: -math.prod(whole.shape))
         more = f"; and {len(found) - 12} smaller ones" if len(found) > 12 else ""
         log_once(
             f"{len(found)} of {len(variables)} parameters are whole on every device, and no rule splits them, though "
-            f"the mesh could: {'; '.join(name for name, _ in found[:12])}{more}. To split one, name its axes, "
+            f"the mesh could: {'; '.join(map(str, found[:12]))}{more}. To split one, name its axes, "
             "nnx.Param(value, logical_axes=('fsdp', 'ffn')) or Flax's out_sharding, and say over which mesh axes: "
             f"use_rules(ShardingRules(ffn=({large[-1]!r},))) or Flax's logical_axis_rules([('ffn', {large[-1]!r})])",
             logging.WARNING,
         )
+
+
+class _Whole(NamedTuple):
+    """A matrix that no rule splits: its name, shape and axes, and the mesh axes that could split it."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: Axes
+    able: list[str]
+
+    def __str__(self) -> str:
+        shown = ", ".join(str(axis or "-") for axis in self.axes)
+        return f"{self.name} {list(self.shape)} ({shown}) over {' or '.join(self.able)}"
+
+
+def _axes_left(large: list[str], mesh: Mesh | AbstractMesh) -> tuple[list[str], list[str]]:
+    """Return those of a mesh's axes that could split a matrix without names, and one with names.
+
+    One without names could be split over whatever does not split tokens alone, one with names over what is left.
+    """
+    rules = current_rules(mesh)
+    used = {axis for name in known_names(rules) for axis in rules.mesh_axes(name)}
+    of_tokens = {*rules.batch, *rules.sequence} - {*rules.fsdp, *rules.heads, *rules.ffn, *rules.vocab}
+    return [axis for axis in large if axis not in of_tokens], [axis for axis in large if axis not in used]
+
+
+def _is_whole_matrix(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether an array with these axes is a matrix, no norm, that neither rules nor Flax's names place."""
+    if isinstance(axes, PartitionSpec):
+        return False
+    is_vector = sum(name != "components" for name in axes) < 2
+    return not is_vector and "norm" not in axes and not any(logical_to_spec(axes, mesh))
 
 
 def create_sharded(make: Callable[..., Array], *args: Array, shape: tuple[int, ...], axes: LogicalAxes) -> Array:

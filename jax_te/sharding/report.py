@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.sharding.drawing import draw_layout, mesh_axes_of
 from jax_te.sharding.placement import leaves_with_axes, shardings_of
 from jax_te.typing import LogicalAxes, PyTree

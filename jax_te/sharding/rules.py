@@ -13,8 +13,9 @@ import jax
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_te._validation import checked
 from jax_te.config import MESH_AXES
-from jax_te.config.internal import check_mesh_axis, checked
+from jax_te.config.internal import check_mesh_axis
 from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
@@ -185,10 +186,7 @@ def logical_to_spec(
     """
     if isinstance(axes, PartitionSpec):
         return _checked(axes, mesh)
-    if rules is None:
-        # Asked here, because layers resolve axes all the time, and few programs set rules in Flax.
-        rules = current_rules(mesh) if get_logical_axis_rules() else _rules.value
-    return _resolved(tuple(axes), mesh, rules)
+    return _resolved(tuple(axes), mesh, current_rules(mesh) if rules is None else rules)
 
 
 def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -204,7 +202,7 @@ def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
 # Cached, because layers ask for the same few axes at every call; meshes and rules are hashable.
 @functools.lru_cache(maxsize=4096)
 def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> PartitionSpec:
-    known = {*rules.names(), *dict(getattr(rules, "others", ()))}
+    known = known_names(rules)
     free = free_axes(mesh)
     taken: dict[str, str] = {}
     spec: list[Any] = []
@@ -236,6 +234,16 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
         mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1 and axis in free)
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
+
+
+def known_names(rules: ShardingRules) -> set[str]:
+    """Return the logical names that rules give mesh axes: this package's, and those that are set in Flax.
+
+    >>> "batch" in known_names(current_rules())
+    True
+    """
+    others = rules.others if isinstance(rules, _WithFlax) else ()
+    return {*rules.names(), *(name for name, _ in others)}
 
 
 def current_rules(mesh: Mesh | AbstractMesh | None = None) -> ShardingRules:

@@ -1,8 +1,5 @@
 """Training: state and step, loss scaling, optimizer, and statistics of what quantization does to a model."""
 
-from typing import TYPE_CHECKING
-
-from jax_te._names import late_names
 from jax_te.training.adamw import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
 from jax_te.training.compile_cache import keep_compiled_programs
 from jax_te.training.deferred import FirstHalf, deferred_vjp
@@ -54,6 +51,3 @@ __all__ = [
     "value_and_grad",
     "weight_decay_mask",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = late_names(__name__)  # names that moved

@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.tree_util import DictKey
 
-from jax_te.config.internal import check_leaves, check_rate, checked, float_dtype
+from jax_te._validation import check_leaves, check_rate, checked, float_dtype
 from jax_te.typing import DTypeLike, PyTree
 
 

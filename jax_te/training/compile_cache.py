@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 
 
 @checked

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import Partial
 
-from jax_te.config.internal import checked, float_dtype
+from jax_te._validation import checked, float_dtype
 from jax_te.layers.internal import quantizable_kernels, set_grad_sinks
-from jax_te.ops.internal import WgradProbe, deferred_sink, deferred_wgrad
+from jax_te.ops.internal import Probe, Summands, deferred_sink, deferred_wgrad
 from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
-from jax_te.training.kernel_gradients import Path, Summands
+from jax_te.training.kernel_gradients import Path, SummandPlace
 from jax_te.training.state import split_model
 from jax_te.typing import DTypeLike, PyTree
 
@@ -105,7 +105,7 @@ def deferred_vjp(
     # First an abstract pass, in which every op reports the operands of its kernel gradient: the sinks' shapes.
     plain, kept = split_parameters(params)
     values = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
-    probes = {path: WgradProbe() for path in values}
+    probes = {path: Probe() for path in values}
 
     def total(*args: PyTree) -> Any:
         y = run(probes, *args)
@@ -121,14 +121,15 @@ def deferred_vjp(
     # Gradients have the metadata of their parameters, without which jax.tree.map and optax take no pair of them.
     like = {path: jax.tree.structure(variables[path].replace(0.0)) for path in values if path in variables}
     for path, value in values.items():
-        spec, operands, calls = probes[path].seen
-        # After two calls JAX would add up the operands of two GEMMs; without a spec nothing differentiates the kernel.
-        if calls == 1 and spec is not None:
+        probe = probes[path]
+        # After two calls JAX would add up the operands of two GEMMs; without a layer nothing differentiates the kernel.
+        if probe.calls == 1 and probe.layer is not None and probe.operands is not None:
+            spec = probe.layer
             lead = value.shape[: len(value.shape) - spec.kernel_rank]
             dtype = wgrad_dtype or (jnp.float32 if spec.stored_quantized else spec.wgrad_dtype)
-            sinks[path] = deferred_sink(spec, operands, lead)
+            sinks[path] = deferred_sink(spec, probe.operands, lead)
             gemms.append((path, replace(spec, wgrad_dtype=dtype), lead))
-        elif calls and path in stored:
+        elif probe.calls and path in stored:
             # It has no gradient of its own: without a sink none would come.
             sinks[path] = jnp.zeros(value.shape, wgrad_dtype or jnp.float32)
 
@@ -141,10 +142,10 @@ def deferred_vjp(
     return (y, Partial(_First(tuple(gemms), tuple(like.items())), vjp), *aux)
 
 
-def with_summands(backward: Partial, places: dict[Path, Summands]) -> Partial:
+def with_summands(backward: Partial, places: dict[Path, SummandPlace]) -> Partial:
     """Return ``backward`` of `deferred_vjp`, with summands for those kernels that wait and lie in ``places``."""
     gemms = [
-        (path, replace(spec, summed_later=places[path].over, wgrad_dtype=jnp.float32), lead)
+        (path, replace(spec, sink=Summands(places[path].over), wgrad_dtype=jnp.float32), lead)
         if path in places and spec.plan.mesh is not None
         else (path, spec, lead)
         for path, spec, lead in backward.func.gemms  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jax_te.config.internal import check_axes, check_leaves
+from jax_te._validation import check_axes, check_leaves
 from jax_te.sharding import named_sharding
 from jax_te.typing import PyTree
 

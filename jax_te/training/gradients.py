@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers.internal import drop_cached_kernels, quantize_kernels, set_grad_sinks, use_cached_kernels
 from jax_te.quantize import (
     QuantizedKernel,
@@ -25,7 +25,7 @@ from jax_te.quantize import (
 )
 from jax_te.sharding import constrain, current_mesh
 from jax_te.sharding.internal import leaves_with_axes, variable_axes
-from jax_te.training.kernel_gradients import KernelGradients, Path, Summands
+from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
@@ -272,8 +272,15 @@ def _of_batch(
     cached: list[QuantizedKernel | None] | None = None,
 ) -> Gradients:
     parts, full = (state.graphdef, state.params, state.quantizers, rest), full_precision(state.params, state.masters)
-    how = (state.scaler, cached, (), kernels, full)
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, split_model, *how)
+    return differentiate(
+        lambda model: (loss_fn(model, batch, key), None),
+        parts,
+        split_model,
+        state.scaler,
+        cached=cached,
+        kernels=kernels,
+        like=full,
+    )
 
 
 def differentiate(
@@ -367,7 +374,7 @@ def vjp_of_model(
 # No closure: the function of a Partial is part of its tree structure.
 @dataclass(frozen=True)
 class _Backward:
-    places: tuple[tuple[Path, Summands], ...]
+    places: tuple[tuple[Path, SummandPlace], ...]
 
     def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, Array]:
         grads, sink_grads, quantizers, dx = vjp(dy)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers import name_modules, prepare_quantization, quantizable_modules
 from jax_te.layers.internal import natural_order
 from jax_te.quantize import STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients

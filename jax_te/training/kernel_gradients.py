@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from jax_te.typing import Array, DTypeLike, LogicalAxes
 Path = tuple[Any, ...]
 
 
-class Summands(NamedTuple):
+class SummandPlace(NamedTuple):
     """Where the summands of a kernel's gradient lie: an array ``[*lead, d, k, *n]``, of each device its own.
 
     Args:
@@ -77,7 +76,7 @@ class Summands(NamedTuple):
             own = jnp.squeeze(own, self.lead).astype(dtype)
             return reduce_sum(own, self.over, ((),) * self.lead + scatter).astype(jnp.float32)
 
-        out = PartitionSpec(*[None] * self.lead, *map(operator.add, self.dims, scatter))
+        out = PartitionSpec(*[None] * self.lead, *(own + more for own, more in zip(self.dims, scatter, strict=True)))
         return jax.shard_map(
             on_device, in_specs=self.spec, out_specs=out, axis_names=set(free_axes(mesh)), check_vma=False
         )(summands)
@@ -95,7 +94,7 @@ class KernelGradients(NamedTuple):
     dtype: DTypeLike = jnp.float32
     once: bool = False
 
-    def waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, Summands]:
+    def waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, SummandPlace]:
         """Return the kernels among ``params`` whose gradients come as summands."""
         mesh = current_mesh()
         if mesh is None or not self.once:
@@ -103,10 +102,10 @@ class KernelGradients(NamedTuple):
         names, found = {path for path, _ in nnx.to_flat_state(params)}, {}
         for path, module, name in quantizable_kernels(model):
             axes, shape = module.axes_of(name), getattr(module, name).get_value().shape
-            # Summands are fp32, and so would be what FSDP's axis reduce-scatters of them in each microbatch.
+            # SummandPlace are fp32, and so would be what FSDP's axis reduce-scatters of them in each microbatch.
             whole = self.dtype == jnp.float32 or not gathered_axes(axes, mesh)
             if path in names and whole and (over := summed_axes(axes, mesh)):
-                found[path] = Summands(len(shape) - len(axes), over, mesh_dims(axes, mesh))
+                found[path] = SummandPlace(len(shape) - len(axes), over, mesh_dims(axes, mesh))
         return found
 
     def sinks(self, model: nnx.Module, params: nnx.State) -> dict[Path, Array | None]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
-from jax_te.config.internal import check_annotations, check_float, check_leaves, check_positive, checked
+from jax_te._validation import check_annotations, check_float, check_leaves, check_positive, checked
 from jax_te.typing import Array, PyTree
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te.config.internal import brief, check_leaves, checked
+from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh
 from jax_te.sharding.internal import log_whole_parameters

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import yaml
 from flax import nnx
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers import quantizable_modules
 from jax_te.layers.internal import quantizable_kernels, use_cached_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY

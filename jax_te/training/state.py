@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.layers import prepare_quantization
 from jax_te.layers.internal import quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState

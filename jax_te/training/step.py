@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_te.config.internal import check_positive, checked, float_dtype
-from jax_te.pipeline import PipelineConfig
-from jax_te.pipeline.internal import pipeline_stages, stage_rules
+from jax_te._validation import check_positive, checked, float_dtype
+from jax_te.config import PipelineConfig
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import ShardingRules, auto_region, constrain, current_mesh, logical_to_spec, use_rules
 from jax_te.sharding.internal import current_rules, ranks_of
@@ -31,7 +30,8 @@ from jax_te.training.gradients import (
 )
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import full_precision, select, taken_over, updated
-from jax_te.training.pipelined import pipelined_gradients
+from jax_te.training.pipeline.cut import pipeline_stages, stage_rules
+from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.state import TrainState
 from jax_te.training.transformation import Transformation, as_transformation, transformed
 from jax_te.typing import Array, DTypeLike, PyTree

@@ -97,7 +97,8 @@ def test_damage_to_any_file_is_harmless_or_noticed(folder, damage):
         assert told == (step == 10)
         noticed += told
         file.write_bytes(content)
-    assert noticed >= 5
+    # Of what a restore reads: the metadata, the database's manifest, its index, and the values.
+    assert noticed >= 4
 
 
 def damage_newest(folder):
@@ -125,6 +126,41 @@ def test_the_log_is_quiet_while_orbax_runs_and_is_left_as_it_was(folder):
         assert logger.filters == before
         checkpointer.save(make_state(40), None, 40)
     assert logger.filters == before
+
+
+def process_state():
+    """Hooks and filters that all threads of the process share."""
+    loggers = [logging.getLogger(name) for name in (None, "absl", "asyncio", "orbax", "jax", "jax_te")]
+    settings = [(logger.level, logger.disabled, tuple(logger.filters), tuple(logger.handlers)) for logger in loggers]
+    return sys.unraisablehook, sys.excepthook, threading.excepthook, logging.raiseExceptions, settings
+
+
+@pytest.mark.wide("truncate")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_read_leaves_the_process_as_it_is_for_other_threads_too(folder, damage):
+    """While a damaged checkpoint is read, and after that."""
+    newest = max((path for path in (folder / "20").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    DAMAGE[damage](newest)
+    before, seen, done = process_state(), [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            seen.append(process_state() == before)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    with TrainCheckpointer(folder) as checkpointer:
+        watcher.start()
+        try:
+            with pytest.warns(DamagedCheckpointWarning):
+                _, _, step = checkpointer.restore(described())
+        finally:
+            done.set()
+            watcher.join()
+    assert step == 10
+    assert len(seen) > 3
+    assert all(seen)
+    assert process_state() == before
 
 
 def test_the_warning_names_both_and_the_run_goes_on(folder):

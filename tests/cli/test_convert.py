@@ -12,11 +12,12 @@ from flax import nnx
 
 from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
-from jax_te.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.megatron import read_megatron
+from jax_te.interop.torch import write_torch_file
 from jax_te.models import GPTModel
-from jax_te.torch_files import read_megatron, write_torch_file
+from tests.support.distributed_folder import write_distributed
 from tests.support.runs import assert_refused
-from tests.torch_files.distributed_folder import write_distributed
 
 CONFIG = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "activation": "swiglu"}
 CONFIG |= {"normalization": "RMSNorm", "add_bias_linear": False}

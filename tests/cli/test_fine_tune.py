@@ -17,7 +17,7 @@ from jax_te.cli.pretrained import FORM
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
 from jax_te.config import TransformerConfig
-from jax_te.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel, RotaryPositions
 from tests.support.runs import assert_refused, records

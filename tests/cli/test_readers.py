@@ -31,7 +31,7 @@ from jax_te.cli.run_files import CONFIG_FILE, _crc32, read_config
 from jax_te.data import Tokenizer, load_text
 from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
-from jax_te.megatron.yaml_file import read_yaml
+from jax_te.megatron.quantization.yaml_file import read_yaml
 from jax_te.metrics.log import METRICS_FILE, read_metrics
 from jax_te.metrics.precision_log import PRECISION_FILE, STATISTICS, read_precision
 from jax_te.metrics.writers import cut_after

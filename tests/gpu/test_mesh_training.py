@@ -18,10 +18,9 @@ import numpy as np
 import optax
 import pytest
 
-from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
-from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step

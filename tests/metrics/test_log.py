@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from jax_te._validation import require_extra
 from jax_te.cli.main import explain
-from jax_te.config.internal import require_extra
 from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics
 
 

@@ -9,11 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
 from jax_te.layers import TransformerLayer
 from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, T5Model, run_layers
 from jax_te.models.batch_parts import join_batch, split_batch
-from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step

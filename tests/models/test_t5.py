@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import quantizable_modules
-from jax_te.layers.relative_bias import relative_buckets
+from jax_te.layers.attention.relative_bias import relative_buckets
 from jax_te.models import Execution, RelativePositions, T5Model
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.recipe import DelayedScaling, autocast

@@ -71,8 +71,8 @@ def restore_damaged(folder):
     """One process alone may find the damage, that of its disk or its shards; or all find that of the files."""
     read = restore_module.read_arrays
 
-    def fail_here(path, wanted, version):
-        found = read(path, wanted, version)
+    def fail_here(path, wanted):
+        found = read(path, wanted)
         if jax.process_index() == 1 and path.parent.name == "of one" and path.name == "2":
             raise restore_module.DamagedError("a shard of this process")
         return found

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.huggingface import load_huggingface, save, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, save, save_huggingface
 from jax_te.sharding import make_mesh
-from tests.huggingface.test_folder import llama, params_of
+from tests.interop.huggingface.test_folder import llama, params_of
 from tests.support.numerics import assert_bitwise
 from tests.support.processes import run_processes
 

@@ -15,10 +15,9 @@ from flax import nnx
 from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
 from jax_te.layers import Linear, LoRA, lora_labels
 from jax_te.models import GPTModel, MegatronGPTModel, T5Model, run_layers
-from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,

@@ -250,6 +250,24 @@ def test_each_device_keeps_its_own_residuals(axis_type: Any) -> None:
     assert_bitwise(dx, 6.0 * x)
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "wrapped"])
+def test_an_argument_that_a_rule_has_wrapped_is_kept_as_a_copy(wrapped: bool) -> None:
+    """A residual is told from the arguments by being the same object; another array costs memory, and no value."""
+
+    def fwd(axes: tuple[str, ...], x: jax.Array) -> Any:
+        return jnp.square(x), jax.lax.optimization_barrier(x) if wrapped else x
+
+    square, x = sharded_vjp(fwd, lambda axes, x, g: (2.0 * x * g, None)), draw("x", (4, 8))
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, tensor=4))):
+        mesh, spec = device_mesh(), P("data", "tensor")
+        assert mesh is not None
+        split = Shards(mesh=mesh, args=spec, out=spec, cotangents=spec)
+        _, vjp = jax.vjp(lambda x: square((), split, x), x)
+        (dx,) = vjp(jnp.ones_like(x))
+    assert [leaf.shape for leaf in jax.tree.leaves(vjp)] == [(8, 2, 2) if wrapped else x.shape]
+    assert_bitwise(dx, 2.0 * x)
+
+
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_a_scan_does_not_stack_arguments_that_do_not_change(mesh: str) -> None:
     args, sink = inputs()

@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_te.linen as te_linen
+from jax_te._validation import log_once
 from jax_te.config import ParallelConfig
-from jax_te.config.internal import log_once
 from jax_te.layers import LayerNormMLP
 from jax_te.sharding import ShardingRules, logical_to_spec, make_mesh, sharding_report, use_rules
 from jax_te.sharding.internal import whole_sequences

@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_te.config import ParallelConfig
+from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.layers import LayerNormMLP, Linear
 from jax_te.models import run_layers
-from jax_te.pipeline import PipelineConfig
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, autocast
 from jax_te.sharding import ShardingRules, make_mesh, use_rules
 from jax_te.training import WeightedMean, create_train_state, make_train_step

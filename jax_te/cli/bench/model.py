@@ -16,10 +16,9 @@ from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.build import build_model
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
-from jax_te.config import ParallelConfig
+from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.models import Execution
 from jax_te.ops.internal import te
-from jax_te.pipeline import PipelineConfig
 
 
 def run(options: BenchModel) -> int:

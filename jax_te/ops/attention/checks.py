@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_float, checked
+from jax_te._validation import COMPUTE_DTYPES, check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     BIAS_TYPES,
@@ -115,15 +115,10 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
 
 def check_arrays(spec: AttentionSpec, arrays: AttentionArrays) -> None:
     """Raise ValueError or TypeError for an array that is missing or unused, or whose shape or dtype is wrong."""
-    # Asked here, so that the usual call, causal without arrays, makes no calls of its own.
-    if arrays.mask is not None or spec.mask_type == "arbitrary":
-        _check_mask(spec, arrays.mask)
-    if arrays.segments is not None or arrays.q_lengths is not None or arrays.kv_lengths is not None or spec.is_padding:
-        _check_lengths(spec, arrays)
-    if arrays.bias is not None or spec.bias_type != "no_bias":
-        _check_bias(spec, arrays.bias)
-    if arrays.softmax_offset is not None or spec.softmax_type == "learnable":
-        _check_softmax_offset(spec, arrays.softmax_offset)
+    _check_mask(spec, arrays.mask)
+    _check_lengths(spec, arrays)
+    _check_bias(spec, arrays.bias)
+    _check_softmax_offset(spec, arrays.softmax_offset)
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
@@ -136,6 +131,8 @@ def _scores(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
+    if mask is None and spec.mask_type != "arbitrary":
+        return
     if mask is None or spec.mask_type != "arbitrary":
         raise ValueError(f"mask_type {spec.mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
     # Masks of integers or floats are 1 where masked out in one library and 1 where visible in another.
@@ -175,6 +172,8 @@ def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
 
 
 def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:
+    if bias is None and spec.bias_type == "no_bias":
+        return
     if bias is None or spec.bias_type == "no_bias":
         missing = "ALiBi needs slopes" if spec.bias_type == "alibi" else f"bias_type {spec.bias_type!r} needs a bias"
         raise ValueError(missing if bias is None else "bias_type 'no_bias' takes no bias")
@@ -191,6 +190,8 @@ def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:
 
 
 def _check_softmax_offset(spec: AttentionSpec, offset: Array | None) -> None:
+    if offset is None and spec.softmax_type != "learnable":
+        return
     if offset is None or spec.softmax_type != "learnable":
         raise ValueError(
             f"softmax_type {spec.softmax_type!r} {'needs' if offset is None else 'takes no'} softmax_offset"

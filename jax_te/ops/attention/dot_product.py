@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te.config.internal import check_bool, check_number, check_rate, checked
+from jax_te._validation import check_bool, check_number, check_rate, checked
 from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
@@ -28,7 +28,8 @@ from jax_te.ops.attention.spec import (
     SoftmaxType,
     Window,
 )
-from jax_te.ops.backend import Backend, ambient_backend, primitives, select
+from jax_te.ops.backend import ambient_backend, primitives, select
+from jax_te.ops.primitives import Backend
 from jax_te.sharding import auto_region, constrain
 from jax_te.sharding.internal import current_rules, free_axes
 from jax_te.typing import Array, BackendName, Key, LogicalAxes
@@ -107,20 +108,17 @@ def dot_product_attention(
     >>> dot_product_attention((q, q, q)).shape
     (1, 4, 2, 8)
     """
-    # Asked here, so that the usual call, without dropout and softcap, makes no call of its own.
-    if type(dropout_rate) is not float or dropout_rate != 0.0:
-        check_rate(dropout_rate=dropout_rate)
-        if dropout_rate and dropout_key is None:
-            raise ValueError(f"dropout_rate={dropout_rate} needs dropout_key; give a key, or the rate 0")
-    if dropout_rate == 0.0:
+    check_rate(dropout_rate=dropout_rate)
+    if dropout_rate and dropout_key is None:
+        raise ValueError(f"dropout_rate={dropout_rate} needs dropout_key; give a key, or the rate 0")
+    if not dropout_rate:
         dropout_key = None  # it would be one more input of every kernel and shard_map
-    if not (scale is None or (type(scale) is float and isfinite(scale))):
+    if scale is not None:
         check_number(scale=scale)
     if logit_softcap is not None:
         check_number(logit_softcap=logit_softcap)
         logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
-    if return_max_logit is not False:
-        check_bool(return_max_logit=return_max_logit)
+    check_bool(return_max_logit=return_max_logit)
     spec = attention_spec(
         qkv,
         mask_type,

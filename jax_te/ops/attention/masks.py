@@ -10,7 +10,7 @@ import functools
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import is_integer
+from jax_te._validation import is_integer
 from jax_te.ops.attention.segments import SegmentPositions, segment_positions_at
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec, Window
 from jax_te.typing import Array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_te.config.internal import brief, checked
+from jax_te._validation import brief, checked
 from jax_te.typing import Array
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jax_te._validation import check_float, checked
 from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import check_float, checked
-from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
+from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.linear.plan import row_plan
-from jax_te.ops.linear.spec import Activation
+from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.typing import Array, BackendName, LogicalAxes
 

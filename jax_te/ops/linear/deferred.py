@@ -21,7 +21,7 @@ def deferred_sink(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...])
     """Return a ``grad_sink`` whose cotangent is the operands of a kernel gradient: zeros, which nothing reads.
 
     Args:
-        spec: the layer, as its `jax_te.ops.linear.spec.WgradProbe` saw it.
+        spec: the layer, as its `jax_te.ops.linear.spec.Probe` saw it.
         operands: shapes and dtypes that the probe saw, on a mesh those of one device.
         lead: axes in front, of a kernel that a loop over layers takes slices of.
     """
@@ -38,12 +38,14 @@ def deferred_sink(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...])
 
 
 def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]) -> Array:
-    """Return the kernel's gradient ``[*lead, k, *n]``, or its summands, from the cotangent of its `deferred_sink`.
+    """Return the kernel's gradient ``[*lead, k, *n]`` from the cotangent of its `deferred_sink`.
+
+    For a layer with a `jax_te.ops.linear.spec.Summands` sink these are the summands, ``[*lead, d, k, *n]``.
 
     It is nan if the sink was read more than once, as by a layer that a loop repeats: JAX has then added up operands.
     """
-    own, later = spec.plan.kernel_spec, spec.summed_later
-    shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), PartitionSpec(later, *own) if later else own)
+    assert spec.sink is not None
+    shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), spec.sink.spec(spec.plan))
     multiply: Any = functools.partial(_wgrad, spec, shards, out_axes=spec.options.kernel_axes)
     for _ in lead:
         multiply = functools.partial(jax.lax.map, multiply)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
+from jax_te.ops.linear.norm_and_activation import NormSpec
+from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
-from jax_te.ops.linear.spec import LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec
+from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, OpSpec
+from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState, QuantizedKernel
@@ -25,7 +28,7 @@ def dense(
     *,
     recipe: Recipe | None = None,
     state: GemmState | None = None,
-    grad_sink: Any = None,
+    grad_sink: GivenSink | None = None,
     options: LinearOptions = LinearOptions(),
     backend: BackendName | None = None,
 ) -> Array:
@@ -117,19 +120,23 @@ def normed_operand(
     return gemms.adopt(spec, "x", written, (how.scale, amax)), stats
 
 
-def norm_backward(spec: Any, residuals: Any, dy: Array, norm: Any) -> tuple[Array, Any]:
+def norm_backward(
+    backend: Backend, plan: Plan, residuals: Any, dy: Array, norm: NormSpec
+) -> tuple[Array, tuple[Array, Array | None]]:
     """Return the gradients of a norm's input and of ``(scale, bias)``, the latter summed over all devices' rows.
 
     Args:
-        spec: of the op, with its ``backend`` and ``plan``.
+        backend: primitives of the op.
+        plan: mesh of the op, or of its first layer.
         residuals: the norm's input, its statistics, scale and bias.
-        dy: the gradient of its output.
-        norm: its `NormSpec`.
+        dy: gradient of the norm's output.
+        norm: static description of the norm.
     """
-    dx, dscale, dbias = spec.backend.norm_backward(dy, *residuals, norm)
-    if spec.plan.mesh is not None:
-        dscale = reduce_sum(dscale, spec.plan.x_row_axes)
-        dbias = None if dbias is None else reduce_sum(dbias, spec.plan.x_row_axes)
+    x, stats, scale, bias = residuals
+    dx, dscale, dbias = backend.norm_backward(dy, x, stats, scale, bias, norm)
+    if plan.mesh is not None:
+        dscale = reduce_sum(dscale, plan.x_row_axes)
+        dbias = None if dbias is None else reduce_sum(dbias, plan.x_row_axes)
     return dx, (dscale, dbias)
 
 
@@ -151,8 +158,8 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
 def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tuple[LinearArgs, Any]:
     (normed, saved), (linear,), dnorm = residuals, spec.layers, None
     dx, weights, sink = gemms.backward(linear, saved, *gemms.grad_operand(linear, g, saved.state), after=g)
-    if normed is not None:
-        dx, dnorm = norm_backward(linear, normed, dx, spec.norm)
+    if spec.norm is not None:
+        dx, dnorm = norm_backward(linear.backend, linear.plan, normed, dx, spec.norm)
     return LinearArgs(dx, dnorm, (weights,)), (sink,)
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.linear.spec import LinearSpec, LinearWeights, WgradProbe
+from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
 from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import ROLES, Gemm, OpaqueTree, Quantization, TensorRole, pad_rows, unpad_rows
+from jax_te.quantize.internal import ROLES, Gemm, Quantization, TensorRole, pad_rows, unpad_rows
 from jax_te.recipe.internal import GEMMS
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
@@ -77,12 +77,17 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     """
     precision = getattr(spec.precision, role)
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
-    # A fused kernel writes quantized values only: statistics, GEMMs in high precision and `show_overflow` need the
-    # tensor itself.
-    read = spec.observer is not None or precision.read_unquantized or (dims and not precision.one_scale)
-    read = read or spec.x_dtype == jnp.float16
-    read = spec.lead is not None or (read and precision.quantizer is not None)
-    return None if read else quantization(spec, state, role)
+    gets_rows = spec.lead is not None
+    is_quantized = precision.quantizer is not None
+    # A fused kernel writes quantized values only: statistics, GEMMs in high precision, `show_overflow` and an
+    # all-gather in front of the quantization need the tensor itself.
+    values_are_read = (
+        spec.observer is not None
+        or precision.read_unquantized
+        or spec.x_dtype == jnp.float16
+        or (bool(dims) and not precision.one_scale)
+    )
+    return None if gets_rows or (is_quantized and values_are_read) else quantization(spec, state, role)
 
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
@@ -141,19 +146,12 @@ def backward(
     if dbias is not None and spec.plan.mesh is not None:
         dbias = reduce_sum(dbias, spec.plan.out_row_axes)
     dx = dgrad(spec, residuals.kernel, g, after=after)
-    operand = g.read_by(spec, "wgrad")
-    dkernel = deferred(spec, residuals.x, operand) if spec.deferred else wgrad(spec, residuals.x, operand)
+    gemm = KernelGemm(spec, residuals.x, g.read_by(spec, "wgrad"), wgrad)
+    dsink = None if spec.sink is None else spec.sink.cotangent(gemm)
     # A kernel stored quantized has no gradient of its own: the fp32 master's goes to the sink.
-    own: Any = None if spec.grad_sink or spec.stored_quantized else dkernel
-    weights = LinearWeights(own, dbias, next_state(spec, residuals, g))
-    return dx, weights, dkernel if spec.grad_sink else None
-
-
-def deferred(spec: LinearSpec, x: Any, g: Any) -> OpaqueTree | None:
-    """Return the operands of `wgrad` as a sink's cotangent, with a 1 that counts its uses, which JAX adds up."""
-    operands = x, spec.backend.residual_for_wgrad(g), jnp.ones((), jnp.float32)
-    packed = OpaqueTree.pack(operands, per_device=spec.plan.mesh is not None)
-    return spec.deferred.report(spec, packed) if isinstance(spec.deferred, WgradProbe) else packed
+    has_gradient = spec.sink is None and not spec.stored_quantized
+    dkernel: Any = gemm.gradient() if has_gradient else None
+    return dx, LinearWeights(dkernel, dbias, next_state(spec, residuals, g)), dsink
 
 
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
@@ -244,8 +242,9 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
         x = spec.backend.residual_for_wgrad(again.read_by(spec, "wgrad"))
     dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.split_accumulator[2])
     if spec.plan.mesh is not None:
+        later = () if spec.sink is None else spec.sink.summed_later
         # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.
-        return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather, spec.summed_later)
+        return reduce_sum(dkernel, spec.plan.row_axes, spec.plan.kernel_all_gather, later)
     # The gradient takes the parameter's sharding at once; elsewhere the optimizer would gather one of the two.
     return constrain(dkernel, spec.options.kernel_axes) if spec.plan.constrained else dkernel
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te.config.internal import check_axes, check_float, checked
-from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te._validation import check_axes, check_float, checked
+from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.dense import norm_backward
+from jax_te.ops.linear.norm_and_activation import NormSpec
 from jax_te.ops.linear.plan import Plan, row_plan
 from jax_te.ops.linear.resolve import LinearArgs, check_norm
-from jax_te.ops.linear.spec import NormSpec
+from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.sharding import constrain
 from jax_te.sharding.internal import REPLICATED
@@ -80,7 +81,8 @@ def _fwd(spec: _Spec, args: LinearArgs) -> tuple[Array, Any]:
 
 
 def _bwd(spec: _Spec, residuals: Any, dy: Array) -> tuple[LinearArgs, None]:
-    return LinearArgs(*norm_backward(spec, residuals, spec.constrain(dy), spec.norm), ()), None
+    dx, dnorm = norm_backward(spec.backend, spec.plan, residuals, spec.constrain(dy), spec.norm)
+    return LinearArgs(dx, dnorm, ()), None
 
 
 _layernorm = sharded_vjp(_fwd, _bwd, name="norm", once=lambda spec: why_backend(spec.backend.NAME))

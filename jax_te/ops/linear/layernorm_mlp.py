@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_te.config.internal import checked
+from jax_te._validation import checked
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.dense import norm_backward, normed_operand
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
+from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
+from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
-from jax_te.ops.linear.spec import Activation, LinearOptions, LinearWeights, NormSpec, OpSpec
+from jax_te.ops.linear.spec import LinearWeights, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState
@@ -117,6 +119,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
 def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
     """Return the activated tensor as the second layer's GEMMs read it."""
     linear = spec.layers[1]
+    assert spec.activation is not None
     how = gemms.fused_quantization(linear, state, "x")
     if how is None:
         return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), state, axis=-1)
@@ -133,7 +136,8 @@ def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     dz, dwo, wo_sink = gemms.backward(wo, wo_residuals, grad, dbias, after=g)
     dpre, dbias = _activation_backward(spec, pre, dz, wi_residuals.state)
     dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
-    dx, dnorm = norm_backward(wi, normed, dy, spec.norm)
+    assert spec.norm is not None
+    dx, dnorm = norm_backward(wi.backend, wi.plan, normed, dy, spec.norm)
     return LinearArgs(_as_planned(spec, dx, shape[:-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
@@ -143,6 +147,7 @@ def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState |
     ``state`` is the first layer's.
     """
     linear = spec.layers[0]
+    assert spec.activation is not None
     if linear.plan.constrained:
         dz = constrain(dz, spec.layers[1].options.x_axes)
     how = gemms.fused_quantization(linear, state, "grad")

@@ -19,7 +19,6 @@ from jax_te.sharding.internal import (
     Dims,
     MeshAxes,
     activation_axis,
-    current_rules,
     device_mesh,
     flat,
     free_axes,
@@ -159,16 +158,32 @@ def linear_plan(
     whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
     # Named before the sizes of blocks: no other size would help a kernel that has no shards.
     precision = precision if whole is None else Precision()
-    plan = _linear_plan(mesh, current_rules(), (x_shape, kernel.shape), (x_axes, kernel_axes, out_axes), precision)
-    return plan.without_mesh(whole)
+    dims = (mesh_dims(x_axes, mesh), mesh_dims(kernel_axes, mesh), mesh_dims(out_axes, mesh))
+    # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these. A layer of Flax, whose
+    # axes are a PartitionSpec, has no such kernel.
+    ahead = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
+    return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, ahead).without_mesh(whole)
 
 
 # A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.
 @functools.lru_cache(maxsize=4096)
-def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, precision: Precision) -> Plan:
-    """Return the plan for shapes of ``(x, kernel)`` and axes of ``(x, kernel, out)``; ``rules`` is part of the key."""
-    # Mesh axes of size 1 are in none of these: they split nothing.
-    x, kernel, out = (mesh_dims(names, mesh) for names in axes)
+def plan_of_dims(
+    mesh: AbstractMesh,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    dims: tuple[Dims, Dims, Dims],
+    precision: Precision,
+    ahead: MeshAxes | None,
+) -> Plan:
+    """Return how a linear layer runs whose arrays lie on a mesh in this way, whoever said so.
+
+    Args:
+        mesh: the mesh in use.
+        shapes: of the whole input and of the kernel.
+        dims: mesh axes for each dimension of input, kernel and output, without axes of size 1, which split nothing.
+        precision: blocks of the quantizers' scales must not lie on two devices.
+        ahead: mesh axes along which a kernel that was quantized before the call shares its scales. None: no kernel is.
+    """
+    x, kernel, out = dims
     (x_shape, kernel_shape), lead = shapes, len(x) - 1
     rows, features = tuple(map(_common, x[:-1], out[:lead])), out[lead:]
     weights = (x[-1], *features)
@@ -200,18 +215,29 @@ def _linear_plan(mesh: AbstractMesh, rules: object, shapes: Any, axes: Any, prec
         or not set(flat(plan.out_reduce_scatter)) <= set(plan.contracting_axes)
         or not set(flat(plan.x_all_gather)) <= set(plan.feature_axes)
         or not set(flat(plan.kernel_all_gather)) <= set(plan.row_axes)
-        # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these. Not a PartitionSpec's,
-        # which a layer of Flax has.
-        or (type(axes[1]) is tuple and set(flat(plan.kernel_all_gather)) != set(gathered_axes(axes[1], mesh)))
+        or (ahead is not None and set(flat(plan.kernel_all_gather)) != set(ahead))
     ):
         specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
         return _partitioned(f"{specs} are split in ways that do not go together")
     array_shapes = {"input": x_shape, "kernel": kernel_shape, "output": (*x_shape[:-1], *kernel_shape[1:])}
-    for (name, shape), dims in zip(array_shapes.items(), (x, kernel, out), strict=True):
-        if local_shape(shape, dims, mesh) is None:
-            return _partitioned(_indivisible(name, shape, dims, mesh))
+    for (name, shape), axes in zip(array_shapes.items(), dims, strict=True):
+        if local_shape(shape, axes, mesh) is None:
+            return _partitioned(_indivisible(name, shape, axes, mesh))
     tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
     return replace(plan, rows=tokens).without_mesh(precision.split_misfit(tokens, local_kernel))
+
+
+def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
+    """Return whether the layers of a feed-forward block may run on rows in the order in which devices gather them.
+
+    Nothing in such a block depends on the order of rows but blocks of scales, and along another axis than the first,
+    such as the sequence, XLA transposes what NCCL gathers and scatters. The rows must come back in the order they had.
+    """
+    come_back_in_order = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
+    gathered_once = not last.x_all_gather
+    along_a_later_axis = any(first.x_all_gather[1:])
+    has_rows = prod(first.rows or (0,)) > 0
+    return come_back_in_order and gathered_once and along_a_later_axis and has_rows
 
 
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:

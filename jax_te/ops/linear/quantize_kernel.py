@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import check_axes, checked
+from jax_te._validation import check_axes, checked
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te.config.internal import COMPUTE_DTYPES, check_axes, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_axes, check_float
 from jax_te.errors import QuantizerStateError
-from jax_te.ops.backend import Backend, ambient_backend, backend_for
+from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
-from jax_te.ops.linear.plan import Plan, linear_plan
-from jax_te.ops.linear.spec import Activation, LinearOptions, LinearSpec, LinearWeights, NormSpec, OpSpec, WgradProbe
+from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
+from jax_te.ops.linear.plan import LinearOptions, Plan, linear_plan, rows_may_be_reordered
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, grad_sink_of
+from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import QuantizedKernel
 from jax_te.quantize.internal import (
@@ -27,7 +29,8 @@ from jax_te.quantize.internal import (
     scales_are_frozen,
 )
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import REPLICATED, summed_axes
+from jax_te.recipe.internal import GEMMS
+from jax_te.sharding.internal import REPLICATED, Dims
 from jax_te.typing import Array, BackendName, DTypeLike
 
 
@@ -46,6 +49,11 @@ class Layer(NamedTuple):
     x_shape: tuple[int, ...]
     weights: LinearWeights
     options: LinearOptions
+
+    @property
+    def stored_quantized(self) -> bool:
+        """Whether the kernel was quantized before the call."""
+        return isinstance(self.weights.kernel, QuantizedKernel)
 
 
 class Norm(NamedTuple):
@@ -81,42 +89,16 @@ def run_op(
         ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
     """
     check_axes("x", x)
-    if norm is not None:
-        check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
-    precision, plans, weights, specs, sinks = precision_of(recipe), [], [], [], []
-    for _, shape, given, options in layers:
-        arrays: tuple[Any, ...] = (x, given.kernel, given.bias, *(norm or ())[1:])
-        for array in arrays:
-            if array is not None and array.dtype.name not in COMPUTE_DTYPES:
-                check_float(name, array)
-        weights.append(usable_weights(given, precision, recipe))
-        # Asked here, so that a call without a mesh takes no detour.
-        whole = jax.sharding.get_abstract_mesh().empty
-        plans.append(Plan() if whole else linear_plan(shape, weights[-1].kernel, options, precision, given.state))
-    first, last = plans[0], plans[-1]
-    # A norm's statistics are of whole rows. And one region runs the whole op: a reason of one layer is that of both.
-    reason = first.reason or last.reason
-    if norm is not None and first.contracting_axes:
-        reason = f"the norm's input is split along its features, {first.x_spec}"
-    plans = [plan.without_mesh(reason) for plan in plans]
-    # Nothing in a feed-forward block depends on the order of rows but blocks of scales, and along another axis than the
-    # first, such as the sequence, XLA transposes what NCCL gathers and scatters. Rows come back in the order they had.
-    same = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
-    one_order = same and not last.x_all_gather and any(first.x_all_gather[1:]) and prod(first.rows or (0,)) > 0
-    if activation and one_order and reason is None and all(getattr(precision, role).one_scale for role in ROLES):
-        plans = [plan.by_rows() for plan in plans]
-    chosen = backend_for(name, backend or ambient_backend.value, recipe, reason)
-    for layer, plan in zip(layers, plans, strict=True):
-        rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
-        # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
-        lead = rows if not prod(rows) or prod(rows) % precision.alignment else None
-        specs.append(own := _linear_spec(layer, x.dtype, precision, plan, chosen, lead))
-        sink: Any = None if isinstance(own.deferred, WgradProbe) else layer.weights.grad_sink
-        # A gradient that is summed already: by the mean's derivative each summand is an equal part of it.
-        sinks.append(sink if own.summed_later or getattr(sink, "ndim", 0) <= own.kernel_rank else sink.mean(axis=0))
-    args = LinearArgs(x, None if norm is None else norm[1:], tuple(weights))
-    spec = OpSpec(tuple(specs), None if norm is None else norm.spec, activation)
-    return op(spec, _shards(specs, weights), args, tuple(sinks), layers[-1].options.out_axes)
+    precision = precision_of(recipe)
+    _check_arrays(name, x, layers, norm)
+    weights = [usable_weights(layer.weights, precision, recipe) for layer in layers]
+    plans = _plans(layers, weights, norm, activation, precision)
+    chosen = backend_for(name, backend or ambient_backend.value, recipe, plans[0].reason)
+    resolved = [_resolved(layer, plan, precision, chosen, x.dtype) for layer, plan in zip(layers, plans, strict=True)]
+    specs, sinks = zip(*resolved, strict=True)
+    args = LinearArgs(x, None if norm is None else (norm.scale, norm.bias), tuple(weights))
+    spec = OpSpec(specs, None if norm is None else norm.spec, activation)
+    return op(spec, _shards(specs, weights), args, sinks, layers[-1].options.out_axes)
 
 
 def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
@@ -127,7 +109,7 @@ def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, 
         QuantizerStateError: if state is left out, which then never changes: gradients underflow under its scales.
     """
     for layer, differentiated in zip(spec.layers, perturbed.layers, strict=True):
-        if layer.stored_quantized and not layer.grad_sink and any(jax.tree.leaves(differentiated.kernel)):
+        if layer.stored_quantized and layer.sink is None and any(jax.tree.leaves(differentiated.kernel)):
             raise TypeError(
                 "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, "
                 "which takes the gradient of the fp32 masters, or keep kernels out of what you differentiate"
@@ -190,18 +172,88 @@ def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: Nor
         raise ValueError(f"{op}: RMS norm has no bias; pass None, or NormSpec(kind='layernorm')")
 
 
-def _linear_spec(
-    layer: Layer, x_dtype: DTypeLike, precision: Precision, plan: Plan, backend: Backend, lead: tuple[int, ...] | None
-) -> LinearSpec:
-    label, shape, (kernel, bias, state, sink), options = layer
-    stored = isinstance(kernel, QuantizedKernel)
+def _check_arrays(name: str, x: Array, layers: Sequence[Layer], norm: Norm | None) -> None:
+    """Raise for a norm's arrays of another shape, and for arrays in a dtype that nothing is computed in."""
+    if norm is not None:
+        check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
+    arrays: list[Any] = [x] if norm is None else [x, norm.scale, norm.bias]
+    for layer in layers:
+        arrays += [layer.weights.kernel, layer.weights.bias]
+    for array in arrays:
+        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
+            check_float(name, array)
+
+
+def _plans(
+    layers: Sequence[Layer],
+    weights: Sequence[LinearWeights],
+    norm: Norm | None,
+    activation: Activation | None,
+    precision: Precision,
+) -> list[Plan]:
+    """Return how the layers of a call run; one region runs the whole op, so a reason of one layer is that of both."""
+    plans = [
+        linear_plan(layer.x_shape, used.kernel, layer.options, precision, used.state)
+        for layer, used in zip(layers, weights, strict=True)
+    ]
+    first, last = plans[0], plans[-1]
+    reason = first.reason or last.reason
+    # A norm's statistics are of whole rows.
+    if norm is not None and first.contracting_axes:
+        reason = f"the norm's input is split along its features, {first.x_spec}"
+    if reason is not None:
+        return [plan.without_mesh(reason) for plan in plans]
+    one_scale = all(getattr(precision, role).one_scale for role in ROLES)
+    if activation is not None and one_scale and rows_may_be_reordered(first, last):
+        return [plan.by_rows() for plan in plans]
+    return plans
+
+
+def _resolved(
+    layer: Layer, plan: Plan, precision: Precision, backend: Backend, x_dtype: DTypeLike
+) -> tuple[LinearSpec, Array | OpaqueTree | None]:
+    """Return a layer as the op runs it, and the arrays of its sink; raises as `_check_layer`."""
+    (kernel, bias, _, given_sink), options = layer.weights, layer.options
+    lead = _padded_rows(layer, plan, precision)
+    _check_layer(layer, plan, precision, lead)
+    sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
+    spec = LinearSpec(
+        backend=backend,
+        precision=precision,
+        plan=plan,
+        options=options,
+        x_dtype=x_dtype,
+        wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
+        kernel_rank=kernel.ndim,
+        lead=lead,
+        stored_quantized=layer.stored_quantized,
+        bias_dtype=None if bias is None else bias.dtype,
+        kernel_all_gather=_kernel_all_gather(layer, plan, precision),
+        saves_original=_saves_original(options, precision),
+        sink=sink,
+        observer=ambient_observer.value,
+        frozen_scales=scales_are_frozen.value,
+    )
+    return spec, arrays
+
+
+def _padded_rows(layer: Layer, plan: Plan, precision: Precision) -> tuple[int, ...] | None:
+    """Return the sizes of the rows that a device's GEMMs have, if zeros are added to them; else None."""
+    rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
+    # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
+    return rows if prod(rows) == 0 or prod(rows) % precision.alignment else None
+
+
+def _check_layer(layer: Layer, plan: Plan, precision: Precision, lead: tuple[int, ...] | None) -> None:
+    """Raise ValueError for shapes that do not fit each other, the recipe or the mesh, or an option that does not."""
+    label, shape, (kernel, bias, state, _), options = layer
     if kernel.ndim < 2 or shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"{label}: input {shape} and kernel {kernel.shape} do not go together; they must be [..., k] and [k, *n]"
         )
     if bias is not None and bias.shape != kernel.shape[1:]:
         raise ValueError(f"{label}: bias {bias.shape} must have the kernel's output shape {kernel.shape[1:]}")
-    if plan.reason is not None and stored and kernel.is_opaque and kernel.form.per_device:
+    if plan.reason is not None and isinstance(kernel, QuantizedKernel) and kernel.is_per_device:
         raise ValueError(
             f"{label}: its kernel was quantized on each device of a mesh, and here the devices cannot run it by "
             f"themselves: {plan.reason}. Take another size, or quantize it where it is used (is_first_microbatch=None)"
@@ -217,46 +269,33 @@ def _linear_spec(
             f"{label}: save_original_input quantizes the input again in backward, which would see another scale under "
             "DelayedScaling; use Float8CurrentScaling or a block recipe, or leave it off"
         )
-    if isinstance(sink, WgradProbe):
-        sink.call()
-    return LinearSpec(
-        backend=backend,
-        precision=precision,
-        plan=plan,
-        options=options,
-        x_dtype=x_dtype,
-        wgrad_dtype=getattr(sink, "dtype", kernel.dtype),
-        kernel_rank=kernel.ndim,
-        lead=lead,
-        stored_quantized=stored,
-        bias_dtype=None if bias is None else bias.dtype,
-        # A kernel stored in blocks was all-gathered when it was quantized.
-        kernel_all_gather=() if stored and not precision.kernel.one_scale else plan.kernel_all_gather,
-        saves_original=(
-            options.save_original_input and precision.x.quantizer is not None and not precision.overridden[2]
-        ),
-        grad_sink=sink is not None,
-        summed_later=summed_axes(options.kernel_axes, plan.mesh, getattr(sink, "shape", ())[: -kernel.ndim]),
-        deferred=sink if isinstance(sink, WgradProbe) else isinstance(sink, OpaqueTree),
-        observer=ambient_observer.value,
-        frozen_scales=scales_are_frozen.value,
-    )
 
 
-def _shards(layers: list[LinearSpec], weights: list[LinearWeights]) -> Shards | None:
+def _kernel_all_gather(layer: Layer, plan: Plan, precision: Precision) -> Dims:
+    """Return the mesh axes along which a call all-gathers the kernel."""
+    # A kernel stored in blocks was all-gathered when it was quantized.
+    in_blocks = layer.stored_quantized and not precision.kernel.one_scale
+    return () if in_blocks else plan.kernel_all_gather
+
+
+def _saves_original(options: LinearOptions, precision: Precision) -> bool:
+    """Return whether the input itself is the residual: where the kernel gradient's GEMM reads its quantized values."""
+    wgrad_is_quantized = precision.x.quantizer is not None and not precision.overridden[GEMMS.index("wgrad")]
+    return options.save_original_input and wgrad_is_quantized
+
+
+def _shards(layers: Sequence[LinearSpec], weights: Sequence[LinearWeights]) -> Shards | None:
     """Return where the arrays of a call lie on the mesh, around these layers; None without a mesh."""
     first, last = layers[0].plan, layers[-1].plan
     if first.mesh is None:
         return None
-    given, plain, sinks, per_device = [], [], [], PartitionSpec(first.amax_axes)
+    given, plain, per_device = [], [], PartitionSpec(first.amax_axes)
     for layer, (kernel, *_) in zip(layers, weights, strict=True):
         spec: Any = layer.plan.kernel_spec
-        # Operands of a deferred gradient differ from device to device, also where the kernel is whole on each.
-        summands = PartitionSpec(layer.summed_later, *spec) if layer.summed_later else spec
-        sinks.append(per_device if layer.deferred else summands)
         plain.append(LinearWeights(spec, layer.plan.bias_spec, REPLICATED))  # type: ignore[arg-type]
         stored = isinstance(kernel, QuantizedKernel)
         given.append(plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device) if stored else spec))
     args = LinearArgs(first.x_spec, REPLICATED, tuple(given))
     cotangents = args._replace(layers=tuple(plain))
-    return Shards(mesh=first.mesh, args=args, out=last.out_spec, cotangents=cotangents, sinks=tuple(sinks))
+    sinks = tuple(None if layer.sink is None else layer.sink.spec(layer.plan) for layer in layers)
+    return Shards(mesh=first.mesh, args=args, out=last.out_spec, cotangents=cotangents, sinks=sinks)

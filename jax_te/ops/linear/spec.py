@@ -1,43 +1,22 @@
-"""Static descriptions of linear layers, norms and activation functions, and the arrays of a linear layer."""
+"""The static description of a linear layer, its arrays, and the kinds of sinks that its kernel's gradient may go to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams
-from jax_te.config.internal import activation_parts, check_annotations
+from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions, Plan
+from jax_te.ops.primitives import Backend
 from jax_te.quantize import GemmState, Observer, QuantizedKernel
-from jax_te.quantize.internal import Precision
-from jax_te.sharding.internal import Dims, MeshAxes
-from jax_te.typing import Array, DTypeLike
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormSpec:
-    """Which normalization over the last axis.
-
-    Args:
-        kind: ``"layernorm"`` (subtract the mean, divide by the standard deviation, scale, add bias) or ``"rmsnorm"``
-            (divide by the root mean square, scale; no bias).
-        epsilon: added to the variance or mean square.
-        zero_centered_gamma: the stored scale is an offset from 1.
-
-    >>> NormSpec(kind="rmsnorm").epsilon
-    1e-05
-    """
-
-    kind: Literal["layernorm", "rmsnorm"] = "layernorm"
-    epsilon: float = 1e-5
-    zero_centered_gamma: bool = False
-
-    def __post_init__(self) -> None:
-        check_annotations(self, NormSpec)
-        if not self.epsilon > 0.0:
-            raise ValueError(f"epsilon must be > 0, got {self.epsilon!r}")
+from jax_te.quantize.internal import OpaqueTree, Precision
+from jax_te.sharding.internal import Dims, MeshAxes, summed_axes
+from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 
 class LinearWeights(NamedTuple):
@@ -49,7 +28,7 @@ class LinearWeights(NamedTuple):
         state: the recipe's state, if it has any; its gradient is its next value.
         grad_sink: ``[k, *n]``, an array whose values are ignored. If it is given, the kernel's gradient is returned as
             its gradient, in its dtype. ``[d, k, *n]``: its gradient is the summands of ``d`` devices, those of the
-            kernel's `jax_te.sharding.rules.summed_axes`. Or a `jax_te.ops.linear.deferred.deferred_sink`.
+            kernel's `jax_te.sharding.rules.summed_axes`. Or a `jax_te.ops.linear.deferred.deferred_sink`, or a `Probe`.
 
     >>> import jax.numpy as jnp
     >>> LinearWeights(jnp.ones((16, 32))).bias is None
@@ -59,7 +38,7 @@ class LinearWeights(NamedTuple):
     kernel: Array | QuantizedKernel
     bias: Array | None = None
     state: GemmState | None = None
-    grad_sink: Any = None
+    grad_sink: GivenSink | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +46,7 @@ class LinearSpec:
     """One resolved linear layer inside of an op: hashable, so that it can be an argument that is not differentiated.
 
     Args:
-        backend: the module of primitives, a `jax_te.ops.backend.Backend`.
+        backend: the module of primitives.
         precision: the recipe, resolved.
         plan: the mesh and the collectives, or the reason why the compiler partitions the GEMMs.
         options: as the call gave them.
@@ -81,15 +60,12 @@ class LinearSpec:
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
-        grad_sink: the kernel's gradient is returned as that of a sink, see `LinearWeights`.
-        summed_later: mesh axes over which the caller adds up what the sink gets.
-        deferred: the sink gets the operands of the kernel gradient's GEMM. In an abstract pass
-            this is the probe, to which the op reports them.
+        sink: what the kernel's gradient goes to; None: it is the kernel's own cotangent.
         observer: collects statistics of the quantized tensors, or None.
         frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 
-    backend: Any
+    backend: Backend
     precision: Precision
     plan: Plan
     options: LinearOptions
@@ -101,64 +77,9 @@ class LinearSpec:
     bias_dtype: DTypeLike | None
     kernel_all_gather: Dims = ()
     saves_original: bool = False
-    grad_sink: bool = False
-    summed_later: MeshAxes = ()
-    deferred: Any = False
+    sink: GradSink | None = None
     observer: Observer | None = None
     frozen_scales: bool = False
-
-
-class WgradProbe:
-    """Stands in the place of a kernel's `CachedKernel` and of its ``grad_sink``, in an abstract pass through a model.
-
-    It learns which operands the GEMM of the kernel's gradient has. Compared by identity, so that no cached trace of
-    another pass takes the place of this one, and that a stack of layers does not run as a loop.
-
-    >>> WgradProbe().seen
-    (None, None, 0)
-    """
-
-    def __init__(self) -> None:
-        self.seen: tuple[LinearSpec | None, Any, int] = (None, None, 0)
-        self.cached: QuantizedKernel | None = None
-
-    def get_value(self) -> tuple[QuantizedKernel | None, WgradProbe]:
-        """Return what a `CachedKernel` with this sink would hold."""
-        return self.cached, self
-
-    def call(self) -> None:
-        """Count a call of the layer."""
-        self.seen = (*self.seen[:2], self.seen[2] + 1)
-
-    def report(self, spec: LinearSpec, operands: Any) -> None:
-        """Take note of the layer's spec, and of its operands' shapes and dtypes."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-        self.seen = replace(spec, deferred=True), shapes, self.seen[2]
-
-
-class Activation(NamedTuple):
-    """An activation function by name or itself, see `jax_te.ops.activation`, and parameters of ``"clamped_swiglu"``.
-
-    >>> Activation("swiglu").parts()
-    ('silu', 'linear')
-    """
-
-    name: ActivationLike
-    params: ActivationParams | None = None
-
-    def parts(self) -> tuple[Any, ...]:
-        """Return the functions applied to each component of the pre-activation; the results are multiplied.
-
-        Raises:
-            ValueError: for an unknown activation, or for parameters that it does not have.
-            TypeError: for what is neither a name nor a function.
-        """
-        # Not `activation_parts` for every call of a layer: a name is looked up.
-        known = ACTIVATIONS.get(self.name) if isinstance(self.name, str) else None
-        parts = activation_parts(self.name) if known is None else known
-        if self.params is not None and parts != ACTIVATIONS["clamped_swiglu"]:
-            raise ValueError(f"{self.name!r} has no parameters, got params {self.params}; only 'clamped_swiglu' has")
-        return parts
 
 
 class OpSpec(NamedTuple):
@@ -167,3 +88,146 @@ class OpSpec(NamedTuple):
     layers: tuple[LinearSpec, ...]
     norm: NormSpec | None
     activation: Activation | None
+
+
+@dataclass(frozen=True)
+class KernelGemm:
+    """The GEMM of a kernel's gradient, which has not run.
+
+    Args:
+        layer: the layer.
+        x, g: residual of the input, and the output's gradient as this GEMM reads it.
+        multiply: runs the GEMM, ``multiply(layer, x, g)``.
+    """
+
+    layer: LinearSpec
+    x: Any
+    g: Any
+    multiply: Callable[[LinearSpec, Any, Any], Array]
+
+    def gradient(self) -> Array:
+        """Return the kernel's gradient, on a mesh this device's part of it."""
+        return self.multiply(self.layer, self.x, self.g)
+
+    def operands(self) -> OpaqueTree:
+        """Return the operands, and a 1 that counts the uses of the sink: JAX adds up the cotangents of several."""
+        operands = self.x, self.layer.backend.residual_for_wgrad(self.g), jnp.ones((), jnp.float32)
+        return OpaqueTree.pack(operands, per_device=self.layer.plan.mesh is not None)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A sink ``[k, *n]``, which gets the kernel's gradient."""
+
+    summed_later: ClassVar[MeshAxes] = ()
+
+    def spec(self, plan: Plan) -> PartitionSpec:
+        """Return the sharding of the sink and of its cotangent."""
+        return plan.kernel_spec
+
+    def cotangent(self, gemm: KernelGemm) -> Array:
+        """Return the kernel's gradient."""
+        return gemm.gradient()
+
+
+@dataclass(frozen=True)
+class Summands:
+    """A sink ``[d, k, *n]``, which gets what each of ``d`` devices has of the kernel's gradient, from its own tokens.
+
+    Args:
+        summed_later: mesh axes of the ``d`` devices, over which the caller adds up.
+    """
+
+    summed_later: MeshAxes
+
+    def spec(self, plan: Plan) -> PartitionSpec:
+        """Return the sharding of the sink and of its cotangent."""
+        return PartitionSpec(self.summed_later, *plan.kernel_spec)
+
+    def cotangent(self, gemm: KernelGemm) -> Array:
+        """Return the summand of this device, ``[1, k, *n]``."""
+        return gemm.gradient()
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A `jax_te.ops.linear.deferred.deferred_sink`, which gets the operands of the gradient's GEMM."""
+
+    summed_later: ClassVar[MeshAxes] = ()
+
+    def spec(self, plan: Plan) -> PartitionSpec:
+        """Return the sharding of the operands, which differ from device to device, also where the kernel is whole."""
+        return PartitionSpec(plan.amax_axes)
+
+    def cotangent(self, gemm: KernelGemm) -> OpaqueTree:
+        """Return the operands."""
+        return gemm.operands()
+
+
+class Probe:
+    """A sink without arrays, for an abstract pass through a model: it learns what a `Deferred` one would get.
+
+    Compared by identity, so that no cached trace of another pass takes the place of this one, and that a stack of
+    layers does not run as a loop.
+
+    Attributes:
+        calls: number of calls of the layer.
+        layer: the layer as its backward pass saw it, with a `Whole` sink; None if nothing differentiates it.
+        operands: shapes and dtypes of the GEMM's operands, likewise.
+
+    >>> Probe().calls
+    0
+    """
+
+    summed_later: ClassVar[MeshAxes] = ()
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.layer: LinearSpec | None = None
+        self.operands: OpaqueTree | None = None
+
+    def spec(self, plan: Plan) -> PartitionSpec:
+        """Return the sharding of the operands."""
+        return PartitionSpec(plan.amax_axes)
+
+    def cotangent(self, gemm: KernelGemm) -> None:
+        """Take note of the layer, and of the shapes and dtypes of its operands."""
+        self.layer = replace(gemm.layer, sink=Whole())
+        self.operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gemm.operands())
+
+
+GradSink: TypeAlias = Whole | Summands | Deferred | Probe
+"""What the gradient of a kernel goes to: the kinds of sinks that an op can have in place of the kernel itself."""
+
+
+GivenSink: TypeAlias = Array | OpaqueTree | Probe
+"""A ``grad_sink`` as a call is given it, see `LinearWeights`."""
+
+
+def grad_sink_of(
+    given: GivenSink | None,
+    plan: Plan,
+    kernel_axes: LogicalAxes | PartitionSpec | None,
+    kernel_rank: int,
+) -> tuple[GradSink | None, Array | OpaqueTree | None]:
+    """Return the kind of a sink, and its arrays as the op takes them. A probe counts the call.
+
+    Args:
+        given: sink of the call, see `LinearWeights`.
+        plan: how the layer runs.
+        kernel_axes: logical axes of the kernel.
+        kernel_rank: number of axes of the kernel.
+    """
+    if given is None:
+        return None, None
+    if isinstance(given, Probe):
+        given.calls += 1
+        return given, None
+    if isinstance(given, OpaqueTree):
+        return Deferred(), given
+    devices = given.shape[:-kernel_rank]
+    later = summed_axes(kernel_axes, plan.mesh, devices)
+    if later:
+        return Summands(later), given
+    # A gradient that is summed already: by the mean's derivative each summand is an equal part of it.
+    return Whole(), given.mean(axis=0) if devices else given

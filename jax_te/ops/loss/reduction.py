@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jax_te.config.internal import check_annotations, check_choice, check_float, check_rate, checked
+from jax_te._validation import check_annotations, check_choice, check_float, check_rate, checked
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 

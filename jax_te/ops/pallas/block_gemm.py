@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_te.ops.pallas.support import BLOCK, check_fp8, check_jax, pad
+from jax_te.ops.pallas.support import BLOCK, check_fp8, check_jax, multiprocessors, pad
 from jax_te.typing import Array, DTypeLike
 
 _PIECE = 64
@@ -278,7 +278,7 @@ def _gemm(
             plgpu.Barrier(num_arrivals=len(ring), num_barriers=t.stages),
             plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=t.warpgroups, num_barriers=t.stages),
         ],
-        grid=(min(_multiprocessors() // _PAIR, tiles[0] * tiles[1]),),
+        grid=(min(multiprocessors() // _PAIR, tiles[0] * tiles[1]),),
         grid_names=("sm",),
         cluster=(_PAIR,),
         cluster_names=("pair",),
@@ -286,9 +286,3 @@ def _gemm(
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(a, a_scales, b, b_scales, *(() if bias is None else (bias,)))
-
-
-def _multiprocessors() -> int:
-    """Of the default GPU; 2 elsewhere, where the kernel is interpreted."""
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 2

@@ -77,3 +77,9 @@ def pad(x: Array, rows: int, columns: int) -> Array:
     """Return ``x [m, k]`` with zeros appended until its sizes are multiples of ``rows`` and ``columns``."""
     missing = -x.shape[0] % rows, -x.shape[1] % columns
     return jnp.pad(x, ((0, missing[0]), (0, missing[1]))) if any(missing) else x
+
+
+def multiprocessors() -> int:
+    """Return the number of multiprocessors of the default GPU; 2 elsewhere, where kernels are interpreted."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 2

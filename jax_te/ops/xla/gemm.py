@@ -21,7 +21,7 @@ from jax_te.typing import Array, DTypeLike
 
 
 def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Operand, Array | None]:
-    """Return ``x`` as an operand, and its amax; see `jax_te.ops.backend.Backend`."""
+    """Return ``x`` as an operand, and its amax; see `jax_te.ops.primitives.Backend`."""
     if how.quantizer is None:
         return x, None
     quantizer, scale, _ = how if how.amax_axes is None else how.of_shard(x)
@@ -39,7 +39,7 @@ def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:
 def quantize_dbias(
     g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
 ) -> tuple[Operand, Array | None, Array | None]:
-    """Return the output's gradient as an operand, the bias gradient, the amax; see `jax_te.ops.backend.Backend`."""
+    """Return the output's gradient as an operand, the bias gradient, the amax; see `jax_te.ops.primitives.Backend`."""
     dbias = None if bias_dtype is None else sum_rows(g, axis, bias_dtype)
     operand, g_amax = quantize_operand(g, how, axis=axis)
     return operand, dbias, g_amax

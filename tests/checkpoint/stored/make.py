@@ -1,13 +1,10 @@
 """Write the stored checkpoint that `tests/checkpoint/test_stored.py` restores with later versions of the library.
 
-Run it from a checkout of the version whose checkpoint is wanted, with that checkout on ``PYTHONPATH``:
-
-    python tests/checkpoint/stored/make.py tests/checkpoint/stored/<commit>
+    python tests/checkpoint/stored/make.py tests/checkpoint/stored/format_<number>_gpt
 
 The folder then holds ``checkpoint/`` (what `TrainCheckpointer` wrote after `STEPS` steps), ``arrays.npz`` (names and
-bytes of all arrays of the saved state) and ``next_step.json`` (metrics of the step after it). ``84f1322`` was written
-with Python 3.11, jax 0.10.2, flax 0.12.8 and Orbax 0.12.8, by that version's call
-``adamw_with_schedule(learning_rate=0.01, total_steps=10, warmup_steps=2)``.
+bytes of all arrays of the saved state) and ``next_step.json`` (metrics of the step after it). That of format 3 was
+written with Python 3.11, jax 0.10.2, flax 0.12.8 and Orbax 0.12.8.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ def contents(state: Any) -> dict[str, bytes]:
     arrays = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         value = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-        # "value" is how JAX names what is inside of a Variable; a Variable of several arrays had it before their names.
+        # "value" is how JAX names what is inside of a Variable.
         names = "/".join(part for part in map(name, path) if part != "value")
         arrays[f"{names} {value.dtype.name} {value.shape}"] = value.tobytes()
     return arrays
@@ -110,9 +107,7 @@ def read_contents(path: Path) -> dict[str, bytes]:
     with np.load(path) as stored:
         ends = np.cumsum(stored["lengths"])
         parts = np.split(stored["data"], ends[:-1])
-        return {
-            str(name).replace("/value", ""): part.tobytes() for name, part in zip(stored["names"], parts, strict=True)
-        }
+        return {str(name): part.tobytes() for name, part in zip(stored["names"], parts, strict=True)}
 
 
 def main(folder: Path) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.config.internal import brief, check_positive, checked
+from jax_te._validation import brief, check_positive, checked
 from jax_te.sharding.internal import axis_ranks
 from jax_te.typing import Array
 

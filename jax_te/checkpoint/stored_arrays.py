@@ -1,0 +1,151 @@
+"""Reading the arrays of a checkpoint with TensorStore, in the format that Orbax writes: Zarr in an OCDBT database.
+
+Orbax itself would read all arrays of a tree at once in an event loop, which it closes when one read fails. The other
+reads then report their errors from TensorStore's threads at any later time, and only a hook of the whole process could
+keep these from the screen. Here a failed read is an exception of this call, and nothing of the process is changed.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import tensorstore
+
+from jax_te.checkpoint.tree import STATE, Name
+from jax_te.typing import Array
+
+IN_FLIGHT = 2**32
+"""Bytes of arrays that are being read at a time."""
+
+_INDEX_CACHE = 2**27
+"""Bytes of the database's index that are kept in memory."""
+
+Reads: TypeAlias = dict[tuple[tuple[int, ...], ...], tensorstore.Future]
+"""Reads under way of the parts of one array that this process needs, by place."""
+
+
+class Database:
+    """The arrays of a checkpoint, which are not read yet.
+
+    Args:
+        path: folder of the tree of all arrays.
+
+    Raises:
+        ValueError: if its index cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        # The index alone is cached: values are read once.
+        self._context = tensorstore.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_CACHE}})
+        base = {"driver": "file", "path": f"{path}/"}
+        self._spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
+        database = tensorstore.KvStore.open(self._spec, context=self._context).result()
+        files = (key.decode().rpartition("/") for key in database.list().result())
+        self._names = {array for array, _, file in files if file == "zarr.json"}
+
+    def __contains__(self, name: Name) -> bool:
+        return _key(name) in self._names
+
+    def open(self, name: Name) -> tensorstore.Future:
+        """Return an array that is being opened."""
+        spec = {"driver": "zarr3", "kvstore": {**self._spec, "path": f"{_key(name)}/"}}
+        return tensorstore.open(spec, context=self._context, open=True, read=True)
+
+
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Array]:
+    """Return arrays of a checkpoint, each in the sharding of its description; this process reads its own parts alone.
+
+    Args:
+        path: folder of the checkpoint.
+        wanted: descriptions of the arrays.
+
+    Raises:
+        ValueError: if an array is not there, is another than described, or cannot be read.
+    """
+    if not wanted:
+        return {}
+    database = Database(path / STATE)
+    absent = ["/".join(name) for name in wanted if name not in database]
+    if absent:
+        raise ValueError(f"{len(absent)} of {len(wanted)} arrays are not there, first {absent[0]}")
+    opening = {name: database.open(name) for name in wanted}
+    begun = ((name, _begin(opening[name], _as_stored(leaf), "/".join(name))) for name, leaf in wanted.items())
+    return {name: _arrived(reads, wanted[name]) for name, reads in _ahead(begun, wanted)}
+
+
+def _key(name: Name) -> str:
+    """Return Orbax's name of an array."""
+    return ".".join(name)
+
+
+def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:
+    """Return the reads of an array's parts, begun, after a check of what is stored."""
+    store = opening.result()
+    found = store.dtype.numpy_dtype, tuple(store.shape)
+    if found != (stored.dtype, stored.shape):
+        raise ValueError(f"{name} is {found[0]}{list(found[1])} and must be {stored.dtype}{list(stored.shape)}")
+    # Devices that hold the same part get it from one read.
+    return {_place(index, stored.shape): store[index].read() for index in _indices(stored)}
+
+
+def _ahead(
+    begun: Iterable[tuple[Name, Reads]], wanted: dict[Name, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[Name, Reads]]:
+    """Yield reads in their order, while those behind them are begun, as far as `IN_FLIGHT` allows."""
+    waiting: collections.deque[tuple[Name, Reads]] = collections.deque()
+    in_flight = 0
+    for name, reads in begun:
+        waiting.append((name, reads))
+        in_flight += _bytes(wanted[name])
+        while in_flight > IN_FLIGHT:
+            first = waiting.popleft()
+            in_flight -= _bytes(wanted[first[0]])
+            yield first
+    yield from waiting
+
+
+def _arrived(reads: Reads, leaf: jax.ShapeDtypeStruct) -> Array:
+    """Return an array on its devices when its parts have been read."""
+    stored = _as_stored(leaf)
+    parts = {place: read.result() for place, read in reads.items()}
+    array = jax.make_array_from_callback(
+        stored.shape, stored.sharding, lambda index: parts[_place(index, stored.shape)], dtype=stored.dtype
+    )
+    if not _is_key(leaf):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), leaf.dtype)))
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Return the size of the parts of an array that this process reads."""
+    stored = _as_stored(leaf)
+    shard = stored.sharding.shard_shape(stored.shape)
+    return len(_indices(stored)) * prod(shard) * stored.dtype.itemsize
+
+
+def _indices(stored: Any) -> list[Any]:
+    """Return where the parts are that this process's devices hold, each once."""
+    of_devices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
+    return list({_place(index, stored.shape): index for index in of_devices}.values())
+
+
+def _place(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+
+
+def _as_stored(leaf: jax.ShapeDtypeStruct) -> Any:
+    """Return the description of an array as it is stored: of typed keys that of their data."""
+    if not _is_key(leaf):
+        return leaf
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

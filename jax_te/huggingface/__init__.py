@@ -1,7 +1,0 @@
-"""Checkpoints of Hugging Face: models from folders that transformers wrote, and back."""
-
-from jax_te.huggingface.architectures import ARCHITECTURES
-from jax_te.huggingface.load import load_huggingface
-from jax_te.huggingface.save import save_huggingface
-
-__all__ = ["ARCHITECTURES", "load_huggingface", "save_huggingface"]

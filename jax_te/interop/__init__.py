@@ -1,0 +1,1 @@
+"""Files of other libraries, read and written: `huggingface`, `megatron` and `torch`."""

@@ -1,0 +1,1 @@
+"""A table for each architecture: which tensors of Hugging Face are which parameters."""

@@ -1,0 +1,131 @@
+"""BERT: the encoder with its pooler, and with its head for masked tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jax_te.interop.huggingface.capabilities import Architecture, Form, Options
+from jax_te.interop.huggingface.config_json import Fields, activation_name
+from jax_te.interop.huggingface.tensor_patterns import Table, layers
+from jax_te.models import BertModel
+
+_ONCE: Table = {
+    "embedding/embedding": {"{base}embeddings.word_embeddings.weight": "v h -> v h"},
+    "position_embedding/embedding": {"{base}embeddings.position_embeddings.weight": "s h -> s h"},
+    "tokentype_embedding/embedding": {"{base}embeddings.token_type_embeddings.weight": "t h -> t h"},
+    "embedding_norm/scale": {"{base}embeddings.LayerNorm.weight": "h -> h"},
+    "embedding_norm/bias": {"{base}embeddings.LayerNorm.bias": "h -> h"},
+}
+_LAYER: Table = {
+    "layers/{i}/self_attention/qkv/kernel": {
+        "{base}encoder.layer.{i}.attention.self.query.weight": "(g d) h -> h 1 (g d)",
+        "{base}encoder.layer.{i}.attention.self.key.weight": "(g d) h -> h 1 (g d)",
+        "{base}encoder.layer.{i}.attention.self.value.weight": "(g d) h -> h 1 (g d)",
+    },
+    "layers/{i}/self_attention/qkv/bias": {
+        "{base}encoder.layer.{i}.attention.self.query.bias": "(g d) -> 1 (g d)",
+        "{base}encoder.layer.{i}.attention.self.key.bias": "(g d) -> 1 (g d)",
+        "{base}encoder.layer.{i}.attention.self.value.bias": "(g d) -> 1 (g d)",
+    },
+    "layers/{i}/self_attention/proj/kernel": {"{base}encoder.layer.{i}.attention.output.dense.weight": "h q -> q h"},
+    "layers/{i}/self_attention/proj/bias": {"{base}encoder.layer.{i}.attention.output.dense.bias": "h -> h"},
+    # Behind the first residual sum, which is in front of the feed-forward block.
+    "layers/{i}/layernorm_mlp/scale": {"{base}encoder.layer.{i}.attention.output.LayerNorm.weight": "h -> h"},
+    "layers/{i}/layernorm_mlp/ln_bias": {"{base}encoder.layer.{i}.attention.output.LayerNorm.bias": "h -> h"},
+    "layers/{i}/layernorm_mlp/wi_kernel": {"{base}encoder.layer.{i}.intermediate.dense.weight": "f h -> h 1 f"},
+    "layers/{i}/layernorm_mlp/wi_bias": {"{base}encoder.layer.{i}.intermediate.dense.bias": "f -> 1 f"},
+    "layers/{i}/layernorm_mlp/wo_kernel": {"{base}encoder.layer.{i}.output.dense.weight": "h f -> f h"},
+    "layers/{i}/layernorm_mlp/wo_bias": {"{base}encoder.layer.{i}.output.dense.bias": "h -> h"},
+    "layers/{i}/layernorm/scale": {"{base}encoder.layer.{i}.output.LayerNorm.weight": "h -> h"},
+    "layers/{i}/layernorm/bias": {"{base}encoder.layer.{i}.output.LayerNorm.bias": "h -> h"},
+}
+_POOLER: Table = {
+    "pooler/kernel": {"{base}pooler.dense.weight": "o h -> h o"},
+    "pooler/bias": {"{base}pooler.dense.bias": "h -> h"},
+}
+_HEAD: Table = {
+    "head_dense/kernel": {"cls.predictions.transform.dense.weight": "o h -> h o"},
+    "head_dense/bias": {"cls.predictions.transform.dense.bias": "h -> h"},
+    "head_norm/scale": {"cls.predictions.transform.LayerNorm.weight": "h -> h"},
+    "head_norm/bias": {"cls.predictions.transform.LayerNorm.bias": "h -> h"},
+    "output_bias": {"cls.predictions.bias": "v -> v"},
+}
+
+
+def _table(form: Form) -> Table:
+    head = form.others["add_lm_head"]
+    once = _ONCE | (_POOLER if form.others["add_pooler"] else {}) | (_HEAD if head else {})
+    base = "bert." if head else ""
+    return layers(once, 1, base=base) | layers(_LAYER, form.config.num_layers, base=base)
+
+
+def _read(given: Fields, options: Options) -> None:
+    options["activation"] = given.activation("hidden_act", "gelu", gated=False)
+    given.expect("position_embedding_type", "absolute")
+    given.expect("tie_word_embeddings", True)
+    given.expect("is_decoder", False)
+    given.expect("add_cross_attention", False)
+    # In files of Google's multilingual and Chinese models: the pooler of its own program, and both directions.
+    given.expect("directionality", "bidi")
+    given.expect("pooler_type", "first_token_transform")
+    given.skip("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
+    options |= {"add_lm_head": False, "add_pooler": True}
+
+
+def _read_masked(given: Fields, options: Options) -> None:
+    _read(given, options)
+    options |= {"add_lm_head": True, "add_pooler": False}
+
+
+def _write(options: Options) -> dict[str, Any]:
+    return {"hidden_act": activation_name(options["activation"], gated=False), "tie_word_embeddings": True}
+
+
+def _options(model: Any) -> Options:
+    types = model.tokentype_embedding
+    return {
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": model.max_sequence_length,
+        "num_tokentypes": 0 if types is None else types.embedding.shape[0],
+        "add_lm_head": model.head_dense is not None,
+        "add_pooler": model.pooler is not None,
+        "multipliers": model.multipliers,
+    }
+
+
+BERT = Architecture(
+    model_type="bert",
+    model=BertModel,
+    fields={
+        "vocab_size": ("vocab_size", 30522),
+        "hidden_size": ("hidden_size", 768),
+        "num_hidden_layers": ("num_layers", 12),
+        "num_attention_heads": ("num_attention_heads", 12),
+        "intermediate_size": ("ffn_hidden_size", 3072),
+        "max_position_embeddings": ("max_sequence_length", 512),
+        "type_vocab_size": ("num_tokentypes", 2),
+        "layer_norm_eps": ("layernorm_epsilon", 1e-12),
+        "hidden_dropout_prob": ("hidden_dropout", 0.1),
+        "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+    },
+    read=_read,
+    write=_write,
+    table=_table,
+    options=_options,
+    base="",
+    twins={},
+    ignored=r"embeddings\.position_ids",
+    older=((r"\.LayerNorm\.gamma", ".LayerNorm.weight"), (r"\.LayerNorm\.beta", ".LayerNorm.bias")),
+)
+# Published files of this class have the pooler and the other head of pre-training, too, which it does not compute.
+MASKED_BERT = replace(
+    BERT,
+    read=_read_masked,
+    base="bert.",
+    twins={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    ignored=r"bert\.(embeddings\.position_ids|pooler\.dense\.(weight|bias))|cls\.seq_relationship\.(weight|bias)",
+)

@@ -1,0 +1,389 @@
+"""Decoders: GPT-2, and Llama with its kin."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, layer_windows, model_options
+from jax_te.interop.huggingface.config_json import FULL, WINDOW, Fields, activation_name, rotary_fields
+from jax_te.interop.huggingface.tensor_patterns import Table, layers
+from jax_te.models import GPTModel, Multipliers
+
+_MLP = "layers/{i}/layernorm_mlp"
+_ATTENTION = "layers/{i}/self_attention"
+
+
+def _options(model: Any) -> Options:
+    return model_options(model, model.rotary)
+
+
+_GPT2_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"transformer.h.{i}.ln_1.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/ln_bias": {"transformer.h.{i}.ln_1.bias": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {"transformer.h.{i}.attn.c_attn.weight": "h (c g d) -> h c (g d)"},
+    f"{_ATTENTION}/qkv/bias": {"transformer.h.{i}.attn.c_attn.bias": "(c g d) -> c (g d)"},
+    f"{_ATTENTION}/proj/kernel": {"transformer.h.{i}.attn.c_proj.weight": "q h -> q h"},
+    f"{_ATTENTION}/proj/bias": {"transformer.h.{i}.attn.c_proj.bias": "h -> h"},
+    f"{_MLP}/scale": {"transformer.h.{i}.ln_2.weight": "h -> h"},
+    f"{_MLP}/ln_bias": {"transformer.h.{i}.ln_2.bias": "h -> h"},
+    f"{_MLP}/wi_kernel": {"transformer.h.{i}.mlp.c_fc.weight": "h f -> h 1 f"},
+    f"{_MLP}/wi_bias": {"transformer.h.{i}.mlp.c_fc.bias": "f -> 1 f"},
+    f"{_MLP}/wo_kernel": {"transformer.h.{i}.mlp.c_proj.weight": "f h -> f h"},
+    f"{_MLP}/wo_bias": {"transformer.h.{i}.mlp.c_proj.bias": "h -> h"},
+}
+
+
+def _gpt2_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"transformer.wte.weight": "v h -> v h"},
+        "position_embedding/embedding": {"transformer.wpe.weight": "s h -> s h"},
+        **layers(_GPT2_LAYER, form.config.num_layers),
+        "final_norm/scale": {"transformer.ln_f.weight": "h -> h"},
+        "final_norm/bias": {"transformer.ln_f.bias": "h -> h"},
+        **_head(form),
+    }
+
+
+def _head(form: Form) -> Table:
+    return {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
+
+
+def _read_gpt2(given: Fields, options: Options) -> None:
+    options["activation"] = given.activation("activation_function", "gelu_new", gated=False)
+    if not given.take("scale_attn_weights", bool, True):
+        options["softmax_scale"] = 1.0
+    given.expect("scale_attn_by_inverse_layer_idx", False)
+    given.expect("add_cross_attention", False)
+    given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
+    rate, of_embeddings = options["hidden_dropout"], given.take("embd_pdrop", float, 0.1)
+    if of_embeddings != rate:
+        # No refusal: without dropout, as in evaluation and generation, nothing depends on it.
+        warnings.warn(
+            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
+            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
+            stacklevel=1,
+        )
+    given.skip("n_ctx")  # an older name of n_positions' value, which transformers reads no more
+    given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
+    given.skip("summary_type", "summary_use_proj")
+    given.expect("n_special", 0)  # rows behind the vocabulary, in files of the first release (gpt2-medium)
+    given.skip("predict_special_tokens")  # of which there are none
+    options["position_embedding_type"] = "learned_absolute"
+
+
+def _write_gpt2(options: Options) -> dict[str, Any]:
+    return {
+        "activation_function": activation_name(options["activation"], gated=False),
+        "scale_attn_weights": options["softmax_scale"] is None,
+        "embd_pdrop": options["hidden_dropout"],
+    }
+
+
+GPT2 = Architecture(
+    model_type="gpt2",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 50257),
+        "n_positions": ("max_sequence_length", 1024),
+        "n_embd": ("hidden_size", 768),
+        "n_layer": ("num_layers", 12),
+        "n_head": ("num_attention_heads", 12),
+        "n_inner": ("ffn_hidden_size", None),
+        "resid_pdrop": ("hidden_dropout", 0.1),
+        "attn_pdrop": ("attention_dropout", 0.1),
+        "layer_norm_epsilon": ("layernorm_epsilon", 1e-5),
+        "tie_word_embeddings": (TIED, True),
+    },
+    read=_read_gpt2,
+    write=_write_gpt2,
+    table=_gpt2_table,
+    options=_options,
+    base="transformer.",
+    twins={"lm_head.weight": "transformer.wte.weight"},
+    ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+)
+
+_LLAMA_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"model.layers.{i}.input_layernorm.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {
+        "model.layers.{i}.self_attn.q_proj.weight": "(g r d) h -> h r (g d)",
+        "model.layers.{i}.self_attn.k_proj.weight": "(g d) h -> h 1 (g d)",
+        "model.layers.{i}.self_attn.v_proj.weight": "(g d) h -> h 1 (g d)",
+    },
+    f"{_ATTENTION}/proj/kernel": {"model.layers.{i}.self_attn.o_proj.weight": "h q -> q h"},
+    f"{_MLP}/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/wi_kernel": {
+        "model.layers.{i}.mlp.gate_proj.weight": "f h -> h 1 f",
+        "model.layers.{i}.mlp.up_proj.weight": "f h -> h 1 f",
+    },
+    f"{_MLP}/wo_kernel": {"model.layers.{i}.mlp.down_proj.weight": "h f -> f h"},
+}
+_QKV_BIASES: Table = {
+    f"{_ATTENTION}/qkv/bias": {
+        "model.layers.{i}.self_attn.q_proj.bias": "(g r d) -> r (g d)",
+        "model.layers.{i}.self_attn.k_proj.bias": "(g d) -> 1 (g d)",
+        "model.layers.{i}.self_attn.v_proj.bias": "(g d) -> 1 (g d)",
+    },
+}
+_OTHER_BIASES: Table = {
+    f"{_ATTENTION}/proj/bias": {"model.layers.{i}.self_attn.o_proj.bias": "h -> h"},
+    f"{_MLP}/wi_bias": {
+        "model.layers.{i}.mlp.gate_proj.bias": "f -> 1 f",
+        "model.layers.{i}.mlp.up_proj.bias": "f -> 1 f",
+    },
+    f"{_MLP}/wo_bias": {"model.layers.{i}.mlp.down_proj.bias": "h -> h"},
+}
+
+_QK_NORMS: Table = {
+    f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
+    f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
+}
+# With norms behind blocks a name of Llama's stands for another norm.
+_OUTPUT_NORMS: Table = {
+    "layers/{i}/self_attention_norm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/scale": {"model.layers.{i}.pre_feedforward_layernorm.weight": "h -> h"},
+    "layers/{i}/mlp_norm/scale": {"model.layers.{i}.post_feedforward_layernorm.weight": "h -> h"},
+}
+
+
+def _llama_table(form: Form) -> Table:
+    config = form.config
+    layer = _LLAMA_LAYER | (_QKV_BIASES if config.add_bias_linear or config.add_qkv_bias else {})
+    layer |= _OTHER_BIASES if config.add_bias_linear else {}
+    layer |= _QK_NORMS if config.qk_layernorm else {}
+    layer |= _OUTPUT_NORMS if config.block_output_layernorm else {}
+    return {
+        "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
+        **layers(layer, config.num_layers),
+        "final_norm/scale": {"model.norm.weight": "h -> h"},
+        **_head(form),
+    }
+
+
+def _read_llama(given: Fields, options: Options) -> None:
+    _read_rotary(given, options, "silu")
+    given.skip("is_llama_config")  # a mark of the program that trained SmolLM
+    given.expect("rope_interleaved", False)  # from there, too; transformers' Llama turns halves in any case
+    given.expect("max_sequence_length", options["max_sequence_length"])  # in the first files of Llama: said twice
+    options["add_bias_linear"] = bias = given.take("attention_bias", bool, False)
+    if given.take("mlp_bias", bool, False) != bias:
+        raise given.refused(
+            "mlp_bias", not bias, f"attention_bias is {bias}, and linear layers have biases all or none"
+        )
+
+
+def _read_rotary(given: Fields, options: Options, activation: str) -> None:
+    """What Llama and its kin share."""
+    options["activation"] = given.activation("hidden_act", activation, gated=True)
+    if "position_embedding_type" not in options:
+        options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
+    options["normalization"] = "RMSNorm"
+
+
+def _write_llama(options: Options) -> dict[str, Any]:
+    bias = options["add_bias_linear"]
+    return {**_write_rotary(options), "attention_bias": bias, "mlp_bias": bias}
+
+
+def _write_rotary(options: Options) -> dict[str, Any]:
+    activation = activation_name(options["activation"], gated=True)
+    return {"hidden_act": activation, **rotary_fields(options["position_embedding_type"])}
+
+
+LLAMA = Architecture(
+    model_type="llama",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 32000),
+        "hidden_size": ("hidden_size", 4096),
+        "intermediate_size": ("ffn_hidden_size", 11008),
+        "num_hidden_layers": ("num_layers", 32),
+        "num_attention_heads": ("num_attention_heads", 32),
+        "num_key_value_heads": ("num_query_groups", None),
+        "head_dim": ("kv_channels", None),
+        "max_position_embeddings": ("max_sequence_length", 2048),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-6),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "tie_word_embeddings": (TIED, False),
+    },
+    read=_read_llama,
+    write=_write_llama,
+    table=_llama_table,
+    options=_options,
+    base="model.",
+    twins={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
+
+
+def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> None:
+    """Which layers attend in a window: as ``layer_types`` says, or ``default``."""
+    count = options["num_layers"]
+    kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
+    if len(kinds) != count or not {*map(str, kinds)} <= {FULL, WINDOW} or (WINDOW in kinds and not size):
+        raise given.refused("layer_types", kinds, f"{count} of {FULL!r} and, with a sliding_window, {WINDOW!r} fit")
+    if WINDOW in kinds and size:
+        # Theirs counts the query's own position.
+        options["window_size"] = (size - 1, 0)
+        options["window_attn_skip_freq"] = tuple(int(kind == WINDOW) for kind in kinds)
+
+
+def _write_windows(options: Options) -> dict[str, Any]:
+    windows = layer_windows(options)
+    left, right = next(filter(None, windows), (None, 0))
+    # A window that they cannot say becomes another one, which `save_huggingface` notices.
+    size = None if left is None else left + 1 if left >= 0 and right == 0 else 1
+    return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
+
+
+def _read_qwen2(given: Fields, options: Options) -> None:
+    _read_rotary(given, options, "silu")
+    given.expect("use_mrope", False)
+    size, first = given.optional("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
+    size = size if given.take("use_sliding_window", bool, False) else None
+    _read_windows(given, options, size, [bool(size) and i >= first for i in range(options["num_layers"])])
+    options |= {"add_bias_linear": False, "add_qkv_bias": True}
+
+
+def _read_qwen3(given: Fields, options: Options) -> None:
+    given.expect("attention_bias", False)
+    _read_qwen2(given, options)
+    options |= {"add_qkv_bias": False, "qk_layernorm": True}
+
+
+def _write_qwen(options: Options) -> dict[str, Any]:
+    windows = _write_windows(options)
+    return {**_write_rotary(options), **windows, "use_sliding_window": WINDOW in windows["layer_types"]}
+
+
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    fields={
+        **LLAMA.fields,
+        "vocab_size": ("vocab_size", 151936),
+        "intermediate_size": ("ffn_hidden_size", 22016),
+        "num_key_value_heads": ("num_query_groups", 32),
+        "max_position_embeddings": ("max_sequence_length", 32768),
+    },
+    read=_read_qwen2,
+    write=_write_qwen,
+)
+QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": ("kv_channels", 128)}, read=_read_qwen3)
+
+
+def _read_gemma(given: Fields, options: Options) -> None:
+    # Files of the first release say "gelu" and mean the tanh form.
+    gelu = "gelu_pytorch_tanh"
+    _read_rotary(given, options, gelu)
+    given.expect("hidden_activation", gelu)
+    given.expect("attention_bias", False)
+    given.expect("use_bidirectional_attention", False)
+    if options["activation"] == ("gelu_exact", "linear"):
+        options["activation"] = "geglu"
+    scale = Multipliers(embedding=max(options["hidden_size"], 1) ** 0.5)
+    options |= {"add_bias_linear": False, "layernorm_zero_centered_gamma": True, "multipliers": scale}
+
+
+def _write_gemma(options: Options) -> dict[str, Any]:
+    written = _write_rotary(options)
+    return written | ({"hidden_act": "gelu_pytorch_tanh"} if options["activation"] == "geglu" else {})
+
+
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    fields={
+        **LLAMA.fields,
+        "vocab_size": ("vocab_size", 256000),
+        "hidden_size": ("hidden_size", 3072),
+        "intermediate_size": ("ffn_hidden_size", 24576),
+        "num_hidden_layers": ("num_layers", 28),
+        "num_attention_heads": ("num_attention_heads", 16),
+        "num_key_value_heads": ("num_query_groups", 16),
+        "head_dim": ("kv_channels", 256),
+        "max_position_embeddings": ("max_sequence_length", 8192),
+        "tie_word_embeddings": (TIED, True),
+    },
+    read=_read_gemma,
+    write=_write_gemma,
+)
+
+
+def _read_gemma2(given: Fields, options: Options) -> None:
+    _read_output_norms(given, options, [i % 2 == 0 for i in range(options["num_layers"])], (50.0, 30.0))
+
+
+def _read_gemma3(given: Fields, options: Options) -> None:
+    # First, since what Gemma's kin share reads the positions of all layers.
+    options["position_embedding_type"] = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
+    period = given.take("sliding_window_pattern", int, given.take("_sliding_window_pattern", int, 6))
+    if period < 1:
+        raise given.refused("sliding_window_pattern", period, "it must be positive")
+    given.expect("attn_logit_softcapping", None)  # transformers ignores another value, and others may not
+    windowed = [(i + 1) % period != 0 for i in range(options["num_layers"])]
+    _read_output_norms(given, options, windowed, (None, None))
+    options["qk_layernorm"] = True
+
+
+def _read_output_norms(
+    given: Fields, options: Options, windowed: Sequence[bool], caps: tuple[float | None, float | None]
+) -> None:
+    """What Gemma 2 and 3 share; ``caps`` are the defaults of those of scores and logits."""
+    _read_gemma(given, options)
+    size, scalar = given.take("sliding_window", int, 4096), given.take("query_pre_attn_scalar", float, 256.0)
+    if not scalar > 0.0:
+        raise given.refused("query_pre_attn_scalar", scalar, "it must be positive")
+    given.expect("sliding_window_size", size)
+    _read_windows(given, options, size, windowed)
+    softcap = given.optional("final_logit_softcapping", float, caps[1])
+    options |= {
+        "logit_softcap": given.optional("attn_logit_softcapping", float, caps[0]),
+        "softmax_scale": None if scalar == options["kv_channels"] else scalar**-0.5,
+        "block_output_layernorm": True,
+        "multipliers": replace(options["multipliers"], softcap=softcap),
+    }
+
+
+def _write_gemma2(options: Options) -> dict[str, Any]:
+    scale = options["softmax_scale"]
+    windows = _write_windows(options)
+    if windows["sliding_window"] is None:
+        # transformers makes the mask of windows for every Gemma 2 and 3, also for one whose layers have none.
+        windows["sliding_window"] = 4096
+    return {
+        **_write_gemma(options),
+        **windows,
+        "query_pre_attn_scalar": options["kv_channels"] if scale is None else max(round(scale**-2), 1),
+        "attn_logit_softcapping": options["logit_softcap"],
+        "final_logit_softcapping": options["multipliers"].softcap,
+    }
+
+
+GEMMA2 = replace(
+    GEMMA,
+    model_type="gemma2",
+    fields={
+        **GEMMA.fields,
+        "hidden_size": ("hidden_size", 2304),
+        "intermediate_size": ("ffn_hidden_size", 9216),
+        "num_hidden_layers": ("num_layers", 26),
+        "num_attention_heads": ("num_attention_heads", 8),
+        "num_key_value_heads": ("num_query_groups", 4),
+    },
+    read=_read_gemma2,
+    write=_write_gemma2,
+)
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    fields={
+        **GEMMA2.fields,
+        "vocab_size": ("vocab_size", 262208),
+        "max_position_embeddings": ("max_sequence_length", 131072),
+    },
+    read=_read_gemma3,
+)

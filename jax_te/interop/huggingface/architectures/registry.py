@@ -1,0 +1,63 @@
+"""The architectures that are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
+from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, QWEN2, QWEN3
+from jax_te.interop.huggingface.architectures.t5 import T5
+from jax_te.interop.huggingface.capabilities import Architecture, Form
+from jax_te.interop.huggingface.config_json import Fields
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "GPT2LMHeadModel": GPT2,
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "T5ForConditionalGeneration": T5,
+    "BertForMaskedLM": MASKED_BERT,
+    "BertModel": BERT,
+}
+"""Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
+
+
+def named_architecture(given: Fields) -> Architecture:
+    """Return the architecture that a ``config.json`` names.
+
+    Raises:
+        ValueError: for another one.
+    """
+    names, kind = given.take("architectures", list, []), given.take("model_type", str, "")
+    names = names or [name for name, each in ARCHITECTURES.items() if each.model_type == kind]
+    known = ARCHITECTURES.get(names[0]) if names and isinstance(names[0], str) else None
+    if known is None or known.model_type != kind:
+        raise given.refused(
+            "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
+        )
+    return known
+
+
+def read_form(
+    values: Mapping[str, Any], what: str, tensors: Collection[Any], ignore: Collection[str] = ()
+) -> tuple[Architecture, Form]:
+    """Return what the fields of a ``config.json`` say.
+
+    Args:
+        values: the fields.
+        what: the file's name, for messages.
+        tensors: of the model; there are not more layers.
+        ignore: names of unknown fields that a caller knows to change no number.
+
+    Raises:
+        ValueError: for another architecture, and for a field that is not followed.
+    """
+    given = Fields(values, what, tensors)
+    architecture = named_architecture(given)
+    form = architecture.form(given)
+    given.finish(ignore)
+    return architecture, form

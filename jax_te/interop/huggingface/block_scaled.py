@@ -1,0 +1,246 @@
+"""FP8 tensors with a scale for each block of 128 x 128 values, DeepSeek's form: dequantized, or kept as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from jax_te.errors import CheckpointMismatchError
+from jax_te.interop.huggingface.config_json import Fields
+from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
+from jax_te.layers.internal import quantizable_kernels
+from jax_te.quantize import BlockQuantizer, QuantizedKernel
+
+Choice = Literal["dequantize", "keep"]
+_BLOCK, _SCALE, _E4M3 = 128, "_scale_inv", np.dtype(ml_dtypes.float8_e4m3fn)
+
+_INSTEAD = "save the model with its masters, and without block_scaled"
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A tensor ``[R, C]`` in E4M3 with ``scale [ceil(R / 128), ceil(C / 128)]``; its values are their products."""
+
+    data: np.ndarray
+    scale: np.ndarray
+    kept: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return self.data.shape
+
+    def scales(self) -> np.ndarray:
+        """Return the scale of each value, fp32."""
+        rows, columns = self.shape
+        return self.scale.astype(np.float32).repeat(_BLOCK, 0)[:rows].repeat(_BLOCK, 1)[:, :columns]
+
+
+Tensor = Any
+"""An array, what ``np.asarray`` reads, or a `BlockScaled`."""
+
+
+def read_block_scaled(
+    values: dict[str, Any], stored: Mapping[str, np.ndarray], choice: Choice | None
+) -> dict[str, Tensor]:
+    """Return the tensors of a folder, those in FP8 together with their scales.
+
+    Args:
+        values: the fields of ``config.json``, of which ``quantization_config`` is taken out.
+        stored: all tensors.
+        choice: what becomes of tensors in FP8.
+
+    Raises:
+        ValueError: for another form than this one, without a choice, and for a choice where nothing is quantized.
+        CheckpointMismatchError: for tensors without scales, scales without tensors, and scales that do not fit.
+    """
+    name = "quantization_config"
+    said = Fields({name: values.pop(name, None)}, "config.json").take(name, dict, {})
+    if not said:
+        if choice is not None:
+            raise ValueError(f"block_scaled={choice!r} is for a folder with a quantization_config; leave it out")
+        return dict(stored)
+    form = Fields(said, "config.json: quantization_config")
+    if form.take("quant_method", str, "") != "fp8":
+        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' is followed")
+    form.expect("fmt", "e4m3")
+    form.expect("activation_scheme", "dynamic")
+    form.expect("scale_fmt", "ue8m0", "float")  # how activations are scaled elsewhere; scales of weights are stored
+    if form.take("weight_block_size", list, []) != [_BLOCK, _BLOCK]:
+        raise form.refused("weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is followed")
+    # Which modules those are can be seen from the tensors.
+    form.take("modules_to_not_convert", list, [])
+    form.take("ignored_layers", list, [])
+    form.finish()
+    if choice not in ("dequantize", "keep"):
+        raise ValueError(
+            "quantization_config: the folder's kernels are FP8 with a scale for each block. Say what they become: "
+            "block_scaled='dequantize' multiplies them out, and 'keep' stores them as they are, under "
+            f"autocast(Float8BlockScaling(use_f32_scales=True)); got {choice!r}"
+        )
+    scales = {name.removesuffix(_SCALE): tensor for name, tensor in stored.items() if name.endswith(_SCALE)}
+    found: dict[str, Tensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
+    wrong = sorted(scales.keys() ^ {name for name, tensor in stored.items() if tensor.dtype == _E4M3})
+    lines = [f"{name} has {'no tensor in E4M3' if name in scales else f'no {_SCALE[1:]}'}" for name in wrong]
+    for name in sorted(scales.keys() - set(wrong)):
+        problem = _problem(stored[name], scales[name])
+        lines += [f"{name}{_SCALE} {problem}"] if problem else []
+        found[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep")
+    if lines:
+        more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise CheckpointMismatchError(
+            "tensors in FP8 and their scales do not fit:\n" + "\n".join(line[:300] for line in lines[:20]) + more
+        )
+    return found
+
+
+def _problem(data: np.ndarray, scale: np.ndarray) -> str:
+    blocks = [-(-size // _BLOCK) for size in data.shape]
+    if data.ndim != 2 or list(scale.shape) != blocks:
+        return f"is {list(scale.shape)} and must be {blocks}, for {list(data.shape)} values, of two axes"
+    if scale.dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+        return f"is {scale.dtype} and must be float32 or bfloat16"
+    wide = scale.astype(np.float32)
+    return "" if (np.isfinite(wide) & (wide > 0.0)).all() else "has scales that are not positive numbers"
+
+
+def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
+    """Store those kernels of a model of shapes quantized, as the ambient recipe says, that FP8 tensors are kept in.
+
+    Raises:
+        ValueError: for a kernel that the recipe stores in another form.
+    """
+    waiting = {
+        path: entry
+        for path, entry in entries.items()
+        if any(getattr(tensors[name], "kept", False) for name, _ in entry.pieces)
+    }
+    for path, module, kernel in quantizable_kernels(model):
+        if (entry := waiting.pop("/".join(map(str, path)), None)) is None:
+            continue
+        quantizer: Any = module.kernel_quantizer(kernel)
+        same = _is_followed(quantizer)
+        pieces = [tensors[name] for name, _ in entry.pieces]
+        scales = [piece.scale for piece in pieces if isinstance(piece, BlockScaled)]
+        why = "" if same else f"the recipe stores it as {quantizer}"
+        if len(scales) < len(pieces):
+            why = "its tensors are not all in FP8"
+        elif same and quantizer.power_of_two and not all(map(_powers_of_two, scales)):
+            why = "its scales are no powers of two, and the recipe's are"
+        if why:
+            raise ValueError(
+                f"block_scaled='keep' cannot keep {'/'.join(map(str, path))}: {why}; load it inside of "
+                "autocast(Float8BlockScaling(use_f32_scales=True)), or give block_scaled='dequantize'"
+            )
+        # Not in nnx.eval_shape, which on a mesh takes a Variable's value for one array, and a kept kernel is several.
+        variable = getattr(module, kernel)
+        variable.set_value(
+            jax.eval_shape(functools.partial(module.quantized, kernel, portable=True), variable.get_value())
+        )
+    if waiting:
+        raise ValueError(
+            f"block_scaled='keep' keeps kernels of layers alone, and {', '.join([*waiting][:8])} is another parameter "
+            "in FP8; give block_scaled='dequantize'"
+        )
+
+
+def _powers_of_two(scale: np.ndarray) -> bool:
+    return bool((np.frexp(scale.astype(np.float32))[0] == 0.5).all())
+
+
+def reader(
+    path: str, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], sizes: Sizes
+) -> Callable[[Index, Any], np.ndarray]:
+    """Return a function of an index and a dtype that reads this part of an array of the parameters.
+
+    Args:
+        path: of the array, inside of a kernel that is kept behind the kernel's.
+        entries: of all parameters.
+        tensors: of the folder.
+        sizes: of the axes.
+
+    Raises:
+        ValueError: for scales that are not those of whole blocks any more where our kernel has the values.
+    """
+    name, kept, part = path.partition("/form/rowwise/")
+    entry = entries[name]
+    # The tensors of this parameter alone: what is multiplied out is in memory no longer than it is read.
+    pieces = {each: tensors[each] for each, _ in entry.pieces}
+    if part != "scale_inv":
+        plain = {each: _values(piece, multiplied=not kept) for each, piece in pieces.items()}
+        return functools.partial(entry.read, plain, sizes)
+    shape = entry.shape(sizes)
+    scales = {each: piece.scales() for each, piece in pieces.items() if isinstance(piece, BlockScaled)}
+    matrix = entry.read(scales, sizes, (slice(None),) * len(shape), np.dtype(np.float32)).reshape(shape[0], -1)
+    blocks = _blocks(matrix, name, shape, "give block_scaled='dequantize'")
+    return lambda index, dtype: blocks[index].astype(dtype)
+
+
+def _blocks(scales: np.ndarray, name: str, shape: tuple[int, ...], instead: str) -> np.ndarray:
+    """Return the scale of each block of a matrix, from that of each value."""
+    blocks = scales[::_BLOCK, ::_BLOCK].copy()
+    if not np.array_equal(BlockScaled(scales, blocks).scales(), scales):
+        raise ValueError(
+            f"block_scaled='keep' cannot keep {name} {list(shape)}: its blocks of {_BLOCK} x {_BLOCK} are not those of "
+            f"its tensors, since heads or features are no multiples of that; {instead}"
+        )
+    return blocks
+
+
+def held_kernels(model: nnx.Module) -> dict[str, QuantizedKernel]:
+    """Return the kernels of a model that are stored quantized, by path.
+
+    Raises:
+        ValueError: for one in another form than FP8 with a scale for each block, and if there is none.
+    """
+    held: dict[str, QuantizedKernel] = {}
+    for path, module, name in quantizable_kernels(model):
+        kernel, where = getattr(module, name).get_value(), "/".join(map(str, path))
+        if isinstance(kernel, QuantizedKernel):
+            if kernel.is_opaque or not _is_followed(kernel.quantizer):
+                raise ValueError(
+                    f"block_scaled='keep' writes FP8 with a scale for each block of {_BLOCK} x {_BLOCK}, and {where} "
+                    f"is stored as {kernel.quantizer}; {_INSTEAD}"
+                )
+            held[where] = kernel
+    if not held:
+        raise ValueError(
+            "block_scaled='keep' writes kernels that are stored quantized, and the model has none; load it with "
+            "block_scaled='keep', create its train state with fp8_param, or leave block_scaled out"
+        )
+    return held
+
+
+def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Sizes) -> dict[str, np.ndarray]:
+    """Return the scales of the tensors of a kernel whose arrays are on the host, by name.
+
+    Raises:
+        ValueError: for blocks of ours that are no blocks of theirs.
+    """
+    stored = kernel.form.rowwise
+    values = BlockScaled(stored.data.reshape(kernel.shape[0], -1), stored.scale_inv).scales().reshape(kernel.shape)
+    return {name + _SCALE: _blocks(scales, path, kernel.shape, _INSTEAD) for name, scales in entry.write(values, sizes)}
+
+
+def quantization_config(plain: list[str]) -> dict[str, Any]:
+    """Return the field of ``config.json``; ``plain`` are the names of tensors that are not quantized."""
+    modules = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return {**form, "weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": modules}
+
+
+def _is_followed(quantizer: Any) -> bool:
+    return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
+
+
+def _values(piece: Tensor, *, multiplied: bool) -> Any:
+    if not isinstance(piece, BlockScaled):
+        return piece
+    return piece.data.astype(np.float32) * piece.scales() if multiplied else piece.data

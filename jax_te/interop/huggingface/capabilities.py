@@ -1,0 +1,197 @@
+"""What a model is beside its weights: the options that an architecture can or cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flax import nnx
+
+from jax_te.config import (
+    CudaGraphConfig,
+    ModelParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TransformerConfig,
+)
+from jax_te.config.internal import activation_parts
+from jax_te.interop.huggingface.config_json import Fields
+from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
+from jax_te.megatron import is_layer_window_attention
+from jax_te.models import Execution, Multipliers
+
+Options = dict[str, Any]
+"""Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers."""
+
+_CONFIG_FIELDS = frozenset(field.name for field in fields(TransformerConfig))
+# How a model is run, how its first weights are drawn, and what changes training alone.
+_ALSO_NO_OUTPUT = """
+activation_func gated_linear_unit init_method init_method_std output_layer_init_method compute_dtype attention_dropout
+hidden_dropout apply_query_key_layer_scaling attention_softmax_in_fp32 batch_invariant_mode qk_clip qk_clip_alpha
+qk_clip_threshold log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes cp_load_balanced
+fused_residual_rmsnorm
+"""
+_RUN = (ModelParallelConfig, PrecisionConfig, RecomputeConfig, CudaGraphConfig)
+_NO_OUTPUT = {*_ALSO_NO_OUTPUT.split(), *(field.name for base in _RUN for field in fields(base))}
+_SAID_TWICE = ("activation_func", "gated_linear_unit", "params_dtype")
+TIED = "share_embeddings_and_output_weights"
+_KINDS: dict[str, type] = {
+    "layernorm_epsilon": float,
+    "attention_dropout": float,
+    "hidden_dropout": float,
+    **dict.fromkeys((TIED, "add_bias_linear", "add_qkv_bias", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
+    "normalization": str,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A configuration, and the other options of a model."""
+
+    config: TransformerConfig
+    others: Options
+
+    @classmethod
+    def make(cls, options: Options) -> Form:
+        """Return the form that options say.
+
+        Raises:
+            ValueError: for options that do not fit each other.
+        """
+        options = {"multipliers": Multipliers(), **options}
+        config = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
+        return cls(TransformerConfig(**config), {name: options[name] for name in options.keys() - config.keys()})
+
+    def options(self) -> Options:
+        """Return all options that change the outputs of a model."""
+        found = {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
+        # The two fields say the same in several ways.
+        windows = {"window_size": layer_windows(found), "window_attn_skip_freq": None}
+        return found | (windows if found["window_size"] else {})
+
+    def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
+        """Return a form whose configuration has other fields that change no output.
+
+        Raises:
+            ValueError: for a field that the outputs depend on, and for one that says what an argument says.
+        """
+        wrong = sorted(name for name in changes if name not in _NO_OUTPUT or name in _SAID_TWICE)
+        if wrong:
+            raise ValueError(
+                "config.json says what the model computes, and dtype what its parameters are; leave "
+                f"{', '.join(wrong)} out of config"
+            )
+        return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
+
+    def sizes(self) -> Sizes:
+        """Return the letters of docs/design.md.
+
+        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types.
+        """
+        c = self.config
+        n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
+        letters = {
+            "a": len(activation_parts(c.activation)),
+            "h": c.hidden_size,
+            "f": c.ffn_hidden_size or 1,
+            "n": n,
+            "g": g,
+            "r": n // g,
+            "c": n // g + 2,
+            "d": d,
+        }
+        letters |= {"q": n * d, "o": c.hidden_size, "v": self.others["vocab_size"]}
+        letters |= {"s": self.others["max_sequence_length"], "t": self.others.get("num_tokentypes", 0)}
+        return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
+
+
+def model_options(model: Any, positions: Any) -> Options:
+    """Return the options that every model has, beside its configuration.
+
+    Args:
+        model: of `jax_te.models`.
+        positions: its rotary or relative positions, or None.
+    """
+    learned = "none" if model.position_embedding is None else "learned_absolute"
+    return {
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": model.max_sequence_length,
+        "position_embedding_type": positions or learned,
+        TIED: model.output_kernel is None,
+        "multipliers": model.multipliers,
+    }
+
+
+def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
+    """Return the window of each layer, None for a layer without one."""
+    size, skip = options["window_size"], options["window_attn_skip_freq"]
+    numbers = range(1, options["num_layers"] + 1)
+    return tuple(size if is_layer_window_attention(size, skip, number) else None for number in numbers)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers, in tables that are read in both directions.
+
+    Args:
+        model_type: its name in ``config.json``.
+        model: the class here.
+        fields: field of ``config.json`` → our option, and its value where the field is absent.
+        read: completes the options by the fields that are no such pair.
+        write: returns those fields.
+        table: returns the tensors of a form.
+        options: returns the options of a model.
+        base: what the names begin with that a checkpoint of the model without its head has without it.
+        twins: tensors that some files have although they are another one, as a head that is the embedding: name of
+            the tensor → the other one's.
+        ignored: a pattern of tensors that are no parameters of the model.
+        older: ends of names in older files, as patterns, and what they are now.
+        described_by: what says the fields.
+    """
+
+    model_type: str
+    model: type
+    fields: Mapping[str, tuple[str, Any]]
+    read: Callable[[Fields, Options], None]
+    write: Callable[[Options], Mapping[str, Any]]
+    table: Callable[[Form], Table]
+    options: Callable[[Any], Options]
+    base: str
+    twins: Mapping[str, str]
+    ignored: str
+    older: tuple[tuple[str, str], ...] = ()
+    described_by: str = "config.json"
+
+    def form(self, given: Fields) -> Form:
+        """Return the form that a ``config.json`` says.
+
+        Raises:
+            ValueError: for fields that are not followed, and for more layers than tensors, which would take endless
+                time and memory.
+        """
+        options = {
+            ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
+        }
+        layers = max(options["num_layers"] or 0, options.get("encoder_num_layers") or 0)
+        if layers > len(given.tensors):
+            raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
+        self.read(given, options)
+        # Fields of every class of transformers, which older files have with their defaults.
+        for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
+            given.expect(name, False)
+        given.expect("pruned_heads", {})
+        return Form.make({name: value for name, value in options.items() if value is not None})
+
+    def config_fields(self, form: Form) -> dict[str, Any]:
+        """Return the fields of ``config.json`` of a form."""
+        options = {name: getattr(form.config, name) for name in _CONFIG_FIELDS} | form.others
+        return {name: options.get(ours) for name, (ours, _) in self.fields.items()} | dict(self.write(options))
+
+    def build(self, form: Form, execution: Execution) -> Any:
+        """Return a model with this form."""
+        arguments = dict(form.others)
+        multipliers = arguments.pop("multipliers")
+        model = self.model(form.config, **arguments, execution=execution, rngs=nnx.Rngs(0))
+        model.multipliers = multipliers
+        return model

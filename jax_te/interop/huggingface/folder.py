@@ -1,0 +1,104 @@
+"""Folders in the form of Hugging Face: ``config.json``, and the tensors in one file or in several with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_te.interop.huggingface.safetensors import MAX_JSON, Plan, TensorFile, nbytes, read_json, shards, write_file
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def json_file(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; a folder that transformers wrote with save_pretrained has it")
+    if path.stat().st_size > MAX_JSON:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON} are read")
+    return read_json(path.read_bytes(), path)
+
+
+def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]:
+    """Return the tensors of a folder by name, over memory maps, and their files.
+
+    Raises:
+        ValueError: if there are none; for a damaged file; for an index that names files outside of the folder, or does
+            not fit the files.
+    """
+    single = folder / SINGLE
+    if single.exists():
+        file = TensorFile(single)
+        return file.tensors, [file]
+    if not (folder / INDEX).exists():
+        raise ValueError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; let transformers write them with save_pretrained(folder)"
+        )
+    index: Any = json_file(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    for name in index.values():
+        # A name and no path: what an index names is read, and shall be nothing but a file of this folder.
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
+            raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is no name of a .safetensors file")
+    files = {name: TensorFile(folder / name) for name in sorted(set(index.values()))}
+    tensors: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {}
+    for name, file in files.items():
+        tensors |= file.tensors
+        found |= dict.fromkeys(file.tensors, name)
+    count = sum(len(file.tensors) for file in files.values())
+    if found != index or count != len(found):
+        wrong = sorted(name for name in found.keys() | index.keys() if found.get(name) != index.get(name))
+        raise ValueError(
+            f"{folder / INDEX} is not the index of its files: {', '.join(wrong[:8])[:500] or 'duplicates'}"
+        )
+    return tensors, list(files.values())
+
+
+def write_tensors(
+    folder: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.ndarray]], max_shard_size: int
+) -> None:
+    """Write tensors to one file, or to several with an index, in the place of those that are there.
+
+    Args:
+        folder: of the files.
+        plan: of all tensors.
+        tensors: the same, in the same order; each is asked for when the one before it is written.
+        max_shard_size: of a file, in bytes.
+    """
+    parts = list(shards(plan, max_shard_size))
+    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    names = names if len(parts) > 1 else [SINGLE]
+    stream = iter(tensors)
+    written = {name: folder / f"{name}.part" for name in names}
+    for path, part in zip(written.values(), parts, strict=True):
+        write_file(path, part, _take(stream, len(part)))
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(nbytes(dtype, shape) for _, dtype, shape in plan)},
+            "weight_map": {tensor: name for name, part in zip(names, parts, strict=True) for tensor, *_ in part},
+        }
+        written[INDEX] = folder / f"{INDEX}.part"
+        written[INDEX].write_text(json.dumps(index, indent=2))
+    # All files are whole before the first old one goes. A reader takes the single file before an index.
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in written:
+            path.unlink()
+    for name, path in written.items():
+        path.replace(folder / name)
+
+
+def _take(stream: Iterator[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
+    for _ in range(count):
+        yield next(stream)

@@ -1,0 +1,218 @@
+"""Models from folders in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_te._validation import checked
+from jax_te.errors import CheckpointMismatchError
+from jax_te.interop.huggingface.architectures.registry import read_form
+from jax_te.interop.huggingface.block_scaled import BlockScaled, Choice, hold_block_scaled, read_block_scaled, reader
+from jax_te.interop.huggingface.capabilities import Architecture, Form
+from jax_te.interop.huggingface.folder import CONFIG, json_file, open_tensors
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes
+from jax_te.models import Execution
+from jax_te.sharding import shardings_of
+from jax_te.sharding.internal import leaves_with_axes
+from jax_te.typing import Array, DTypeLike
+
+OnProgress = Callable[[int, int], None]
+"""Is called after each parameter with the number of those that are done and of all."""
+
+_EXECUTION = Execution()
+_SHOWN = 20
+"""The most tensors in a message."""
+
+
+@checked
+def load_huggingface(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    block_scaled: Choice | None = None,
+    config: Mapping[str, Any] | None = None,
+    execution: Execution = _EXECUTION,
+    ignore_fields: Collection[str] = (),
+    on_progress: OnProgress | None = None,
+) -> Any:
+    """Return the model of a folder that transformers wrote, with its weights.
+
+    The weights are read from ``model.safetensors``, or from the files of an index, parameter by parameter, and each
+    device's part by itself: a process reads what its devices hold, and has one parameter in host memory at a time. On
+    a mesh (``jax.set_mesh``) parameters are sharded by the ambient `jax_te.sharding.ShardingRules`. Under a recipe with
+    state (`jax_te.recipe.autocast`) the model has new quantizer states.
+
+    Every field of ``config.json`` is followed, known to change no number, or refused by name. No code of the folder
+    runs.
+
+    Args:
+        folder: with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
+        dtype: of the parameters. None: that of the tensors, which must be one.
+        block_scaled: what becomes of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
+            ``"dequantize"``: their products in fp32, rounded once to ``dtype``. ``"keep"``: kernels stay as they are,
+            under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None: such a folder is refused.
+        config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
+            ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
+        execution: see `jax_te.models.Execution`.
+        ignore_fields: names of fields of ``config.json`` that are unknown here and that you know to change no number.
+            One that the model is built by is refused.
+        on_progress: is called after each parameter with the number of those that are done and of all.
+
+    Returns:
+        A model of `jax_te.models`: a `GPTModel` for decoders.
+
+    Raises:
+        ValueError: for a file that is missing, damaged or outside of the folder; an architecture or a field that is not
+            followed; tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh;
+            FP8 tensors without a choice, or which the recipe cannot keep.
+        CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
+
+    Source: ``from_pretrained`` of transformers.
+
+    >>> model = load_huggingface("Llama-3.2-1B", dtype=jnp.bfloat16)  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    values = json_file(folder / CONFIG)
+    stored, files = open_tensors(folder)
+    tensors = read_block_scaled(values, stored, block_scaled)
+    architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
+    after = released(files, on_progress)
+    return load_tensors(architecture, form, tensors, folder, after, dtype=dtype, config=config, execution=execution)
+
+
+def released(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
+    """Return what `load_tensors` calls after each parameter: it drops what has been read of the files from memory."""
+
+    def after(done: int, count: int) -> None:
+        for file in files:
+            file.release()
+        if on_progress is not None:
+            on_progress(done, count)
+
+    return after
+
+
+def load_tensors(
+    architecture: Architecture,
+    form: Form,
+    stored: Mapping[str, Any],
+    folder: Path,
+    after: OnProgress,
+    *,
+    dtype: DTypeLike | None,
+    config: Mapping[str, Any] | None,
+    execution: Execution,
+) -> Any:
+    """Return the model of a form with the tensors of a checkpoint.
+
+    Args:
+        architecture: whose table names the tensors.
+        form: of the model.
+        stored: arrays, or what ``np.asarray`` reads, by name.
+        folder: of the checkpoint, for messages.
+        after: is called after each parameter.
+        dtype, config, execution: as in `load_huggingface`.
+
+    Raises:
+        ValueError, CheckpointMismatchError: as `load_huggingface`.
+    """
+    entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
+    sizes = form.sizes()
+    tensors = _checked(architecture, stored, entries, sizes, folder)
+    form = form.run_as(config or {}, _one_dtype(dtype, tensors, folder))
+    model = nnx.eval_shape(lambda: architecture.build(form, execution))
+    hold_block_scaled(model, entries, tensors)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        # Quantizer states have initial values; the compiler drops the parameters that are drawn beside them.
+        rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(nnx.Param)))()
+    mesh = jax.sharding.get_mesh()
+    leaves = leaves_with_axes(params)
+    places = [None] * len(leaves) if mesh.empty else shardings_of(params, mesh)
+    arrays = []
+    for (path, leaf, _), place in zip(leaves, places, strict=True):
+        arrays.append(_placed(reader(path, entries, tensors, sizes), leaf, place))
+        after(len(arrays), len(leaves))
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(params), arrays), rest)
+
+
+def _checked(
+    architecture: Architecture,
+    stored: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    sizes: Sizes,
+    folder: Path,
+) -> dict[str, Any]:
+    """Return the tensors that the entries name, if they are those of the folder."""
+    wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
+    tensors = _by_their_names(architecture, stored, wanted)
+    lines = _differences(tensors, wanted)
+    if lines:
+        more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        lines = [line[:300] for line in lines[:_SHOWN]]
+        raise CheckpointMismatchError(
+            f"the tensors of {folder} are not those of its {architecture.described_by}:\n" + "\n".join(lines) + more
+        )
+    return tensors
+
+
+def _by_their_names(architecture: Architecture, stored: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """Return the tensors under the names that entries have, without those that the model is built without."""
+    for ending, name in architecture.older:
+        stored = {re.sub(rf"{ending}$", name, each): tensor for each, tensor in stored.items()}
+    base = architecture.base
+    if not any(name.startswith(base) for name in stored):
+        # Of the model without its head, whose names begin behind the base.
+        stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
+    tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
+    for name, other in architecture.twins.items():
+        twice = name in tensors and name not in wanted and other in tensors
+        if twice and np.array_equal(tensors[name], tensors[other]):
+            del tensors[name]
+    return tensors
+
+
+def _differences(tensors: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a line for each tensor that is missing, unexpected or of another shape."""
+    missing = [f"{name} is missing" for name in wanted if name not in tensors]
+    unexpected = [f"{name} is unexpected" for name in tensors if name not in wanted]
+    misshapen = [
+        f"{name} is {list(tensors[name].shape)} and must be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    return missing + unexpected + misshapen
+
+
+def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, Any], folder: Path) -> Any:
+    if dtype is not None:
+        return dtype
+    found = {tensor.dtype for tensor in tensors.values() if not isinstance(tensor, BlockScaled)}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the tensors of {folder} are of dtypes {names}; say with dtype= which the parameters have")
+    return found.pop()
+
+
+def _placed(read: Any, leaf: Any, place: Any) -> Array:
+    """Return an array on its devices, of which each gets its part."""
+    if place is None:
+        return jnp.asarray(read((slice(None),) * leaf.ndim, leaf.dtype))
+    # Devices that hold the same part get it from one read.
+    parts: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        key = tuple((each.start, each.stop) for each in index)
+        if key not in parts:
+            parts[key] = read(index, leaf.dtype)
+        return parts[key]
+
+    return jax.make_array_from_callback(leaf.shape, place, part)

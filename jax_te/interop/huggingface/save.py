@@ -1,0 +1,208 @@
+"""Models to folders in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from jax_te._validation import check_positive, checked, float_dtype
+from jax_te.checkpoint.internal import say
+from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
+from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
+from jax_te.interop.huggingface.capabilities import Architecture, Form
+from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
+from jax_te.interop.huggingface.folder import CONFIG, json_file, write_tensors
+from jax_te.interop.huggingface.load import OnProgress
+from jax_te.interop.huggingface.safetensors import Plan
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table
+from jax_te.quantize import QuantizedKernel
+from jax_te.sharding.internal import leaves_with_axes
+from jax_te.typing import DTypeLike
+
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+
+
+@checked
+def save_huggingface(
+    model: Any,
+    folder: str | Path,
+    *,
+    architecture: str | None = None,
+    dtype: DTypeLike | None = None,
+    block_scaled: Choice | None = None,
+    max_shard_size: int = 5_000_000_000,
+    like: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Write a model so that transformers loads it: ``config.json`` and safetensors.
+
+    The files are written tensor by tensor under other names, and take the place of older ones when all are whole. On
+    several processes all call this, and the first one writes, one parameter after the other; if it cannot, all raise.
+    Quantizer states are no part of such a folder.
+
+    Args:
+        model: a model of `jax_te.models`.
+        folder: made if it is not there.
+        architecture: one of `ARCHITECTURES`. None: the first that can say all options of the model.
+        dtype: of the tensors. None: that of the parameters.
+        block_scaled: ``"keep"``: kernels stored as `jax_te.recipe.Float8BlockScaling` stores them are written as they
+            are, with fp32 scales for blocks of 128 x 128 and a ``quantization_config``: DeepSeek's form. ``dtype`` is
+            that of the others.
+        max_shard_size: the most bytes of tensors in a file; a larger one holds one tensor. Beyond one file there is
+            an index.
+        like: a folder from which the fields of ``config.json`` that say nothing of the model are taken, such as
+            ``eos_token_id``, and the files of the tokenizer and of generation; the one that the model was loaded from.
+        on_progress: is called after each parameter with the number of those that are done and of all.
+
+    Raises:
+        ValueError: for a model that no architecture, or not this one, can say; the message names the options. For
+            parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form.
+
+    Source: ``save_pretrained`` of transformers.
+
+    >>> save_huggingface(model, "tuned", like="Llama-3.2-1B")  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    check_positive(max_shard_size=max_shard_size)
+    dtype = None if dtype is None else float_dtype("dtype", dtype)
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
+    known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
+    name, form = said_form(model, known)
+    chosen, sizes = ARCHITECTURES[name], form.sizes()
+    if block_scaled not in (None, "keep"):
+        raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
+    held = {} if block_scaled is None else held_kernels(model)
+    entries, arrays = placed_arrays(model, name, chosen.table(form), sizes, held)
+    plan: list[Plan] = []
+    plain: list[Plan] = []
+    scales: dict[str, dict[str, np.ndarray]] = {}
+    for path, entry in entries.items():
+        stored = np.dtype(arrays[path].dtype if dtype is None or path in held else dtype)
+        found = [(tensor, stored, shape) for tensor, shape in entry.their_shapes(sizes).items()]
+        if path in held:
+            # Now, so that what cannot be written is refused before a file is.
+            scales[path] = written_scales(path, jax.tree.map(on_host, held[path]), entry, sizes)
+        else:
+            plain += found
+        plan += [*found, *((each, array.dtype, array.shape) for each, array in scales.get(path, {}).items())]
+    widest = max((stored for _, stored, _ in plain), key=lambda stored: stored.itemsize)
+    # Null, since transformers' own default for a token that is absent would be one of another vocabulary.
+    values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if like is not None:
+        values |= {key: value for key, value in json_file(Path(like) / CONFIG).items() if key in NO_NUMBERS}
+    values |= chosen.config_fields(form)
+    values |= {"architectures": [name], "model_type": chosen.model_type, "torch_dtype": widest.name}
+    if held:
+        values["quantization_config"] = quantization_config([name for name, _, shape in plain if len(shape) == 2])
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for done, (path, entry) in enumerate(entries.items(), 1):
+            for tensor, array in entry.write(on_host(arrays[path]), sizes):
+                yield tensor, array if dtype is None or path in held else array.astype(dtype)
+            yield from scales.get(path, {}).items()
+            if on_progress is not None:
+                on_progress(done, len(entries))
+
+    def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder, plan, stream, max_shard_size)
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        copied = [] if like is None or folder.samefile(like) else [Path(like) / each for each in _COMPANIONS]
+        for path in copied:
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+    _write_by_the_first(write, tensors(), folder)
+
+
+def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
+    """Let the first process write what comes; no process returns before all is written, and all raise if it is not."""
+    problem = None
+    try:
+        if jax.process_index() == 0:
+            write(stream)
+    except Exception as error:
+        problem = error
+    if jax.process_count() > 1:
+        # Each tensor is gathered by all processes together, which would wait for ever for one that stops at an error.
+        for _ in stream:
+            pass
+        told = say("" if problem is None else f"{type(problem).__name__}: {problem}")[0]
+        if told and problem is None:
+            problem = OSError(errno.EIO, f"the first process could not write: {told}", str(folder))
+    if problem is not None:
+        raise problem
+
+
+def placed_arrays(
+    model: Any, name: str, table: Table, sizes: Sizes, held: Mapping[str, QuantizedKernel] = MappingProxyType({})
+) -> tuple[dict[str, Entry], dict[str, jax.Array]]:
+    """Return the entries of a table and the model's parameters, both by the parameters' paths; of ``held`` the values.
+
+    Raises:
+        ValueError: for parameters that are not those of the table.
+    """
+    entries = {path: Entry.of(pieces) for path, pieces in table.items()}
+    leaves = leaves_with_axes(nnx.state(model, nnx.Param))
+    arrays = {path: leaf for path, leaf, _ in leaves if path.partition("/form/")[0] not in held}
+    arrays |= {path: kernel.form.rowwise.data for path, kernel in held.items()}
+    wrong = sorted(arrays.keys() ^ entries.keys())
+    wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
+    if wrong:
+        raise ValueError(
+            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
+            "stored quantized from their masters"
+        )
+    return entries, arrays
+
+
+def said_form(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
+    """Return the name of the first architecture that can say what the model is, and the model's form.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    reasons = []
+    for name, each in known.items():
+        if not isinstance(model, each.model):
+            continue
+        form = Form(model.config, each.options(model))
+        try:
+            lost = _lost(each, form)
+        except ValueError as error:  # a field that says the option is refused by the reader of this architecture
+            lost = [str(error)]
+        if not lost:
+            return name, form
+        reasons.append(f"{name}: {', '.join(lost)}")
+    raise ValueError(
+        "no architecture of transformers is known that says what the model is; of its options cannot be said "
+        + ("; ".join(reasons) or f"any: it is a {type(model).__name__}")
+    )
+
+
+def _lost(architecture: Architecture, form: Form) -> list[str]:
+    """Return the options that are others once they were written and read again."""
+    written = architecture.config_fields(form)
+    tensors = [name for pieces in architecture.table(form).values() for name in pieces]
+    said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
+    return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """Return an array of all processes in the host's memory; all of them must call this."""
+    whole = array.is_fully_addressable or array.is_fully_replicated
+    return np.asarray(array if whole else multihost_utils.process_allgather(array, tiled=True))

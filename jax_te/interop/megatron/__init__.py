@@ -1,0 +1,6 @@
+"""Checkpoints of Megatron-LM: folders as one flat dict, and models from them and back."""
+
+from jax_te.interop.megatron.folder import read_megatron
+from jax_te.interop.megatron.model import load_megatron, save_megatron
+
+__all__ = ["load_megatron", "read_megatron", "save_megatron"]

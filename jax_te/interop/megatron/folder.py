@@ -1,0 +1,285 @@
+"""Checkpoints of Megatron-LM as one flat dict: ranks merged, layers numbered, norms under their fused names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_te._validation import brief, checked
+from jax_te.interop.torch import read_torch_distributed
+from jax_te.interop.torch.internal import METADATA, Mapped, Record, StoredTensor, Tensor, joined
+
+TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
+ARGS = "jax_te_args"
+"""The entry of files written here for what Megatron-LM keeps in a Namespace, which ``weights_only`` refuses."""
+
+# Megatron-Core from 0.19 on has no file common.pt: one entry of the checkpoint is a list with what was in it.
+_COMMON_ENTRY = "common_state/shard_0_1"
+_LOG = logging.getLogger("jax_te")
+_LAYER = re.compile(r"(.*\blayers\.)(\d{1,6})(\..*)")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_NOT_OF_THE_MODEL = re.compile(
+    r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine|args|iteration)\b.*"
+)
+_COLUMN, _ROW = re.compile(r"linear_(qkv|fc1)\.(weight|bias)$"), re.compile(r"linear_(proj|fc2)\.weight$")
+_VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
+_WHOLE = re.compile(r"(linear_(proj|fc2)\.bias|layer_norm_(weight|bias)|layernorm\.(weight|bias)|embeddings\.weight)$")
+# transformer_impl="local" has norms apart.
+_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class MegatronCheckpoint(NamedTuple):
+    """What `read_megatron` found.
+
+    Args:
+        tensors: the model's, by Megatron-Core's names, each whole: objects with ``shape`` and ``dtype`` that
+            ``np.asarray`` reads over a memory map, comparing the checksum that the file has of each.
+        args: Megatron-LM's arguments of plain values; empty if there are none.
+        iteration: of the checkpoint, None if it says none.
+        files: whose ``release()`` drops what has been read from memory.
+    """
+
+    tensors: dict[str, Any]
+    args: dict[str, Any]
+    iteration: int | None
+    files: list[Any]
+
+
+@checked
+def read_megatron(
+    path: str | Path, *, iteration: int | None = None, gated: bool | None = None, vocab_size: int | None = None
+) -> MegatronCheckpoint:
+    """Return the model of a checkpoint of Megatron-LM, without torch, for `MegatronGPTModel.load_state_dict`.
+
+    Both formats are read: ``torch``, a file for each tensor and pipeline rank, which are merged; and ``torch_dist``, of
+    any sharding. Norms that stand alone (``transformer_impl="local"``) get the names of the fused ones.
+    ``_extra_state`` and optimizer states are left out; the log of ``jax_te`` says so at level INFO.
+
+    Args:
+        path: the folder that ``--save`` named, one of its ``iter_*`` or ``release`` folders, or one file of a single
+            rank, which may be a state dict alone.
+        iteration: the one to take. None: that of ``latest_checkpointed_iteration.txt``.
+        gated: whether the first linear layer of an MLP has two components. None: as the arguments say.
+        vocab_size: rows of the embedding and the head to keep of those that Megatron padded. None: all.
+
+    Raises:
+        ValueError: for a folder of another form, missing ranks, tensors that do not fit each other, formats and names
+            that are not known.
+
+    Source: ``load_checkpoint`` of Megatron-LM; ``megatron.core.dist_checkpointing``.
+
+    >>> model.load_state_dict(read_megatron("checkpoints").tensors)  # doctest: +SKIP
+    """
+    path = _iteration_folder(Path(path), iteration)
+    if (path / METADATA).is_file():
+        found = _distributed(path)
+    else:
+        found = _ranks(path, gated)
+    tensors = {_fused_norms(name): tensor for name, tensor in found.tensors.items()}
+    if vocab_size is not None:
+        tensors = {name: _cut_vocabulary(name, tensor, vocab_size) for name, tensor in tensors.items()}
+    return found._replace(tensors=tensors)
+
+
+def split_axis(name: str, gated: bool) -> tuple[int, int] | None:
+    """Return the axis along which Megatron's tensor ranks split a tensor, and into how many blocks; None: they do not.
+
+    >>> split_axis("decoder.layers.0.mlp.linear_fc1.weight", True), split_axis("decoder.final_layernorm.weight", True)
+    ((0, 2), None)
+
+    Raises:
+        ValueError: for a name that is not known.
+    """
+    if _VOCABULARY.search(name) or _COLUMN.search(name):
+        return 0, 2 if gated and "linear_fc1" in name else 1
+    if _ROW.search(name):
+        return 1, 1
+    if _WHOLE.search(name):
+        return None
+    raise ValueError(f"it is not known how tensor ranks split {name[:200]!r}; models of GPT's dense layers are read")
+
+
+def _iteration_folder(path: Path, iteration: int | None) -> Path:
+    tracker = path / TRACKER
+    if iteration is None and not tracker.is_file():
+        return path
+    if iteration is None:
+        text = tracker.read_text(errors="replace")[:100].strip()
+        if not re.fullmatch(r"release|\d{1,12}", text):
+            raise ValueError(f"{tracker} says {text[:50]!r}, which is neither an iteration nor release")
+        path = path / (text if text == "release" else f"iter_{int(text):07d}")
+    else:
+        path = path / f"iter_{iteration:07d}"
+    if not path.is_dir():
+        raise ValueError(f"{path} is not there; give another iteration")
+    return path
+
+
+def _distributed(path: Path) -> MegatronCheckpoint:
+    found = read_torch_distributed(path)
+    common: Any = {}
+    if (path / COMMON).is_file():
+        common = Mapped(path / COMMON).load()
+    elif _COMMON_ENTRY in found.others:
+        common = found.others.pop(_COMMON_ENTRY)()
+        common = common[0] if isinstance(common, list) and common else common
+    tensors: dict[str, Any] = {}
+    for name, tensor in found.tensors.items():
+        stacked = re.fullmatch(r"(.*\blayers\.)([^\d].*)", name)
+        if stacked and tensor.shape and not _NOT_OF_THE_MODEL.fullmatch(name):
+            # Layers of one form are one tensor with an axis of layers in front.
+            for layer in range(tensor.shape[0]):
+                whole = f"{stacked[1]}{layer}.{stacked[2]}"
+                tensors[whole] = tensor.row(layer, f"{path}: {whole}")
+        else:
+            tensors[name] = tensor
+    tensors = _model_tensors(dict.fromkeys(found.others) | tensors, path)
+    for name in [name for name in tensors if re.search(r"\.(weight|bias)_w$", name)]:
+        # Gate and the other component in tensors of their own, as singleton_local_shards has them.
+        other = name[:-1] + "v"
+        if other not in tensors:
+            raise ValueError(f"{path} has {name[:200]!r} without its other component")
+        tensors[name[:-2]] = joined([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
+    return MegatronCheckpoint(tensors, *_said(common, path), found.files)
+
+
+def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
+    """Return the model of a file for each rank: merged over tensor ranks, one pipeline stage behind the other."""
+    paths = _rank_files(path)
+    width, depth = (1 + max((rank[at] for rank in paths), default=-1) for at in (0, 1))
+    if not paths or len(paths) != width * depth:
+        raise ValueError(
+            f"{path} holds no checkpoint of Megatron-LM, or not all of its ranks: found {sorted(paths)[:20]}. There "
+            f"must be mp_rank_XX[_YYY]/{RANK_FILE} for all tensor and pipeline ranks, or {METADATA} of the format "
+            "torch_dist; zarr and expert ranks are not read"
+        )
+    files = {rank: Mapped(each) for rank, each in paths.items()}
+    states = {rank: file.load() for rank, file in files.items()}
+    args, iteration = _said(states[0, 0], path)
+    if gated is None and args:
+        gated = bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
+    chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
+    tensors: dict[str, Any] = {}
+    first_layer = 0
+    # Of virtual stages: all first chunks hold lower layers than all second ones.
+    for chunk in range(max(len(chunks[0, stage]) for stage in range(depth))):
+        for stage in range(depth):
+            ranks = [_model_tensors(chunks[rank, stage][chunk], path) for rank in range(width)]
+            merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
+            # Each rank and stage counts its layers from 0.
+            tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
+            first_layer += _layer_count(merged)
+    return MegatronCheckpoint(tensors, args, iteration, list(files.values()))
+
+
+def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
+    """Return the file of each tensor and pipeline rank: in a checkpoint's folder or a rank's, or the one given."""
+    if path.is_file():
+        return {(0, 0): path}
+    if (path / RANK_FILE).is_file():
+        return {(0, 0): path / RANK_FILE}
+    found = {}
+    for each in sorted(path.iterdir()) if path.is_dir() else []:
+        rank = _RANK.fullmatch(each.name)
+        if rank and (each / RANK_FILE).is_file():
+            found[int(rank[1]), int(rank[2] or 0)] = each / RANK_FILE
+    return found
+
+
+def _numbered_from(first_layer: int, name: str) -> str:
+    """Return a tensor's name with the number of its layer, if it has one, counted from ``first_layer``."""
+    at = _LAYER.fullmatch(name)
+    return f"{at[1]}{int(at[2]) + first_layer}{at[3]}" if at else name
+
+
+def _layer_count(names: Iterable[str]) -> int:
+    """Return the number of layers that tensors of these names belong to."""
+    return max((int(at[2]) + 1 for name in names if (at := _LAYER.fullmatch(name))), default=0)
+
+
+def _chunks(state: Any, path: Path) -> list[Any]:
+    """Return the state dicts of a rank's parts of the model: one, or one for each virtual stage."""
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds no state dict")
+    if not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{path} holds no state dict: its keys are not all text, {brief([*state])}")
+    if all(hasattr(value, "shape") or name.endswith("_extra_state") for name, value in state.items()):
+        return [state]
+    # Virtual stages.
+    numbered = sorted((name for name in state if re.fullmatch(r"model\d{1,3}", name)), key=lambda name: int(name[5:]))
+    chunks = [state[name] for name in numbered] or [state.get("model")]
+    if not all(isinstance(chunk, dict) for chunk in chunks) or "language_model" in chunks[0]:
+        raise ValueError(f"{path} has no state dict 'model' of Megatron-Core; convert older ones with Megatron-LM")
+    return chunks
+
+
+def _merged(name: str, ranks: list[dict[str, Any]], gated: bool | None, path: Path) -> Tensor:
+    what = f"{path}: {name[:200]}"
+    if any(name not in rank or rank.keys() != ranks[0].keys() for rank in ranks):
+        raise ValueError(f"{what} is not on all tensor ranks")
+    parts = [rank[name] for rank in ranks]
+    if len(parts) == 1:
+        return parts[0]
+    if gated is None and "linear_fc1" in name:
+        raise ValueError(f"{what}: the file says no arguments; say with gated= whether it has two components")
+    split = split_axis(name, bool(gated))
+    if split is not None:
+        return joined(parts, *split, what)
+    if not all(_bits(part) == _bits(parts[0]) for part in parts):
+        raise ValueError(f"{what} must be the same on all tensor ranks, and differs")
+    return parts[0]
+
+
+def _bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype), tensor.shape, np.asarray(tensor).tobytes()
+
+
+def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the parameters, without the prefix of a wrapper; say what is left out."""
+    extra = [name for name in found if re.search(r"_extra_state(/|$)", name)]
+    rest = [name for name in found if _NOT_OF_THE_MODEL.fullmatch(name)]
+    if extra or rest:
+        _LOG.info("%s: %d _extra_state and %d entries of the optimizer and run left out", path, len(extra), len(rest))
+        _LOG.debug("left out: %s", ", ".join([*extra, *rest]))
+    left = {*extra, *rest}
+    tensors = {name.removeprefix("module."): value for name, value in found.items() if name not in left}
+    wrong = [f"{name[:100]} ({value!r:.60})" for name, value in tensors.items() if not hasattr(value, "shape")]
+    if wrong:
+        raise ValueError(f"{path}: no tensors that can be read: {', '.join(wrong[:8])}; save them dequantized")
+    return tensors
+
+
+def _said(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
+    """Return arguments of plain values and the iteration."""
+    state = state if isinstance(state, dict) else {}
+    version = state.get("checkpoint_version", 3.0)
+    if not isinstance(version, int | float) or version < 2.0:
+        raise ValueError(f"{path} has version {version!r}, in which queries, keys and values have another order")
+    args, iteration = state.get("args", state.get(ARGS)), state.get("iteration")
+    # Megatron-LM keeps its arguments in a Namespace, among them enums and functions, which are records here.
+    args = args.state if isinstance(args, Record) else args
+    kinds = (str, int, float, type(None), list, tuple)
+    values = {name: value for name, value in args.items() if isinstance(value, kinds)} if isinstance(args, dict) else {}
+    return values, iteration if type(iteration) is int else None
+
+
+def _fused_norms(name: str) -> str:
+    for alone, fused in _NORMS.items():
+        name = name.replace(f".{alone}", f".{fused}")
+    return name
+
+
+def _cut_vocabulary(name: str, tensor: Tensor, size: int) -> Any:
+    if not _VOCABULARY.search(name):
+        return tensor
+    if not 0 < size <= tensor.shape[0]:
+        raise ValueError(f"vocab_size must be in [1, {tensor.shape[0]}], the rows of {name[:200]}, got {size}")
+    return tensor.first_rows(size) if isinstance(tensor, StoredTensor) else tensor[:size]

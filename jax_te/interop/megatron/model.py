@@ -1,0 +1,395 @@
+"""Models from checkpoints of Megatron-LM, and back: tables of Megatron-Core's tensors and Megatron-LM's flags."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jax_te._validation import checked, float_dtype
+from jax_te.interop.huggingface.internal import (
+    REQUIRED,
+    TIED,
+    Architecture,
+    Fields,
+    OnProgress,
+    Options,
+    Table,
+    layers,
+    load_tensors,
+    model_options,
+    on_host,
+    placed_arrays,
+    released,
+    said_form,
+)
+from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
+from jax_te.interop.torch import write_torch_distributed, write_torch_file
+from jax_te.interop.torch.internal import Piece, StoredTensor, Tensor
+from jax_te.layers import LinearScaling, Llama3Scaling
+from jax_te.megatron import state_dict
+from jax_te.models import Execution, GPTModel, RotaryPositions
+from jax_te.typing import DTypeLike
+
+_EXECUTION = Execution()
+_KIND = "Megatron-LM"
+# Flags that change what a model computes and have no place here, with the value that stands for their absence.
+_EXPECTED: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "mtp_num_layers", "experimental_attention_variant", "spec", "no_rope_freq")),
+    **dict.fromkeys(("heterogeneous_layers_config_path", "hybrid_layer_pattern", "mrope_section", "softmax_scale")),
+    **dict.fromkeys(("multi_latent_attention", "qk_l2_norm", "rotary_interleaved", "attention_output_gate"), False),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "enable_mhc_connections", "use_mup"), False),
+    "softmax_type": "vanilla",
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+}
+_DEFAULT_ACTIVATIONS = {True: "gelu", False: "gelu_exact"}
+_MLP, _ATTENTION = "layers/{i}/layernorm_mlp", "layers/{i}/self_attention"
+_QKV, _PROJ = "decoder.layers.{i}.self_attention.linear_qkv.", "decoder.layers.{i}.self_attention.linear_proj."
+_MODULES = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
+_MODULES += [f"self_attention.{name}_layernorm" for name in ("q", "k")] + ["mlp.linear_fc1", "mlp.linear_fc2"]
+_FC1, _FC2 = "decoder.layers.{i}.mlp.linear_fc1.", "decoder.layers.{i}.mlp.linear_fc2."
+_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {f"{_QKV}layer_norm_weight": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {f"{_QKV}weight": "(g c d) h -> h c (g d)"},
+    f"{_ATTENTION}/proj/kernel": {f"{_PROJ}weight": "h q -> q h"},
+    f"{_MLP}/scale": {f"{_FC1}layer_norm_weight": "h -> h"},
+    f"{_MLP}/wi_kernel": {f"{_FC1}weight": "(a f) h -> h a f"},
+    f"{_MLP}/wo_kernel": {f"{_FC2}weight": "h f -> f h"},
+}
+_QKV_BIAS: Table = {f"{_ATTENTION}/qkv/bias": {f"{_QKV}bias": "(g c d) -> c (g d)"}}
+_BIASES: Table = {
+    f"{_ATTENTION}/proj/bias": {f"{_PROJ}bias": "h -> h"},
+    f"{_MLP}/wi_bias": {f"{_FC1}bias": "(a f) -> a f"},
+    f"{_MLP}/wo_bias": {f"{_FC2}bias": "h -> h"},
+}
+_NORM_BIASES: Table = {
+    f"{_ATTENTION}/qkv/ln_bias": {f"{_QKV}layer_norm_bias": "h -> h"},
+    f"{_MLP}/ln_bias": {f"{_FC1}layer_norm_bias": "h -> h"},
+}
+
+
+def _table(form: Any) -> Table:
+    config, layer = form.config, dict(_LAYER)
+    # RMSNorm has no biases.
+    centered = config.normalization == "LayerNorm"
+    layer |= (_BIASES if config.add_bias_linear else {}) | (_NORM_BIASES if centered else {})
+    layer |= _QKV_BIAS if config.add_bias_linear or config.add_qkv_bias else {}
+    ends = {"scale": "weight", "bias": "bias"} if centered else {"scale": "weight"}
+    for each in ("q", "k") if config.qk_layernorm else ():
+        norm = f"decoder.layers.{{i}}.self_attention.{each}_layernorm"
+        layer |= {f"{_ATTENTION}/{each}_norm/{ours}": {f"{norm}.{theirs}": "d -> d"} for ours, theirs in ends.items()}
+    learned = form.others["position_embedding_type"] == "learned_absolute"
+    positions = {"position_embedding/embedding": {"embedding.position_embeddings.weight": "s h -> s h"}}
+    return {
+        "embedding/embedding": {"embedding.word_embeddings.weight": "v h -> v h"},
+        **(positions if learned else {}),
+        **layers(layer, config.num_layers),
+        **{f"final_norm/{ours}": {f"decoder.final_layernorm.{theirs}": "h -> h"} for ours, theirs in ends.items()},
+        **({} if form.others[TIED] else {"output_kernel": {"output_layer.weight": "v h -> h v"}}),
+    }
+
+
+def _read(given: Fields, options: Options) -> None:
+    for name, value in _EXPECTED.items():
+        given.expect(name, value)
+    # Megatron-LM has a number of groups without the flag, too, which it then ignores.
+    grouped, groups = given.take("group_query_attention", bool, False), given.raw("num_query_groups")
+    options["num_query_groups"] = groups if grouped else None
+    options[TIED] = not given.take("untie_embeddings_and_output_weights", bool, False)
+    options["activation"] = _activation(given)
+    size, skip = given.raw("window_size"), given.raw("window_attn_skip_freq")
+    options["window_size"] = tuple(size) if isinstance(size, list) else size
+    options["window_attn_skip_freq"] = tuple(skip) if isinstance(skip, list) else skip
+    kind = given.take("position_embedding_type", str, "learned_absolute")
+    if given.take("use_rotary_position_embeddings", bool, False):  # the older flag
+        kind = "rope"
+    if kind not in ("rope", "learned_absolute", "none"):
+        raise given.refused("position_embedding_type", kind, "rope, learned_absolute and none are followed")
+    base, percent = given.take("rotary_base", float, 10000.0), given.take("rotary_percent", float, 1.0)
+    factor, scaled = given.take("rope_scaling_factor", float, 8.0), given.take("use_rope_scaling", bool, False)
+    stretch = given.take("rotary_seq_len_interpolation_factor", float, 0.0)
+    scaling: Any = Llama3Scaling(factor=factor) if scaled else None
+    if stretch:
+        scaling = LinearScaling(factor=stretch)
+    if scaled and stretch:
+        raise given.refused("use_rope_scaling", True, "rotary_seq_len_interpolation_factor scales, too; give one")
+    rotary = RotaryPositions(base=base, percent=percent, scaling=scaling)
+    options["position_embedding_type"] = rotary if kind == "rope" else kind
+
+
+def _activation(given: Fields) -> str:
+    chosen = [name for name in _ACTIVATIONS if given.take(name, bool, False)]
+    # Megatron's fused kernel of bias and GELU computes the tanh form, its other one the exact one.
+    fused = given.take("bias_gelu_fusion", bool, True)
+    if len(chosen) > 1:
+        raise given.refused(chosen[0], True, f"{chosen[1]} is, too")
+    return _ACTIVATIONS[chosen[0]] if chosen else _DEFAULT_ACTIVATIONS[fused]
+
+
+_ACTIVATIONS = {"swiglu": "swiglu", "squared_relu": "srelu", "quick_geglu": "qgeglu"}
+
+
+def _write(options: Options) -> Mapping[str, Any]:
+    positions = options["position_embedding_type"]
+    rotary = positions if isinstance(positions, RotaryPositions) else RotaryPositions()
+    linear, llama = (isinstance(rotary.scaling, kind) for kind in (LinearScaling, Llama3Scaling))
+    return {
+        "group_query_attention": options["num_query_groups"] != options["num_attention_heads"],
+        "num_query_groups": options["num_query_groups"],
+        "untie_embeddings_and_output_weights": not options[TIED],
+        "bias_gelu_fusion": options["activation"] == "gelu",
+        **{flag: options["activation"] == name for flag, name in _ACTIVATIONS.items()},
+        "window_size": options["window_size"],
+        "window_attn_skip_freq": options["window_attn_skip_freq"],
+        "position_embedding_type": "rope" if positions is rotary else positions,
+        "rotary_base": rotary.base,
+        "rotary_percent": rotary.percent,
+        "use_rope_scaling": llama,
+        **({"rope_scaling_factor": rotary.scaling.factor} if isinstance(rotary.scaling, Llama3Scaling) else {}),
+        **({"rotary_seq_len_interpolation_factor": rotary.scaling.factor} if linear else {}),  # type: ignore[union-attr]
+    }
+
+
+MEGATRON = Architecture(
+    model_type="gpt",
+    model=GPTModel,
+    fields={
+        "num_layers": ("num_layers", REQUIRED),
+        "hidden_size": ("hidden_size", REQUIRED),
+        "num_attention_heads": ("num_attention_heads", REQUIRED),
+        "padded_vocab_size": ("vocab_size", REQUIRED),
+        "max_position_embeddings": ("max_sequence_length", REQUIRED),
+        "ffn_hidden_size": ("ffn_hidden_size", None),
+        "kv_channels": ("kv_channels", None),
+        "normalization": ("normalization", "LayerNorm"),
+        "norm_epsilon": ("layernorm_epsilon", 1e-5),
+        "apply_layernorm_1p": ("layernorm_zero_centered_gamma", False),
+        "add_bias_linear": ("add_bias_linear", True),
+        "add_qkv_bias": ("add_qkv_bias", False),
+        "qk_layernorm": ("qk_layernorm", False),
+        "attention_dropout": ("attention_dropout", 0.1),
+        "hidden_dropout": ("hidden_dropout", 0.1),
+    },
+    read=_read,
+    write=_write,
+    table=_table,
+    options=lambda model: model_options(model, model.rotary),
+    base="",
+    twins={"output_layer.weight": "embedding.word_embeddings.weight"},
+    ignored="",
+    described_by="arguments",
+)
+
+
+@checked
+def load_megatron(
+    path: str | Path,
+    *,
+    iteration: int | None = None,
+    vocab_size: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = None,
+    config: Mapping[str, Any] | None = None,
+    execution: Execution = _EXECUTION,
+    on_progress: OnProgress | None = None,
+) -> Any:
+    """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
+
+    Args:
+        path: as in `read_megatron`: formats ``torch`` and ``torch_dist``.
+        iteration, vocab_size: as there.
+        args: arguments of Megatron-LM by name, beside or in the place of those that the checkpoint holds.
+        dtype, config, execution, on_progress: as in `jax_te.interop.huggingface.load_huggingface`.
+
+    Returns:
+        A `GPTModel`, sharded over the mesh of ``jax.set_mesh``.
+
+    Raises:
+        ValueError: as `read_megatron`; for arguments that change what a model computes and are not followed.
+        CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors.
+
+    Source: ``load_checkpoint`` of Megatron-LM with ``--use-checkpoint-args``.
+
+    >>> model = load_megatron("checkpoints", dtype=jnp.bfloat16)  # doctest: +SKIP
+    """
+    given = dict(args or {})
+    gated = bool(given.get("swiglu") or given.get("quick_geglu")) if args else None
+    found = read_megatron(path, iteration=iteration, gated=gated, vocab_size=vocab_size)
+    given = found.args | given
+    # The model is one of the rows that are kept.
+    if vocab_size is not None:
+        given["padded_vocab_size"] = vocab_size
+    if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
+        given["norm_epsilon"] = given["layernorm_epsilon"]
+    fields = Fields(given, f"the arguments of {path}", found.tensors)
+    common: Any = {"dtype": dtype, "config": config, "execution": execution}
+    after = released(found.files, on_progress)
+    return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
+
+
+@checked
+def save_megatron(
+    model: Any,
+    path: str | Path,
+    *,
+    format: Literal["torch", "torch_dist"] = "torch",
+    tensor_parallel: int = 1,
+    dtype: DTypeLike | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Write a model as a checkpoint of Megatron-LM, without torch.
+
+    The folder is one for ``--load`` with ``--ckpt-format`` as here, without an optimizer:
+    ``release/mp_rank_XX/model_optim_rng.pt``, or for ``torch_dist`` a folder of torch.distributed, which any number of
+    ranks and stages loads. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them.
+    Tensors are written one by one.
+
+    Args:
+        model: a `GPTModel` or `MegatronGPTModel`.
+        path: the folder; or a file ``*.pt``, for one rank.
+        format: Megatron-LM's word.
+        tensor_parallel: files to split the model over, in the format ``torch``.
+        dtype: of the tensors. None: that of the parameters.
+        on_progress: is called after each tensor with the number of those that are done and of all.
+
+    Raises:
+        ValueError: for a model that has options which Megatron-LM's arguments cannot say; for sizes that do not divide;
+            on several processes.
+
+    Source: ``save_checkpoint`` of Megatron-LM.
+
+    >>> save_megatron(model, "converted", tensor_parallel=2)  # doctest: +SKIP
+    """
+    path = Path(path)
+    dtype = None if dtype is None else float_dtype("dtype", dtype)
+    if jax.process_count() > 1:
+        raise ValueError("save_megatron writes from one process; save with TrainCheckpointer, and convert that")
+    single, whole = path.suffix == ".pt", format == "torch_dist"
+    if format not in ("torch", "torch_dist"):
+        raise ValueError(f"format must be 'torch' or 'torch_dist', got {format!r}")
+    if tensor_parallel < 1 or (tensor_parallel > 1 and (single or whole)):
+        raise ValueError(
+            f"tensor_parallel must be >= 1, and 1 for a single file and for torch_dist, which is for any number of "
+            f"ranks, got {tensor_parallel}"
+        )
+    if single and whole:
+        raise ValueError(f"torch_dist needs a folder, got {path}")
+    _, form = said_form(model, {_KIND: MEGATRON})
+    tensors = _tensors(model, form, dtype)
+    gated = form.sizes()["a"] == 2
+    arguments = dict(MEGATRON.config_fields(form)) | {"tensor_model_parallel_size": tensor_parallel}
+    if form.config.num_query_groups is not None and form.config.num_query_groups % tensor_parallel:
+        raise ValueError(f"tensor_parallel {tensor_parallel} does not divide {form.config.num_query_groups} groups")
+    written, count = itertools.count(1), len(tensors) * tensor_parallel
+
+    def counted(tensor: Tensor) -> np.ndarray:
+        found = np.asarray(tensor)
+        if on_progress is not None:
+            on_progress(next(written), count)
+        return found
+
+    common = {"checkpoint_version": 3.0, "iteration": 0, ARGS: arguments}
+
+    def part_of(rank: int) -> dict[str, StoredTensor]:
+        parts = {name: _rank_part(name, tensor, rank, tensor_parallel, gated) for name, tensor in tensors.items()}
+        return {
+            name: StoredTensor.of(part.shape, part.dtype, functools.partial(counted, part), name)
+            for name, part in parts.items()
+        }
+
+    if whole:
+        _write_whole(path / "release", part_of(0), common, form.config.num_layers)
+    for rank in range(0 if whole else tensor_parallel):
+        file = path if single else path / "release" / f"mp_rank_{rank:02d}" / RANK_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_torch_file(file, common | {"model": part_of(rank)})
+    if not single:
+        # Megatron-LM's word for weights without a training state; it then begins with iteration 0.
+        (path / TRACKER).write_text("release")
+
+
+def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], layers: int) -> None:
+    """Write the format ``torch_dist``: layers as one tensor with an axis in front, in a chunk for each."""
+    entries: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.*)", name)
+        if layer is None:
+            entries[name] = tensor
+        elif layer[2] == "0":
+            each = [tensors[f"{layer[1]}{i}.{layer[3]}"] for i in range(layers)]
+            pieces = [
+                Piece((i, *(0,) * one.ndim), (1, *one.shape), functools.partial(_row, one))
+                for i, one in enumerate(each)
+            ]
+            entries[layer[1] + layer[3]] = StoredTensor((layers, *tensor.shape), tensor.dtype, pieces, name)
+    # Megatron-LM asks for the state of each of TE's modules, which without FP8 is none.
+    for module in _MODULES:
+        entries |= {f"decoder.layers.{module}._extra_state/shard_{i}_{layers}": [None] for i in range(layers)}
+    entries["decoder.final_layernorm._extra_state/shard_0_1"] = [None]
+    write_torch_distributed(folder, entries)
+    write_torch_file(folder / COMMON, common)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+def _row(tensor: StoredTensor) -> np.ndarray:
+    return np.asarray(tensor)[None]
+
+
+def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Tensor]:
+    """Return the model's tensors in Megatron's names and layouts; each is made when it is written."""
+    table, sizes = MEGATRON.table(form), form.sizes()
+    if getattr(model, "megatron_names", False):
+        named = state_dict(model)
+        missing = [name for pieces in table.values() for name in pieces if name not in named]
+        if missing:
+            raise ValueError(f"the model has no {', '.join(missing[:8])}; take kernels from their masters")
+        found = {
+            name: (array.shape, array.dtype, functools.partial(np.asarray, array)) for name, array in named.items()
+        }
+    else:
+        entries, arrays = placed_arrays(model, _KIND, table, sizes)
+        found = {}
+        for path, entry in entries.items():
+            ((name, shape),) = entry.their_shapes(sizes).items()
+            found[name] = (shape, arrays[path].dtype, functools.partial(_written, entry, arrays[path], sizes))
+    tensors: dict[str, Tensor] = {}
+    for name in (name for pieces in table.values() for name in pieces):
+        shape, own, read = found[name]
+        stored = np.dtype(own if dtype is None else dtype)
+        tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored), name)
+    return tensors
+
+
+def _written(entry: Any, array: jax.Array, sizes: Any) -> np.ndarray:
+    ((_, found),) = entry.write(on_host(array), sizes)
+    return found
+
+
+def _cast(read: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    return read().astype(dtype, copy=False)
+
+
+def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) -> Tensor:
+    """Return what one tensor rank holds."""
+    split = split_axis(name, gated)
+    if split is None or ranks == 1:
+        return tensor
+    axis, blocks = split
+    size, rest = divmod(tensor.shape[axis], ranks * blocks)
+    if rest:
+        raise ValueError(f"tensor_parallel {ranks} does not divide {name}, {list(tensor.shape)}")
+    shape = tuple(size * blocks if at == axis else dim for at, dim in enumerate(tensor.shape))
+    return StoredTensor.of(shape, tensor.dtype, functools.partial(_part, tensor, axis, blocks, rank, size), name)
+
+
+def _part(tensor: Tensor, axis: int, blocks: int, rank: int, size: int) -> np.ndarray:
+    # Of gate and factor a rank has its part of each.
+    by_block = np.split(np.asarray(tensor), blocks, axis)
+    return np.concatenate([np.take(block, range(rank * size, (rank + 1) * size), axis) for block in by_block], axis)

@@ -1,0 +1,112 @@
+"""Writing checkpoints of ``torch.distributed.checkpoint`` without torch: a file for each chunk, and a description."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_te._validation import checked
+from jax_te.interop.torch.read_distributed import METADATA
+from jax_te.interop.torch.stored_tensor import Piece, StoredTensor
+from jax_te.interop.torch.write_file import TORCH_NAMES, pickled, write_torch_file
+
+_DESCRIPTION = "torch.distributed.checkpoint.metadata"
+
+
+@checked
+def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> None:
+    """Write what ``torch.distributed.checkpoint.load`` reads, without torch.
+
+    Every chunk gets a file of its own, as ``FileSystemWriter(single_file_per_rank=False)`` writes them, and is read and
+    written when the one before it is. The files take the place of an older checkpoint of the folder when all are whole.
+
+    Args:
+        folder: made if it is not there.
+        entries: by name. NumPy and JAX arrays become tensors, whose parts any number of ranks can load; those that
+            `read_torch_distributed` gives keep their chunks. Other values that `write_torch_file` takes become objects.
+
+    Raises:
+        TypeError: for other values, and for dtypes that torch has not.
+
+    Source: ``torch.distributed.checkpoint.FileSystemWriter``.
+
+    >>> write_torch_distributed("iter_0000100", {"weight": np.zeros((2, 3), np.float32)})  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    older = list(folder.glob("*.distcp"))
+    # Ranks' numbers in names mean nothing to a reader: here they tell the files apart from those they replace.
+    rank = next(n for n in itertools.count() if not any(folder.glob(f"__{n}_*.distcp")))
+    files = (folder / f"__{rank}_{number}.distcp" for number in itertools.count())
+    described: list[bytes] = []
+    places: list[bytes] = []
+    for name, value in entries.items():
+        described += [_plain(name)]
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            chunks = []
+            for number, piece in enumerate(_pieces(value)):
+                begin, shape = _size(piece.offsets), _size(piece.shape)
+                chunks.append(_made("ChunkStorageMetadata", _dict({"offsets": begin, "sizes": shape})))
+                places += _written(next(files), name, piece.read(), {"offset": begin, "index": _plain(number)})
+            fields = {"properties": _properties(value.dtype), "size": _size(value.shape)}
+            chunks_list = b"](" + b"".join(chunks) + b"e"
+            described += [_made("TensorStorageMetadata", _dict(fields | {"chunks": chunks_list}))]
+        else:
+            described += [_made("BytesStorageMetadata", b"}")]
+            places += _written(next(files), name, value, {"offset": b"N", "index": b"N"})
+    tables = {"state_dict_metadata": _table(described), "storage_data": _table(places)}
+    # The way to each entry through the dicts of a state: here there is one dict.
+    tables["planner_data"] = _plain({name: (name,) for name in entries})
+    partial = folder / f"{METADATA}.part"
+    partial.write_bytes(b"\x80\x02" + _made("Metadata", _dict(tables)) + b".")
+    partial.replace(folder / METADATA)
+    for file in older:
+        file.unlink()
+
+
+def _pieces(value: Any) -> tuple[Piece, ...]:
+    if isinstance(value, StoredTensor):
+        return value.pieces
+    return (Piece((0,) * len(value.shape), tuple(value.shape), lambda: value),)
+
+
+def _written(file: Path, name: str, value: Any, index: Mapping[str, bytes]) -> list[bytes]:
+    """Return the entry of a chunk or an object in the table of places, once its file is written."""
+    write_torch_file(file, value)
+    place = {"relative_path": file.name, "offset": 0, "length": file.stat().st_size}
+    return [
+        _made("MetadataIndex", _dict({"fqn": _plain(name), **index})),
+        _made("_StorageInfo", _plain(place), module="torch.distributed.checkpoint.filesystem"),
+    ]
+
+
+# Opcodes of pickle: an object is made without a call of its constructor, and then given its state.
+def _made(name: str, state: bytes, *, module: str = _DESCRIPTION) -> bytes:
+    return f"c{module}\n{name}\n".encode() + b")\x81" + state + b"b"
+
+
+def _plain(value: Any) -> bytes:
+    return b"".join(pickled(value, []))
+
+
+def _table(items: Iterable[bytes]) -> bytes:
+    return b"}(" + b"".join(items) + b"u"
+
+
+def _dict(fields: Mapping[str, bytes]) -> bytes:
+    return _table(part for name, value in fields.items() for part in (_plain(name), value))
+
+
+def _size(shape: tuple[int, ...]) -> bytes:
+    return b"ctorch\nSize\n(" + _plain(tuple(shape)) + b"tR"
+
+
+def _properties(dtype: Any) -> bytes:
+    # Of these, torch reads the dtype alone; the others are what every tensor without a gradient has.
+    encoding = f"c{_DESCRIPTION}\n_MEM_FORMAT_ENCODING\n".encode() + b"(" + _plain(0) + b"tR"
+    name = TORCH_NAMES[np.dtype(dtype)].encode()
+    return _made("TensorProperties", b"(ctorch\n" + name + b"\nctorch\nstrided\n\x89" + encoding + b"\x89t")

@@ -1,0 +1,1 @@
+"""Layers of attention: projections, the core, masks, positions and caches."""

@@ -1,0 +1,270 @@
+"""The core of attention: softmax of query-key products, times values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import check_positive, check_rate, checked, log_hints
+from jax_te.layers.attention.context_parallel import ContextParallelModule
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.attention.qkv import HEAD_AXES
+from jax_te.layers.parameters import constant
+from jax_te.layers.results import layer_output
+from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
+from jax_te.ops.internal import QKV, AttentionArrays, normal_window
+from jax_te.remat.internal import ambient_modules
+from jax_te.typing import Array, Key
+
+
+def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
+    """Return the number of key/value heads ``g``, by default that of the query heads.
+
+    Raises:
+        ValueError: for numbers that are not positive, or groups that do not divide the query heads.
+    """
+    groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+    check_positive(num_attention_heads=num_attention_heads, num_gqa_groups=groups)
+    if num_attention_heads % groups:
+        raise ValueError(f"num_attention_heads {num_attention_heads} is not divisible by num_gqa_groups {groups}")
+    return groups
+
+
+@checked
+def alibi_slopes(num_attention_heads: int) -> Array:
+    """Return ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``.
+
+    If ``n`` is no power of two, the slopes are those of the next smaller power ``p``, followed by every second one of
+    the slopes of ``2 p`` heads.
+
+    Args:
+        num_attention_heads: ``n``.
+
+    Raises:
+        ValueError: if ``n`` is not positive.
+
+    Source: Press et al. 2021, "Train short, test long".
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    check_positive(num_attention_heads=num_attention_heads)
+    num_attention_heads = int(num_attention_heads)
+    power = 2 ** (num_attention_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_attention_heads - power) + 1, 2)]
+    return jnp.array(slopes, jnp.float32)
+
+
+@checked
+class DotProductAttention(ContextParallelModule):
+    """``softmax(scale · q kᵀ + bias + mask) v`` per head.
+
+    Args:
+        num_attention_heads: query heads ``n``.
+        kv_channels: head size ``d``, or ``(d, dv)`` if values have another size than queries and keys.
+        num_gqa_groups: key/value heads ``g``, a divisor of ``n``; query head ``i`` reads group ``i // (n / g)``.
+            None: ``n``.
+        attention_dropout: dropout probability of the softmax's result, in [0, 1).
+        attn_mask_type: ``"causal"``, ``"no_mask"``, ``"padding"``, ``"padding_causal"``, ``"causal_bottom_right"``,
+            ``"padding_causal_bottom_right"`` or ``"arbitrary"``. The bottom-right types align the last query with the
+            last key. The padding types take lengths or `PackedSeqParams` at the call, ``"arbitrary"`` takes a mask.
+        window_size: number of positions to the ``(left, right)`` that a query sees beside its own; -1: all. None: no
+            window.
+        softmax_scale: None: ``1 / sqrt(d)``.
+        softmax_type: ``"vanilla"``; ``"off-by-one"``: add 1 to the denominator; ``"learnable"``: add
+            ``exp(softmax_offset)`` to it, where ``softmax_offset [n]`` is an fp32 parameter with initial value 0.
+        logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
+        return_max_logit: calls also return the max logit of each head, for `clip_qk`.
+        num_splits: stored as an attribute; it tunes one CUDA kernel and has no effect on results.
+        cp_comm_type: how the devices along the mesh's context axis exchange keys and values: ``"p2p"``,
+            ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. It has no effect if that
+            axis has one device.
+        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``: number of devices that exchange heads, and number of
+            such groups in the ring.
+        cp_load_balanced: sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
+        rngs: accepted as in every layer; there is nothing to draw.
+
+    Raises:
+        ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
+            mask type requires or does not use, or heads of another number or size.
+
+    Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
+
+    >>> q = jnp.ones((2, 8, 4, 16))
+    >>> DotProductAttention(4, 16)(q, q, q).shape
+    (2, 8, 4, 16)
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        *,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        attn_mask_type: MaskType = "causal",
+        window_size: Window | None = None,
+        softmax_scale: float | None = None,
+        softmax_type: SoftmaxType = "vanilla",
+        logit_softcap: float | None = None,
+        return_max_logit: bool = False,
+        num_splits: int | None = None,
+        cp_comm_type: str = "p2p",
+        hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
+        cp_load_balanced: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs
+        # Checked here and not at the first call, so that the traceback shows where the layer was built.
+        self.num_gqa_groups = check_heads(num_attention_heads, num_gqa_groups)
+        d, dv = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        check_positive(kv_channels=d, v_channels=dv)
+        check_rate(attention_dropout=attention_dropout)
+        if logit_softcap is not None and not logit_softcap > 0.0:
+            raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {logit_softcap!r}")
+        normal_window(window_size, attn_mask_type)
+        self.num_attention_heads = num_attention_heads
+        self.kv_channels = d
+        self.v_channels = dv
+        self.attention_dropout = attention_dropout
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
+        self.softmax_scale = softmax_scale
+        self.softmax_type: SoftmaxType = softmax_type
+        self.logit_softcap = logit_softcap
+        self.return_max_logit = return_max_logit
+        if num_splits is not None:
+            check_positive(num_splits=num_splits)
+        log_hints(num_splits=num_splits)
+        self.num_splits = num_splits
+        self.context_parallel = ContextParallel(
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
+        )
+        # In fp32 whatever the dtype of computation: TE's kernels read it so, and it enters an exponential.
+        self.softmax_offset = (
+            constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
+        )
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array | None = None,
+        value: Array | None = None,
+        *,
+        attention_mask: Array | None = None,
+        q_lengths: Array | None = None,
+        kv_lengths: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_key: Key | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> Any:
+        """Apply attention.
+
+        Args:
+            query: ``[b, sq, n, d]``; or ``[b, s, 3, n, d]``, which packs queries, keys and values, without ``key`` and
+                ``value``. With ``packed_seq_params`` of one row also ``[t, n, d]``; keys, values and the result then
+                have three axes, too.
+            key: ``[b, skv, g, d]``.
+            value: ``[b, skv, g, dv]``.
+            attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
+            q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence; for the padding
+                types. ``q_lengths`` None: ``kv_lengths``.
+            packed_seq_params: boundaries of several sequences in each row; for the padding types.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
+            core_attention_bias: broadcastable to ``[b, n, sq, skv]``.
+            alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
+            attn_mask_type, window_size: used in place of the layer's own.
+            checkpoint_core_attention: recompute attention in backward instead of saving its residuals.
+
+        Returns:
+            ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,
+            the latter fp32 ``[n]``.
+        """
+        mask_type: Any = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        bias_type: Any = core_attention_bias_type
+        bias = core_attention_bias
+        if bias_type == "alibi":
+            if bias is not None:
+                raise ValueError("core_attention_bias_type 'alibi' takes alibi_slopes, and no core_attention_bias")
+            bias = _slopes(self.num_attention_heads) if alibi_slopes is None else alibi_slopes
+        elif alibi_slopes is not None:
+            raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")
+        # Megatron's thd format has no batch axis; the op has one format, rows of packed sequences.
+        one_row = packed_seq_params is not None and query.ndim == 3
+        if one_row:
+            query = query[None]
+            key, value = None if key is None else key[None], None if value is None else value[None]
+        self._check_operands(query, key, value)
+        if packed_seq_params is not None:
+            packed_seq_params.check(query.shape[1], None if key is None else key.shape[1])
+        dropout_key = self.used_dropout_key(dropout_key, attention_dropout=self.attention_dropout)
+        rate = 0.0 if dropout_key is None else self.attention_dropout
+        offset = None if self.softmax_offset is None else self.softmax_offset.get_value()
+        arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
+
+        def attend(qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None) -> Any:
+            return dot_product_attention(
+                qkv,
+                mask_type=mask_type,
+                mask=arrays.mask,
+                q_lengths=arrays.q_lengths,
+                kv_lengths=arrays.kv_lengths,
+                # Made inside, so that a recomputed call saves the cumulative lengths, and not what is made of them.
+                segments=None if packed is None else packed.segments,
+                window=self.window_size if window_size is None else window_size,
+                bias_type=bias_type,
+                bias=arrays.bias,
+                softmax_type=self.softmax_type,
+                softmax_offset=arrays.softmax_offset,
+                logit_softcap=self.logit_softcap,
+                scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
+                dropout_rate=rate,
+                dropout_key=arrays.dropout_key,
+                return_max_logit=self.return_max_logit,
+                context_parallel=self.context_parallel,
+                out_axes=HEAD_AXES,
+            )
+
+        with jax.named_scope("DotProductAttention"):
+            qkv = (query,) if key is None or value is None else (query, key, value)
+            # The core alone: in plain JAX its probabilities [b, n, sq, skv] are the largest residual of a layer.
+            recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
+            run = jax.checkpoint(attend) if recompute else attend
+            result = run(qkv, arrays, packed_seq_params)
+        y, *max_logit = result if self.return_max_logit else (result,)
+        y = y[0] if one_row else y
+        return layer_output(y, max_logit=max_logit[0]) if max_logit else y
+
+    def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
+        """Raise ValueError for heads of another number or size than the layer's."""
+        n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
+        q_shape = query.shape[2:]
+        # The op would accept any shapes that agree with each other.
+        if key is None or value is None:
+            fits = key is value and q_shape == (3, n, d) and (g, dv) == (n, d)
+        else:
+            fits = q_shape == (n, d) and key.shape[2:] == (g, d) and value.shape[2:] == (g, dv)
+        if fits:
+            return
+        shapes = [array.shape for array in (query, key, value) if array is not None]
+        packed = f", or one array [b, s, 3, {n}, {d}]" if (g, dv) == (n, d) else ""
+        raise ValueError(
+            f"attention needs query [b, s, {n}, {d}], key [b, s, {g}, {d}] and value [b, s, {g}, {dv}]{packed}; "
+            f"got shapes {shapes}"
+        )
+
+
+_slopes = alibi_slopes  # an argument of the call hides the name

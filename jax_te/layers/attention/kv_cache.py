@@ -1,0 +1,190 @@
+"""Caches of keys and values for generation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_te._validation import check_positive, checked, float_dtype
+from jax_te.sharding import auto_region, constrain
+from jax_te.typing import Array, DTypeLike
+
+_AXES = ("batch", "sequence", "heads", None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of one attention layer for the tokens so far; a pytree that is never changed in place.
+
+    Args:
+        k, v: ``[b, max_len, g, d]``, split like activations over batch and heads; positions from ``length`` on are
+            unused.
+        length: int32 ``[]``, number of tokens in the cache.
+
+    >>> cache = init_kv_cache(1, 8, 2, 4)
+    >>> int(cache.append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4))).length)
+    3
+    """
+
+    k: Array
+    v: Array
+    length: Array
+
+    @property
+    def max_len(self) -> int:
+        """Number of tokens for which there is room."""
+        return self.k.shape[1]
+
+    @checked
+    def append(self, k: Array, v: Array) -> KVCache:
+        """Return the cache with ``k, v [b, s, g, d]`` appended.
+
+        ``length`` is known at run time only, so a call that does not fit (``length + s > max_len``) raises nothing: its
+        keys and values become nan, as does all attention over the cache from then on.
+
+        Raises:
+            ValueError: if ``s`` alone exceeds ``max_len``, or for other batches, heads or head sizes than the cache's.
+        """
+        _check_new(self.k, self.v, k, v)
+        if k.shape[1] > self.max_len:
+            raise ValueError(f"{k.shape[1]} tokens do not fit a KV cache of max_len {self.max_len}; make it longer")
+
+        def write(old: Array, new: Array, start: Array) -> Array:
+            # Past the end JAX moves the slice back, over tokens that are needed: nan shows it, other tokens would not.
+            fits = start + new.shape[1] <= self.max_len
+            new = jnp.where(fits, new.astype(old.dtype), jnp.asarray(jnp.nan, old.dtype))
+            # Neighbouring positions are one slice, which XLA writes in place where the step donates its cache.
+            return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+
+        put = auto_region(write, _AXES)
+        return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])
+
+    @checked
+    def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
+        """Return the mask type and the lengths for the newest ``sq`` tokens of ``b`` sequences, already appended."""
+        check_positive(b=b, sq=sq)
+        # Bottom-right: the newest query stands beside the last valid key, wherever the unused positions begin.
+        ones = jnp.ones((b,), jnp.int32)
+        return "padding_causal_bottom_right", {"q_lengths": ones * sq, "kv_lengths": ones * self.length}
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "length"], meta_fields=["left"])
+@dataclass(frozen=True, kw_only=True)
+class WindowKVCache:
+    """A `KVCache` for attention in a window: a ring buffer that overwrites tokens that no later token sees.
+
+    Args:
+        k, v: ``[b, c, g, d]``; the token at position ``p`` is in slot ``p % c``.
+        length: int32 ``[]``, number of tokens so far, of which the cache has the last ``c``.
+        left: number of positions before its own that a token sees. ``c`` must be at least ``left`` plus the number of
+            tokens in one call.
+
+    >>> cache = init_window_kv_cache(1, 4, 2, 2, 8)
+    >>> cache.k.shape, int(cache.append(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 2, 8))).length)
+    ((1, 6, 2, 8), 2)
+    """
+
+    k: Array
+    v: Array
+    length: Array
+    left: int
+
+    @property
+    def places(self) -> int:
+        """Number of slots, ``c``."""
+        return self.k.shape[1]
+
+    @checked
+    def append(self, k: Array, v: Array) -> WindowKVCache:
+        """Return the cache with ``k, v [b, s, g, d]`` appended.
+
+        Raises:
+            ValueError: if the last of the ``s`` tokens would overwrite a token in the window of the first, or for other
+                batches, heads or head sizes than the cache's.
+        """
+        _check_new(self.k, self.v, k, v)
+        if k.shape[1] + self.left > self.places:
+            raise ValueError(
+                f"{k.shape[1]} tokens and the {self.left} before them do not fit a cache of {self.places} slots; give "
+                f"at most {self.places - self.left} tokens a call, or build it for more"
+            )
+        slots = (self.length + jnp.arange(k.shape[1], dtype=jnp.int32)) % self.places
+
+        def write(old: Array, new: Array, slots: Array) -> Array:
+            # A scatter, because the slots of one call may wrap around the end of the ring.
+            return old.at[:, slots].set(new.astype(old.dtype))
+
+        put = auto_region(write, _AXES)
+        return WindowKVCache(
+            k=put(self.k, k, slots), v=put(self.v, v, slots), length=self.length + k.shape[1], left=self.left
+        )
+
+    @checked
+    def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
+        """Return the mask type and the mask for the newest ``sq`` tokens, already appended."""
+        check_positive(b=b, sq=sq)
+        last = self.length - 1
+        # The position in each slot: the newest one that falls into it. Slots that are still empty come out negative.
+        key = last - (last - jnp.arange(self.places, dtype=jnp.int32)) % self.places
+        query = (last - sq + 1 + jnp.arange(sq, dtype=jnp.int32))[:, None]
+        hidden = (key[None] < 0) | (key[None] > query) | (key[None] < query - self.left)
+        return "arbitrary", {"attention_mask": hidden[None, None]}
+
+
+def _check_new(old_k: Array, old_v: Array, k: Array, v: Array) -> None:
+    """Raise ValueError for keys or values that are not ``[b, s, g, d]`` with the sizes of those in a cache."""
+    for name, old, new in (("k", old_k, k), ("v", old_v, v)):
+        b, _, g, d = old.shape[-4:]
+        if new.ndim != old.ndim or new.shape[-4::2] != (b, g) or new.shape[-1] != d or new.shape[1:2] != k.shape[1:2]:
+            raise ValueError(f"{name} must be [{b}, s, {g}, {d}] for this cache, got shape {new.shape}")
+
+
+@checked
+def init_kv_cache(
+    batch: int, max_len: int, num_gqa_groups: int, kv_channels: int, dtype: DTypeLike = jnp.float32
+) -> KVCache:
+    """Return an empty cache for ``max_len`` tokens of ``batch`` sequences, with ``g`` key/value heads of size ``d``.
+
+    Raises:
+        ValueError: for a size that is not positive or an unknown dtype.
+
+    >>> init_kv_cache(2, 8, 4, 16, jnp.bfloat16).k.shape
+    (2, 8, 4, 16)
+    """
+    check_positive(batch=batch, max_len=max_len, num_gqa_groups=num_gqa_groups, kv_channels=kv_channels)
+    shape = (batch, max_len, num_gqa_groups, kv_channels)
+    dtype = float_dtype("dtype", dtype)
+    # Two arrays and not one used twice: a jitted step may donate its cache, and a buffer can be donated once only.
+    k, v = (constrain(jnp.zeros(shape, dtype), _AXES) for _ in range(2))
+    return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
+
+
+@checked
+def init_window_kv_cache(
+    batch: int,
+    left: int,
+    tokens_per_call: int,
+    num_gqa_groups: int,
+    kv_channels: int,
+    dtype: DTypeLike = jnp.float32,
+) -> WindowKVCache:
+    """Return an empty `WindowKVCache` for tokens that see ``left`` positions before their own.
+
+    Args:
+        batch, num_gqa_groups, kv_channels, dtype: as in `init_kv_cache`.
+        left: see `WindowKVCache`.
+        tokens_per_call: largest number of tokens that are appended in one call.
+
+    Raises:
+        ValueError: for a size that is not positive or an unknown dtype.
+
+    >>> init_window_kv_cache(2, 8, 1, 4, 16, jnp.bfloat16).k.shape
+    (2, 9, 4, 16)
+    """
+    check_positive(left=left, tokens_per_call=tokens_per_call)
+    cache = init_kv_cache(batch, left + tokens_per_call, num_gqa_groups, kv_channels, dtype)
+    return WindowKVCache(k=cache.k, v=cache.v, length=cache.length, left=left)

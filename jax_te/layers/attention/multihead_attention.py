@@ -1,0 +1,387 @@
+"""Multi-head attention: norm, projections, the core and the output projection."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import check_positive, checked
+from jax_te.layers.attention.context_parallel import ContextParallelModule
+from jax_te.layers.attention.dot_product_attention import DotProductAttention, check_heads
+from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.attention.qkv import (
+    HEAD_AXES,
+    merge_heads,
+    pack_qkv,
+    rotate,
+    split_key,
+    split_key_value,
+    split_qkv,
+    split_query,
+)
+from jax_te.layers.attention.rotary import Rotary
+from jax_te.layers.layernorm_linear import LayerNormLinear
+from jax_te.layers.linear import Linear
+from jax_te.layers.norm import make_norm
+from jax_te.layers.options import AttentionOptions, CoreCall, CoreOptions, LinearOptions, NormOptions
+from jax_te.layers.parameters import value_or_none
+from jax_te.layers.results import layer_output
+from jax_te.layers.tensor_parallel import set_tensor_parallel_group
+from jax_te.ops import Window, layernorm
+from jax_te.ops.internal import normal_window
+from jax_te.sharding.internal import axis_ranks, row_axis
+from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
+
+
+@checked
+class MultiheadAttention(ContextParallelModule):
+    """Normalization, query/key/value projections, attention and output projection.
+
+    In self-attention, one fused kernel ``[h, r + 2, g·d]`` with ``r = n / g`` computes queries, keys and values. In
+    cross-attention, ``query [h, r, g·d]`` reads the input and ``key_value [h, 2, g·d]`` reads the encoder's output. The
+    mesh's tensor axis splits their last axis, and the first axis of the output kernel ``[n·d, h]``, by whole groups.
+
+    Args:
+        hidden_size: ``h``.
+        num_attention_heads: query heads ``n``.
+        num_gqa_groups: key/value heads ``g``. None: ``n``.
+        kv_channels: head size ``d``. None: ``h / n``.
+        attention_dropout: dropout probability of the softmax's result.
+        layernorm_epsilon, normalization, zero_centered_gamma: options of the norm in front, see `LayerNormLinear`.
+        input_layernorm: whether there is a norm in front.
+        return_layernorm_output: also return the norm's output.
+        attention_type: ``"self"`` or ``"cross"``.
+        attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits,
+            cp_comm_type, hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
+        qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and of keys over its ``d``
+            channels, each with parameters of its own. None: no such norms.
+        qk_norm_before_rope: normalize before the rotation by position, not after it.
+        qkv_bias: learn biases in the projections to queries, keys and values, also if ``bias`` is False.
+        fuse_qkv_params: False: ``query``, ``key`` and ``value`` are separate layers after a norm that they share.
+        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
+        sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
+        return_bias: return the output projection's bias instead of adding it.
+        bias: learn biases in all projections.
+        init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
+        output_layer_init_method: initializer of the output projection. None: N(0, 0.023²).
+        params_dtype: dtype of the parameters.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        ValueError: for sizes that are not positive or do not divide, unknown names and options that exclude each other;
+            when called, for arguments that the layer does not take.
+
+    Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
+    and keys: Henry et al. 2020.
+
+    >>> layer = MultiheadAttention(32, 4, num_gqa_groups=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
+    (2, 8, 32)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        *,
+        num_gqa_groups: int | None = None,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        input_layernorm: bool = True,
+        return_layernorm_output: bool = False,
+        attention_type: Literal["self", "cross"] = "self",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        logit_softcap: float | None = None,
+        return_max_logit: bool = False,
+        num_splits: int | None = None,
+        cp_comm_type: str = "p2p",
+        hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
+        cp_load_balanced: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_before_rope: bool = False,
+        qkv_bias: bool = False,
+        fuse_qkv_params: bool = True,
+        set_parallel_mode: bool = True,
+        sequence_parallel: bool = False,
+        tp_group: TensorGroup = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        bias: bool = True,
+        init_method: Initializer | None = None,
+        output_layer_init_method: Initializer | None = None,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = AttentionOptions.of(locals())
+        check_heads(num_attention_heads, num_gqa_groups)
+        check_positive(hidden_size=hidden_size)
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
+                "change one of them or give kv_channels"
+            )
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(
+                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
+            )
+        d = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        self.attention_type = attention_type
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.core_attention = DotProductAttention(num_attention_heads, d, **options.keywords(CoreOptions))
+        self._make_projections(hidden_size, options, rngs)
+
+    def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
+        """Create the norms and projections. Their order is that of the keys that they draw."""
+        core = self.core_attention
+        n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+        r, epsilon, split = n // g, options.layernorm_epsilon, options.set_parallel_mode
+        # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
+        heads = "heads" if split else None
+        linear: dict[str, Any] = {"bias": options.bias, **options.keywords(LinearOptions), "rngs": rngs}
+        norm: dict[str, Any] = {"zero_centered_gamma": options.zero_centered_gamma, "rngs": rngs}
+        norm |= {"params_dtype": options.params_dtype}
+        column = {"parallel_mode": "column" if split else None, "init_method": options.init_method, **linear}
+        column |= {"bias": options.bias or options.qkv_bias}
+
+        def project(features: tuple[int, ...]) -> Linear:
+            axes = ("fsdp", *("components",) * (len(features) - 1), heads)
+            return Linear(h, features, kernel_axes=axes, **column)
+
+        def normalize_and_project(features: tuple[int, ...]) -> Linear:
+            if not options.input_layernorm:
+                return project(features)
+            return LayerNormLinear(
+                h,
+                features,
+                epsilon,
+                return_layernorm_output=options.return_layernorm_output,
+                kernel_axes=("fsdp", "components", heads),
+                **options.keywords(NormOptions),
+                **column,
+            )
+
+        separate = self.attention_type == "self" and not options.fuse_qkv_params
+        # One norm in front of the three projections, which fused layers would each compute anew.
+        self.layernorm = (
+            make_norm(options.normalization, h, epsilon, sequence_parallel=options.sequence_parallel, **norm)
+            if separate and options.input_layernorm
+            else None
+        )
+        if self.attention_type == "cross":
+            self.query = normalize_and_project((r, g * d))
+            self.key_value = project((2, g * d))
+        elif not separate:
+            self.qkv = normalize_and_project((r + 2, g * d))
+        else:
+            self.query = project((r, g * d))
+            self.key = project((g * d,))
+            self.value = project((g * d,))
+        qk_norm = options.qk_norm_type
+        self.q_norm = None if qk_norm is None else make_norm(qk_norm, d, epsilon, **norm)
+        self.k_norm = None if qk_norm is None else make_norm(qk_norm, d, epsilon, **norm)
+        self.proj = Linear(
+            n * d,
+            h,
+            parallel_mode="row" if split else None,
+            init_method=options.output_layer_init_method,
+            return_bias=options.return_bias,
+            kernel_axes=(row_axis(heads), None),
+            **linear,
+        )
+
+    def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
+        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        set_tensor_parallel_group(self, tp_group)
+
+    def __call__(
+        self,
+        x: Array,
+        attention_mask: Array | None = None,
+        encoder_output: Array | None = None,
+        *,
+        sequence_lengths: Array | None = None,
+        encoder_lengths: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        rotary_pos_emb: Rotary | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        dropout_key: Key | None = None,
+        cache: KVCache | WindowKVCache | None = None,
+        checkpoint_core_attention: bool = False,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """Apply attention within ``x``, or from ``x`` to the encoder's output.
+
+        Args:
+            x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
+            attention_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out; for mask type
+                ``"arbitrary"``.
+            encoder_output: ``[b, skv, h]``, in cross-attention.
+            sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
+                padding types.
+            encoder_lengths: the same for ``encoder_output``. If it is given, ``sequence_lengths`` None means all of
+                ``x``.
+            packed_seq_params: boundaries of several sequences in each row.
+            rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
+            core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
+                `DotProductAttention`.
+            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
+                unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
+            cache: keys and values of the tokens before ``x``; causal self-attention only.
+            checkpoint_core_attention: recompute the attention core in backward.
+            is_first_microbatch: as in `Linear`, for all projections.
+
+        Returns:
+            ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of
+            the output projection; ``layernorm_output [b, s, h]``; ``max_logit [n]``; ``cache``, with ``x`` appended.
+        """
+        core = self.core_attention
+        if self.attention_type == "self":
+            q_lengths, kv_lengths = None, sequence_lengths
+        else:
+            q_lengths, kv_lengths = sequence_lengths, encoder_lengths
+            if encoder_lengths is not None and sequence_lengths is None:
+                # Lengths of keys alone would count for the queries, too.
+                q_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+        call = CoreCall(
+            attention_mask=attention_mask,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            packed_seq_params=packed_seq_params,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            dropout_key=dropout_key,
+            attn_mask_type=core.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=core.window_size if window_size is None else window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
+        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
+        with jax.named_scope("MultiheadAttention"):
+            operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
+            if cache is not None:
+                query, key, value = operands
+                cache = cache.append(key, value)
+                operands = query, cache.k, cache.v
+                mask_type, masks = cache.masks(*x.shape[:2])
+                # The mask of a ring says which keys are in the window: their order is not that of their positions.
+                window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
+                call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
+            attended = core(*operands, **call._asdict())
+            context, *max_logit = attended if core.return_max_logit else (attended,)
+            projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
+            y, *bias = projected if isinstance(projected, tuple) else (projected,)
+        extra: dict[str, Any] = {}
+        if bias:
+            extra["bias"] = bias[0]
+        if normed:
+            extra["layernorm_output"] = normed[0]
+        if max_logit:
+            extra["max_logit"] = max_logit[0]
+        if cache is not None:
+            extra["cache"] = cache
+        return layer_output(y, **extra) if extra else y
+
+    def _check_call(
+        self,
+        encoder_output: Array | None,
+        encoder_lengths: Array | None,
+        rotary: Rotary | None,
+        cache: KVCache | WindowKVCache | None,
+        call: CoreCall,
+    ) -> None:
+        """Raise ValueError for arguments of a call that the layer does not take, or that exclude each other."""
+        if (self.attention_type == "cross") != (encoder_output is not None):
+            raise ValueError(
+                "cross-attention needs encoder_output"
+                if encoder_output is None
+                else "self-attention takes no encoder_output; build the layer with attention_type='cross'"
+            )
+        if self.attention_type == "self":
+            if encoder_lengths is not None:
+                raise ValueError("self-attention takes no encoder_lengths; give sequence_lengths")
+        elif rotary is not None or cache is not None:
+            raise ValueError("rotary_pos_emb and cache are for self-attention; cross-attention takes neither")
+        if cache is None:
+            return
+        if self.core_attention.context_parallel.cp_load_balanced and axis_ranks("sequence") > 1:
+            raise ValueError(
+                "a KV cache holds tokens in natural order, and cp_load_balanced=True has sequences in zig-zag order; "
+                "call the layer inside of jax_te.sharding.whole_sequences(), which the context axis does not shard"
+            )
+        window, arrays = call.window_size, (call.attention_mask, call.kv_lengths, call.packed_seq_params)
+        if isinstance(cache, WindowKVCache) and normal_window(window, "causal") != (cache.left, 0):
+            raise ValueError(f"the cache keeps a window of ({cache.left}, 0), the layer's is {window}; make them equal")
+        masked = call.attn_mask_type != "causal" or any(array is not None for array in arrays)
+        if masked or call.core_attention_bias_type != "no_bias":
+            raise ValueError(
+                "a KV cache is for causal attention without masks, lengths or biases; this call's mask type is "
+                f"{call.attn_mask_type!r}, its bias type {call.core_attention_bias_type!r}"
+            )
+
+    def _operands(
+        self,
+        x: Array,
+        encoder_output: Array | None,
+        rotary: Rotary | None,
+        cache: KVCache | WindowKVCache | None,
+        is_first_microbatch: bool | None,
+    ) -> tuple[tuple[Array, ...], list[Any]]:
+        """Return the operands of the core, and the norm's output if it is to be returned."""
+        core = self.core_attention
+        n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+        first: Any = {"is_first_microbatch": is_first_microbatch}
+        result: Any
+        if encoder_output is not None:
+            result = self.query(x, **first)
+            projected, *normed = result if isinstance(result, tuple) else (result,)
+            q = split_query(projected, g, d)
+            result = self.key_value(encoder_output, **first)
+            k, v = split_key_value(result, g, d)  # type: ignore[arg-type]
+        elif self.fuse_qkv_params:
+            result = self.qkv(x, **first)
+            projected, *normed = result if isinstance(result, tuple) else (result,)
+            if g == n and rotary is None and cache is None and self.q_norm is None:
+                # cuDNN reads the packed projection as it is. What follows changes or keeps queries or keys alone.
+                return (pack_qkv(projected, g, d),), normed
+            q, k, v = split_qkv(projected, g, d)
+        else:
+            inner = x if self.layernorm is None else self.layernorm(x)
+            normed = [inner] if self.return_layernorm_output else []
+            # Arrays: these layers are built without extra results.
+            q = split_query(self.query(inner, **first), g, d)  # type: ignore[arg-type]
+            k = split_key(self.key(inner, **first), g, d)  # type: ignore[arg-type]
+            v = split_key(self.value(inner, **first), g, d)  # type: ignore[arg-type]
+        # The two orders differ: the norms' scales do not commute with the rotation, which mixes pairs of channels.
+        if self.qk_norm_before_rope:
+            q, k = self._normalize(q, k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if not self.qk_norm_before_rope:
+            q, k = self._normalize(q, k)
+        return (q, k, v), normed
+
+    def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            return q, k
+        # Not by calling the norm layers: the logical axes that they name would leave the heads unsharded.
+        q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
+        k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
+        return q, k

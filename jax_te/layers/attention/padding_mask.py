@@ -1,0 +1,88 @@
+"""Padding masks in Transformer Engine's form, which say which tokens are padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_te._validation import log_once
+from jax_te.ops import Window
+from jax_te.ops.internal import normal_window
+from jax_te.typing import Array
+
+
+def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
+    """Return the padding masks ``[b, 1, 1, s]`` of queries and keys.
+
+    Args:
+        mask: the pair itself, or one mask: of both in self-attention, of the keys alone in cross-attention and where
+            the keys are those of a KV cache.
+        sq: queries.
+        of_self: in self-attention.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: for another shape.
+
+    >>> padding = jnp.zeros((1, 1, 1, 4), bool)
+    >>> [one.shape for one in padding_pair(padding, 2, of_self=False)]
+    [(1, 1, 1, 2), (1, 1, 1, 4)]
+    """
+    if not isinstance(mask, tuple):
+        # A single mask of self-attention is that of queries and keys, unless the keys are those of a KV cache.
+        shared = of_self and mask.shape[-1] == sq
+        mask = (mask if shared else jnp.zeros((*mask.shape[:-1], sq), bool), mask)
+    for one in mask:
+        if one.dtype != bool or one.ndim != 4 or one.shape[1:3] != (1, 1):
+            found = f"{one.dtype} {one.shape}"
+            error = ValueError if one.dtype == bool else TypeError
+            raise error(f"a padding mask must be bool [b, 1, 1, s], True where there is padding; got {found}")
+    return mask
+
+
+def arbitrary_mask(pair: tuple[Array, Array], mask_type: str, window: Window | None) -> tuple[Array, Window]:
+    """Return the mask and window with which type ``"arbitrary"`` hides what the padding type ``mask_type`` hides.
+
+    Raises:
+        ValueError: for the bottom-right type.
+
+    >>> padding = jnp.array([[[[False, True]]]])
+    >>> mask, window = arbitrary_mask((padding, padding), "padding_causal", None)
+    >>> mask[0, 0].tolist(), window
+    ([[False, True], [True, True]], (-1, 0))
+    """
+    if mask_type == "padding_causal_bottom_right":
+        raise ValueError(
+            "the diagonal of 'padding_causal_bottom_right' ends where sequences end, and a mask may have its "
+            "padding anywhere; give lengths (TEDotProductAttention: padding_at_end=True), or a mask of type 'arbitrary'"
+        )
+    q_hidden, kv_hidden = pair
+    # The core's padding types know lengths alone. Causality is a window that ends at the query.
+    return q_hidden.swapaxes(2, 3) | kv_hidden, normal_window(window, mask_type)
+
+
+def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_self: bool) -> dict[str, Any]:
+    """Return the arguments of `MultiheadAttention` for a mask under any mask type, as Transformer Engine reads it.
+
+    ``"arbitrary"`` takes it as it is, the padding types read which tokens are padding, and the others ignore it, which
+    is logged once.
+
+    Args:
+        mask, sq, of_self: see `padding_pair`.
+        mask_type, window: of the layer or the call.
+
+    Raises:
+        TypeError, ValueError: as `padding_pair` and `arbitrary_mask`.
+
+    >>> read_mask(jnp.zeros((1, 1, 4, 4), bool), "causal", None, 4, of_self=True)["attention_mask"] is None
+    True
+    """
+    if mask_type.startswith("padding"):
+        mask, window = arbitrary_mask(padding_pair(mask, sq, of_self=of_self), mask_type, window)
+        mask_type = "arbitrary"
+    elif mask_type != "arbitrary":
+        # Programs for Transformer Engine pass a mask with every call, and most kernels ignore it.
+        log_once(f"attention masks have no effect under mask type {mask_type!r}, as in Transformer Engine")
+        mask = None
+    return {"attention_mask": mask, "attn_mask_type": mask_type, "window_size": window}

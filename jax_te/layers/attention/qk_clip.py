@@ -1,0 +1,85 @@
+"""QK clipping: scaling down of query and key weights whose attention logits grow too large."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_te._validation import checked
+from jax_te.layers.attention.multihead_attention import MultiheadAttention
+from jax_te.layers.linear import Linear
+from jax_te.layers.quantizable import drop_cached_kernels
+from jax_te.quantize import QuantizedKernel
+from jax_te.typing import Array
+
+
+@checked
+def clip_qk(
+    attention: MultiheadAttention, max_logit: Array, *, threshold: float = 100.0, alpha: float = 0.5
+) -> MultiheadAttention:
+    """Scale down the query and key projections of groups whose max logit exceeds ``threshold``.
+
+    With ``eta = min(threshold / max_logit, 1)`` over the heads of a group, the group's query kernels are multiplied by
+    ``eta**alpha`` and its key kernel by ``eta**(1 - alpha)``, biases likewise, so that the same inputs give logits up
+    to the threshold. Value projections do not change. Call the function on the model after the optimizer's update; it
+    may run under jit. The fp32 masters of `jax_te.training` follow at the next update.
+
+    Args:
+        attention: self-attention with ``return_max_logit``; changed in place.
+        max_logit: fp32 ``[n]``, the maximum over the layer's calls since the last clipping.
+        threshold: the max logit above which kernels are scaled down.
+        alpha: exponent of ``eta`` for query kernels; key kernels have ``1 - alpha``.
+
+    Returns:
+        ``attention``.
+
+    Raises:
+        ValueError: for a layer without fused projections or with norms of queries and keys, whose logits do not follow
+            the kernels' size; one without ``return_max_logit``, or whose kernels are stored quantized; a threshold
+            that is not positive, an ``alpha`` outside [0, 1], another number of heads.
+
+    Source: ``clip_qk`` of ``megatron.core.transformer.attention``; Kimi Team 2025 (MuonClip).
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_te.layers import MultiheadAttention, clip_qk
+    >>> layer = MultiheadAttention(32, 4, attention_dropout=0.0, return_max_logit=True, rngs=nnx.Rngs(0))
+    >>> y, logits = layer(jnp.ones((1, 8, 32)))
+    >>> clip_qk(layer, logits) is layer
+    True
+    """
+    _check(attention, max_logit, threshold, alpha)
+    core = attention.core_attention
+    r = core.num_attention_heads // core.num_gqa_groups
+    # The heads of a group share one key kernel, so the group is scaled by the factor of its max logit.
+    group_max = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
+    eta = jnp.where(group_max > threshold, threshold / group_max, jnp.ones((), jnp.float32))
+    by_component = jnp.stack([eta**alpha] * r + [eta ** (1.0 - alpha), jnp.ones_like(eta)])
+    factor = jnp.repeat(by_component, core.kv_channels, axis=1)  # [r + 2, g·d]
+    for variable in (attention.qkv.kernel, attention.qkv.bias):
+        if variable is not None:
+            value = variable.get_value()
+            if isinstance(value, QuantizedKernel):
+                raise ValueError(
+                    "the kernel is stored quantized; clip before quantize_parameters, or without fp8_param"
+                )
+            # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
+            scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)
+            variable.set_value(scaled.astype(value.dtype))
+    drop_cached_kernels(attention)  # they were made from the old values
+    return attention
+
+
+def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, alpha: float) -> None:
+    """Raise ValueError where `clip_qk` does."""
+    core = attention.core_attention
+    fused = attention.attention_type == "self" and attention.fuse_qkv_params
+    if not fused or not isinstance(attention.qkv, Linear):
+        raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
+    if attention.q_norm is not None:
+        raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
+    if not core.return_max_logit or max_logit is None:
+        raise ValueError("clip_qk takes the max logits of a layer that was built with return_max_logit=True")
+    if not threshold > 0.0 or not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
+    if max_logit.shape != (core.num_attention_heads,):
+        raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")

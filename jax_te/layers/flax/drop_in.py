@@ -1,0 +1,396 @@
+"""Quantized GEMMs for the linear layers of Flax: what stands in the place of ``lax.dot_general`` and ``jnp.einsum``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_te._validation import checked
+from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
+from jax_te.layers.prepare import prepare_quantization
+from jax_te.layers.quantizable import QuantizableModule
+from jax_te.ops import LinearOptions, dense, explain_backend
+from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
+from jax_te.recipe.internal import own_recipe
+from jax_te.typing import Array, DTypeLike
+
+
+@checked
+class DotGeneral(QuantizableModule):
+    """``lax.dot_general`` whose three GEMMs a recipe quantizes: the ``dot_general`` of Flax's linear layers.
+
+    Give one to each ``nnx.Linear``, ``nnx.LinearGeneral`` or module with such an argument; `quantize_model` does it for
+    a whole model. Where no recipe is in force, it is ``lax.dot_general`` itself. It holds the state of delayed scaling,
+    so layers must not share one, and ``dot_general_cls=``, which makes a new one at each call, is for recipes without
+    state. In Linen `jax_te.linen.DotGeneral` is that class.
+
+    Args:
+        recipe: recipe of this GEMM, in force whatever the ambient one is; or a `ModuleRecipe`, which says when. None:
+            the ambient recipe.
+        kernel_axes: names of the kernel's axes, which rules give mesh axes, or mesh axes. `quantize_model` takes them
+            from the kernel's metadata. Where they say how the GEMMs lie on a mesh, each device runs its part, on
+            backend ``te``, too; else the compiler partitions them.
+
+    Raises:
+        TypeError: for another type of recipe.
+        ValueError: when called under a recipe with batch axes, or with a ``precision`` above the default, whose sums a
+            recipe does not give; for sizes that do not fit, see `jax_te.ops.dense`.
+        QuantizerStateError: when called under a recipe with state, if there is none.
+
+    Source: ``transformer_engine.jax.flax.make_dot_general_cls``.
+
+    >>> from jax_te.recipe import Float8CurrentScaling, autocast
+    >>> layer = nnx.Linear(32, 16, dot_general=DotGeneral(), rngs=nnx.Rngs(0))
+    >>> with autocast(Float8CurrentScaling()):
+    ...     layer(jnp.ones((16, 32))).shape
+    (16, 16)
+    """
+
+    kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
+    of_flax: ClassVar[bool] = True
+    attribute: ClassVar[str] = "dot_general"
+    """The attribute of Flax's layers in which it stands."""
+
+    def __init__(self, recipe: Recipe | ModuleRecipe | None = None, kernel_axes: Sequence[Any] | None = None):
+        self._init_quantization()
+        self.kernel_axes = None if kernel_axes is None else tuple(kernel_axes)
+        self.kernel = None  # each call is given one
+        if recipe is not None:
+            self.module_recipe = own_recipe(recipe)
+            prepare_quantization(self, current_recipe())
+
+    def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
+        """Sizes of the axes by which the layer that holds this module was stacked."""
+        found = None if owner is None else flax_linear(owner)
+        return () if found is None else found.stack
+
+    def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Path of the layer of Flax that holds this module."""
+        return path[:-1] if path[-1:] == (self.attribute,) else path
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Sequence[Sequence[Sequence[int]]],
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+    ) -> Array:
+        """Return the product of ``lhs``, the input, and ``rhs``, the kernel; arguments as of ``lax.dot_general``.
+
+        Returns:
+            The input's axes that are not summed over, then the kernel's, in ``preferred_element_type`` or the dtype of
+            ``lhs``.
+        """
+        if self.recipe is None:
+            return jax.lax.dot_general(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+            )
+        (summed, kernel_summed), (batch, _) = dimension_numbers
+        why = "it has batch axes" if batch else precision_reason(precision)
+        if why is not None:
+            raise ValueError(
+                f"no recipe can quantize this dot_general: {why}; input {lhs.shape}, kernel {rhs.shape}. Leave it to "
+                "lax.dot_general, or call it inside `with autocast(None):`"
+            )
+        order = GemmOrder(_others(lhs, summed), summed, kernel_summed, _others(rhs, kernel_summed))
+        out = _out_spec(lhs, rhs, order.rows, order.features) if out_sharding is None else out_sharding
+        return self._quantized(lhs, rhs, order, self.kernel_axes, preferred_element_type, out)
+
+    def _quantized(
+        self, lhs: Array, rhs: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
+    ) -> Array:
+        """Return the product by quantized GEMMs.
+
+        Args:
+            lhs, rhs: input and kernel.
+            order: their axes.
+            kernel_axes: names of the kernel's axes, or None.
+            dtype: dtype of the product; None: that of ``lhs``.
+            out: sharding of the product on a mesh with Explicit axes, or None.
+        """
+        recipe: Any = self.recipe
+        # The dtype of a GEMM's input is that of its output; quantized values do not change in a wider one.
+        x = lhs if dtype is None else lhs.astype(dtype)
+        found, backend = gemm_axes(lhs, rhs, order, kernel_axes, recipe.alignment), None
+        if found.why is not None:
+            # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
+            backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
+        options = LinearOptions(*found[:3], name=self.module_name, evaluation=self.deterministic)
+        gemm = functools.partial(_gemm, order=order, recipe=recipe, options=options, backend=backend)
+        run: Any = gemm if out is None else jax.sharding.auto_axes(gemm, out_sharding=out)
+        return run(x, rhs, self.gemm_state("kernel"))
+
+
+class EinsumOp(DotGeneral):
+    """``jnp.einsum`` of an input and a kernel whose GEMMs a recipe quantizes: the ``einsum_op`` of ``nnx.Einsum``.
+
+    Args:
+        recipe, kernel_axes: as of `DotGeneral`.
+
+    Raises:
+        ValueError: when called under a recipe with an equation that is not one GEMM, and as `DotGeneral`.
+
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> op = EinsumOp(Float8CurrentScaling())
+    >>> layer = nnx.Einsum("btd,ndh->btnh", (2, 32, 16), einsum_op=op, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 8, 32))).shape
+    (2, 8, 2, 16)
+    """
+
+    attribute: ClassVar[str] = "einsum_op"
+
+    @checked
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        *,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        **options: Any,
+    ) -> Array:  # type: ignore[override]
+        """Return the result of ``equation`` for ``lhs``, the input, and ``rhs``, the kernel.
+
+        Args:
+            options: ``precision`` and ``preferred_element_type`` of ``jnp.einsum``.
+        """
+        if self.recipe is None:
+            return jnp.einsum(equation, lhs, rhs, out_sharding=out_sharding, **options)
+        return _einsum(super().__call__, equation, lhs, rhs, out_sharding=out_sharding, **options)
+
+
+class ParameterGemm(DotGeneral):
+    """`DotGeneral` of a parameter that a module of the user's own holds, which holds this beside the parameter.
+
+    Args:
+        parameter: name of the parameter.
+        stack: sizes of the axes that ``nnx.vmap`` put before the parameter's.
+        recipe: recipe of this GEMM, as that of `DotGeneral`.
+
+    >>> ParameterGemm("w").layer_path(("layers", 0, "w_gemm"))
+    ('layers', 0, 'w')
+    """
+
+    def __init__(self, parameter: str, stack: tuple[int, ...] = (), recipe: Recipe | ModuleRecipe | None = None):
+        # Before the base class makes the state, whose shape depends on them.
+        self.parameter, self.stack = parameter, stack
+        super().__init__(recipe)
+
+    def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
+        """Sizes of the axes by which the module that holds this one was stacked."""
+        return self.stack
+
+    def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Path of the parameter."""
+        return (*path[:-1], self.parameter)
+
+    def __call__(  # type: ignore[override]
+        self, x: Array, kernel: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
+    ) -> Array:
+        """Return the product of an input and the parameter, or what casts, reshapes and transpositions made of it.
+
+        Args:
+            x: input.
+            kernel: the parameter in the form that the GEMM takes.
+            order: axes of both.
+            kernel_axes: names of the axes of ``kernel``, or None.
+            dtype: dtype of the product.
+            out: sharding of the product on a mesh with Explicit axes, or None.
+        """
+        return self._quantized(x, kernel, order, kernel_axes, dtype, out)
+
+
+def dot_general_as_placed(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+) -> Array:
+    """Return ``lax.dot_general`` of an input and a kernel, placed on an Explicit mesh as a `DotGeneral` places it.
+
+    Without that, JAX refuses operands that are both split along an axis of the sum.
+
+    >>> dot_general_as_placed(jnp.ones((2, 4)), jnp.ones((4, 8)), (((1,), (0,)), ((), ()))).shape
+    (2, 8)
+    """
+    (summed, kernel_summed), _ = dimension_numbers
+    if out_sharding is None:
+        out_sharding = _out_spec(lhs, rhs, _others(lhs, summed), _others(rhs, kernel_summed))
+    return jax.lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+    )
+
+
+def einsum_as_placed(equation: str, lhs: Array, rhs: Array, *, out_sharding: Any = None, **options: Any) -> Array:
+    """Return ``jnp.einsum`` of one GEMM by `dot_general_as_placed`.
+
+    >>> einsum_as_placed("sd,fd->fs", jnp.ones((2, 4)), jnp.ones((8, 4))).shape
+    (8, 2)
+    """
+    return _einsum(dot_general_as_placed, equation, lhs, rhs, out_sharding=out_sharding, **options)
+
+
+class FlaxLinear(NamedTuple):
+    """What one of Flax's linear layers computes.
+
+    Args:
+        summed, features: sizes of the kernel's axes that are summed over, and of the others.
+        why: why no recipe can quantize it, or None.
+        op: the class that quantizes it.
+        as_placed: what computes it without a recipe, see `dot_general_as_placed`.
+        default: what its attribute ``op.attribute`` is if the user gave nothing.
+        stack: sizes of the axes that ``nnx.vmap`` put before the kernel's.
+    """
+
+    summed: Sequence[int]
+    features: Sequence[int]
+    why: str | None = None
+    op: type[DotGeneral] = DotGeneral
+    as_placed: Callable[..., Array] = dot_general_as_placed
+    default: Any = None
+    stack: tuple[int, ...] = ()
+
+
+def flax_linear(module: Any) -> FlaxLinear | None:
+    """Return the description of one of Flax's linear layers; None for another module.
+
+    >>> flax_linear(nnx.Linear(32, 16, rngs=nnx.Rngs(0))).features
+    (16,)
+    """
+    own = next((base for base in (nnx.Linear, nnx.LinearGeneral, nnx.Einsum) if isinstance(module, base)), None)
+    if own is None:
+        return None
+    why = precision_reason(module.precision)
+    if isinstance(module, nnx.Einsum):
+        _, names, out, reason = read_einsum(module.einsum_str)
+        layer, rank = einsum_linear(names, out, module.kernel_shape, why or reason), len(module.kernel_shape)
+    elif isinstance(module, nnx.Linear):
+        layer, rank = FlaxLinear((module.in_features,), (module.out_features,), why, default=jax.lax.dot_general), 2
+    else:
+        why = "it has batch axes" if module.batch_axis else why
+        why = why if module.dot_general_cls is None else "it has a dot_general_cls of its own"
+        layer = FlaxLinear(module.in_features, module.out_features, why)
+        rank = len(module.batch_axis) + len(layer.summed) + len(layer.features)
+    present = getattr(module, layer.op.attribute)
+    # Flax's LoRALinear adds to what nnx.Linear returns.
+    if type(module).__call__ not in (own.__call__, nnx.LoRALinear.__call__):
+        layer = layer._replace(why=f"its class overrides the __call__ of nnx.{own.__name__}")
+    elif present is not layer.default and not isinstance(present, DotGeneral):
+        layer = layer._replace(why=f"it has a {layer.op.attribute} of its own")
+    shape = module.kernel.get_value().shape
+    return layer._replace(stack=shape[: len(shape) - rank])
+
+
+def einsum_linear(kernel: str, out: str, shape: Sequence[int], why: str | None) -> FlaxLinear:
+    """Return the description of an einsum with a kernel of ``shape``; see `read_einsum`."""
+    summed, features = (
+        [n for name, n in zip(kernel, shape, strict=False) if (name in out) is k] for k in (False, True)
+    )
+    return FlaxLinear(summed, features, why, EinsumOp, einsum_as_placed, jnp.einsum)
+
+
+def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe | None) -> str | None:
+    """Return why ``recipe``, or None for any FP8 recipe, cannot quantize a kernel of these sizes, or None.
+
+    >>> size_reason((32,), (50,), None)
+    'its output size 50 is no multiple of 16'
+    """
+    multiple = Recipe.alignment if recipe is None else recipe.alignment
+    for name, size in {"input": prod(summed), "output": prod(features)}.items():
+        if size % multiple:
+            return f"its {name} size {size} is no multiple of {multiple}"
+    return None
+
+
+def precision_reason(precision: Any) -> str | None:
+    """Return why a GEMM of this ``precision`` is not to be quantized, or None.
+
+    >>> precision_reason("highest")
+    "its precision is 'highest'"
+    """
+    plain = (None, "default", jax.lax.Precision.DEFAULT)
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return None if all(any(one == name for name in plain) for one in each) else f"its precision is {precision!r}"
+
+
+def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, str | None]:
+    """Return the axes of input, kernel and output of an equation, and why it is not one GEMM, or None.
+
+    Args:
+        equation: of ``jnp.einsum``, explicit, with two operands.
+        rank: of the input, whose axes ``...`` are named by it; None: as one axis.
+
+    >>> read_einsum("...d,df->...f", 3)
+    ('ABd', 'df', 'ABf', None)
+    """
+    operands, _, out = equation.replace(" ", "").partition("->")
+    x, _, kernel = operands.partition(",")
+    if "..." in x:
+        unused = [chr(code) for code in range(ord("A"), ord("Z") + 1) if chr(code) not in equation]
+        more = "".join(unused[: 1 if rank is None else rank - len(x) + 3])
+        x, out = x.replace("...", more), out.replace("...", more)
+    batch = sorted({*x} & {*kernel} & {*out})
+    why = None
+    if batch:
+        why = f"{equation!r} has the batch axes {', '.join(batch)}"
+    elif len({*x}) < len(x) or len({*kernel}) < len(kernel) or {*x} ^ {*kernel} != {*out} or "." in kernel:
+        why = f"{equation!r} is more than a sum over axes that input and kernel share"
+    return x, kernel, out, why
+
+
+def _einsum(
+    dot_general: Callable[..., Array], equation: str, lhs: Array, rhs: Array, *, out_sharding: Any, **options: Any
+) -> Array:
+    """Return the result of an equation that is one GEMM, by ``dot_general``."""
+    x, kernel, out, why = read_einsum(equation, lhs.ndim)
+    if why is not None:
+        raise ValueError(f"no recipe can quantize {equation!r}: {why}. Leave it to jnp.einsum")
+    summed = [name for name in x if name in kernel]
+    numbers = [x.index(name) for name in summed], [kernel.index(name) for name in summed]
+    y = dot_general(lhs, rhs, (numbers, ((), ())), **options)
+    order = [name for name in (*x, *kernel) if name not in summed]
+    y = jnp.transpose(y, [order.index(name) for name in out])
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:
+    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after both were brought into this order."""
+    rows, summed, kernel_summed, features = order
+    x, kernel = jnp.transpose(x, (*rows, *summed)), jnp.transpose(kernel, (*kernel_summed, *features))
+    if len(summed) != 1:
+        x, kernel = x.reshape(*x.shape[: len(rows)], -1), kernel.reshape(-1, *kernel.shape[len(summed) :])
+    return dense(x, kernel, state=state, **options)
+
+
+def _others(x: Array, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.ndim) if axis not in axes)
+
+
+def _out_spec(lhs: Array, rhs: Array, rows: Sequence[int], features: Sequence[int]) -> PartitionSpec | None:
+    """Return the sharding of the product on a mesh with Explicit axes, from those of its operands; else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return None
+    entries, taken = [], set()
+    for x, axes in ((lhs, rows), (rhs, features)):
+        spec = jax.typeof(x).sharding.spec
+        for axis in axes:
+            names = () if spec[axis] is None else spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+            # Fully sharded parameters have the batch's mesh axes: the batch keeps them, and kernels are all-gathered.
+            free = tuple(name for name in names if name not in taken)
+            taken |= set(free)
+            entries.append(free or None)
+    return PartitionSpec(*entries)

@@ -1,0 +1,228 @@
+"""How the arrays of a GEMM in one of Flax's layers lie on the mesh in use, so that each device can run its part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from jax_te.sharding.internal import (
+    Dims,
+    current_rules,
+    device_mesh,
+    flat,
+    free_axes,
+    known_names,
+    local_shape,
+    partition_spec,
+)
+from jax_te.typing import Array
+
+
+class GemmOrder(NamedTuple):
+    """Which axes of input and kernel a ``dot_general`` sums over, in pairs, and which are left, in order."""
+
+    rows: Sequence[int]
+    summed: Sequence[int]
+    kernel_summed: Sequence[int]
+    features: Sequence[int]
+
+
+class GemmAxes(NamedTuple):
+    """Where ``x [*rows, k]``, ``kernel [k, *n]`` and their product lie on the mesh.
+
+    Or why that is unknown; all None without a mesh.
+    """
+
+    x: PartitionSpec | None = None
+    kernel: PartitionSpec | None = None
+    out: PartitionSpec | None = None
+    why: str | None = None
+
+
+def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | None, multiple: int = 1) -> GemmAxes:
+    """Return where the arrays of a GEMM lie on the mesh in use.
+
+    Along Explicit axes their types say it. Along Auto axes the kernel's names do, and of the input the rules of
+    ``"batch"`` and ``"sequence"``: its first two axes, unless these are summed over. Values do not depend on it.
+
+    Args:
+        x, kernel: as ``dot_general`` got them.
+        order: of their axes.
+        names: of the kernel's axes, in Flax's or this package's rules, or mesh axes; None: it has none.
+        multiple: of the features that one device's GEMMs take.
+
+    >>> gemm_axes(jax.numpy.ones((2, 4)), jax.numpy.ones((4, 8)), GemmOrder([0], [1], [0], [1]), None).x is None
+    True
+    """
+    mesh = device_mesh()
+    if mesh is None:
+        return GemmAxes()
+    auto = _auto_axes(mesh)
+    of_rows = _resolved(("batch", "sequence"), mesh, auto)[: len(order.rows)]
+    of_kernel = _resolved(names or (), mesh, auto)
+    why = _unknown(auto, set(flat(of_rows)), None if names is None else set(flat(of_kernel)))
+    if why is not None:
+        return GemmAxes(why=why)
+    x_dims, kernel_dims = _operand_dims(order, (_typed(x, mesh), _typed(kernel, mesh)), of_rows, of_kernel, auto)
+    gemm, lead = _gemm_dims(order, x_dims, kernel_dims), len(order.rows)
+    inputs, outputs = ([kernel.shape[axis] for axis in axes] for axes in (order.kernel_summed, order.features))
+    why = (
+        _summed_apart(order, x_dims, kernel_dims)
+        or _indivisible("input", x.shape, x_dims, mesh)
+        or _indivisible("kernel", kernel.shape, kernel_dims, mesh)
+        or _misfit("input", inputs, gemm.x[lead:], mesh, multiple)
+        or _misfit("output", outputs, gemm.out[lead:], mesh, multiple)
+    )
+    if why is not None:
+        return GemmAxes(why=why)
+    return GemmAxes(partition_spec(gemm.x), partition_spec(gemm.kernel), partition_spec(gemm.out))
+
+
+class _GemmDims(NamedTuple):
+    """Mesh axes for each dimension of ``x [*rows, k]``, ``kernel [k, *n]`` and their product."""
+
+    x: Dims
+    kernel: Dims
+    out: Dims
+
+
+def _operand_dims(
+    order: GemmOrder, typed: tuple[Dims, Dims], of_rows: Dims, of_kernel: Dims, auto: set[str]
+) -> tuple[Dims, Dims]:
+    """Return the mesh axes for each dimension of input and kernel as ``dot_general`` got them.
+
+    Args:
+        order: of their axes.
+        typed: Explicit axes, from their types.
+        of_rows: Auto axes of the input's first rows.
+        of_kernel: Auto axes of the kernel's dimensions; of none if it has no names.
+        auto: all Auto axes.
+    """
+    x_dims, kernel_dims = map(list, typed)
+    for axis, found in zip(order.rows, of_rows, strict=False):
+        x_dims[axis] += found
+    for axis, found in enumerate(of_kernel):
+        kernel_dims[axis] += found
+    taken = _of_batch(order, tuple(x_dims))
+    for axis, other in zip(order.summed, order.kernel_summed, strict=True):
+        # A row-parallel layer: its input is what a column-parallel one computed. Fully sharded kernels are gathered.
+        x_dims[axis] += tuple(name for name in kernel_dims[other] if name in auto and name not in taken)
+    return tuple(x_dims), tuple(kernel_dims)
+
+
+def _of_batch(order: GemmOrder, x_dims: Dims) -> set[str]:
+    """Return the mesh axes that split the rows of the input."""
+    return {name for axis in order.rows for name in x_dims[axis]}
+
+
+def _gemm_dims(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> _GemmDims:
+    """Return the mesh axes of the GEMM's arrays in its own order, where several axes of a sum are one."""
+    rows = tuple(x_dims[axis] for axis in order.rows)
+    summed = tuple(x_dims[axis] for axis in order.summed)[:1]
+    kernel_summed = tuple(kernel_dims[axis] for axis in order.kernel_summed)[:1]
+    features = tuple(kernel_dims[axis] for axis in order.features)
+    # Fully sharded parameters have the batch's mesh axes: the batch keeps them, and kernels are all-gathered.
+    taken = _of_batch(order, x_dims)
+    out = tuple(tuple(name for name in axes if name not in taken) for axes in features)
+    return _GemmDims((*rows, *summed), (*kernel_summed, *features), (*rows, *out))
+
+
+def _summed_apart(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> str | None:
+    """Return why axes of a sum that are one in the GEMM cannot be split so, or None."""
+    later = [x_dims[axis] for axis in order.summed[1:]] + [kernel_dims[axis] for axis in order.kernel_summed[1:]]
+    return "it sums over several axes, and another than the first of them is split" if flat(tuple(later)) else None
+
+
+def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str | None:
+    """Return why an array does not divide over its mesh axes, or None."""
+    if local_shape(shape, dims, mesh) is not None:
+        return None
+    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+
+
+def _misfit(name: str, sizes: Sequence[int], dims: Dims, mesh: AbstractMesh, multiple: int) -> str | None:
+    """Return why one device's GEMM cannot run on its part of the features of ``sizes``, or None."""
+    ranks = math.prod(mesh.shape[axis] for axis in flat(dims))
+    size = math.prod(sizes) // ranks
+    # XLA pads such a GEMM; TE's cannot run it.
+    if ranks == 1 or size % multiple == 0:
+        return None
+    return f"the {name} size of one device, {size}, is no multiple of {multiple}"
+
+
+def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:
+    """Return the names of a kernel's axes in its metadata, without those of a stack; None if it has none.
+
+    Args:
+        kernel: of a layer of Flax.
+        rank: number of its axes without those of a stack, which are in front.
+
+    >>> kernel_names(nnx.Param(jax.numpy.ones((4, 8)), logical_axes=("embed", "mlp")), 2)
+    ('embed', 'mlp')
+    """
+    metadata = kernel.get_metadata()
+    found: Any = metadata.get("logical_axes") or metadata.get("out_sharding")
+    if found is None:
+        return None
+    # A layout holds a sharding, and a sharding a spec; Flax takes all three.
+    found = getattr(found, "sharding", found)
+    own = dict(metadata.get("sharding_rules") or ())
+    names = tuple(own.get(name, name) for name in getattr(found, "spec", found))
+    return (*names, *(None,) * (rank - len(names)))[-rank:]
+
+
+def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str | None:
+    """Return why the names do not tell how a GEMM lies over the Auto axes, or None.
+
+    Args:
+        auto: these axes.
+        rows: those that rules give the input's rows.
+        of_kernel: those that the kernel's names give it; None if it has no names.
+    """
+    if of_kernel is None and auto - rows:
+        return (
+            f"its kernel names no axes, and may be split over {', '.join(sorted(auto - rows))} of the mesh; name them: "
+            "kernel_init=nnx.with_partitioning(init, names) before quantize_model, DotGeneral(kernel_axes=names), or "
+            "nn.with_logical_partitioning in Linen"
+        )
+    # Otherwise each device would compute the whole batch, where the rules call it by a name of their own.
+    if of_kernel is not None and not rows and auto - of_kernel:
+        return (
+            f"no rule says which mesh axis splits the batch, of {', '.join(sorted(auto - of_kernel))}; give one: "
+            "nnx.logical_axis_rules([('batch', axis), ...])"
+        )
+    return None
+
+
+def _auto_axes(mesh: AbstractMesh) -> set[str]:
+    """Return the axes of several devices along which types do not say how an array lies."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in types if kind == AxisType.Auto and mesh.shape[name] > 1}
+
+
+def _typed(x: Array, mesh: AbstractMesh) -> Dims:
+    """Return the Explicit mesh axes in the type of ``x``, for each of its axes."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return ((),) * x.ndim
+    entries = tuple(jax.typeof(x).sharding.spec)
+    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+
+
+def _resolved(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
+    """Return the Auto axes that rules give each name, each once: the first name keeps it."""
+    rules, free, taken, dims = current_rules(mesh), free_axes(mesh), set[str](), []
+    known = known_names(rules)
+    for name in names:
+        # None or PartitionSpec.UNCONSTRAINED: no axis.
+        parts = (name,) if isinstance(name, str) else name if isinstance(name, (tuple, list)) else ()
+        # A name without a rule may be a mesh axis itself: nnx.with_partitioning(init, (None, "model")).
+        axes = [axis for part in parts for axis in (rules.mesh_axes(part) if part in known else (part,))]
+        axes = [axis for axis in axes if axis in auto and axis in free and axis not in taken]
+        taken |= set(axes)
+        dims.append(tuple(axes))
+    return tuple(dims)

@@ -1,0 +1,168 @@
+"""Which parameters a model's GEMMs take, and which GEMMs are its heads, read from the jaxpr of a call.
+
+In a jaxpr ``x @ w``, ``jnp.einsum``, ``jnp.dot`` and Flax's layers are all the same equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+
+class ModelGemms(NamedTuple):
+    """Parameters that a model's GEMMs take.
+
+    Args:
+        taken: names of all of them.
+        heads: names of those of its heads: no other GEMM with a parameter takes what theirs return.
+    """
+
+    taken: frozenset[str]
+    heads: frozenset[str]
+
+
+def gemms_of_model(jaxpr: Any, parameters: Mapping[Any, str]) -> ModelGemms:
+    """Return which parameters a model's GEMMs take, and which of them are its heads.
+
+    Args:
+        jaxpr: of a traced call of the model.
+        parameters: the jaxpr's variables that are parameters -> their names.
+    """
+    flow = _Flow()
+    kinds = [
+        _Value({parameters[var]}, frozenset(), True) if var in parameters else _Value(set(), frozenset(), False)
+        for var in jaxpr.invars
+    ]
+    flow.run(jaxpr, kinds)
+    taken = frozenset(name for names in flow.kernels.values() for name in names)
+    return ModelGemms(taken, taken - {name for place in flow.followed for name in flow.kernels[place]})
+
+
+# Identities of an equation and of those that it is inside of: calls may share a jaxpr, and a loop's is read twice.
+_Place = tuple[int, ...]
+
+
+class _Value(NamedTuple):
+    """What is known of a value.
+
+    Args:
+        parameters: parameters that it is made of, if it is made of nothing else.
+        gemms: GEMMs whose results it is made of.
+        fixed: whether it is made of parameters and constants alone.
+    """
+
+    parameters: set[str]
+    gemms: frozenset[_Place]
+    fixed: bool
+
+
+class _Flow:
+    """Which GEMMs with parameters take the results of which others."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[_Place, set[str]] = {}
+        self.followed: set[_Place] = set()
+
+    def run(self, jaxpr: Any, given: Sequence[_Value], place: _Place = ()) -> list[_Value]:
+        values = dict(zip(jaxpr.invars, given, strict=True))
+        constant = _Value(set(), frozenset(), True)
+
+        def read(atom: Any) -> _Value:
+            return constant if isinstance(atom, Literal) else values.get(atom, constant)
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            values.update(zip(eqn.outvars, self.step(eqn, operands, (*place, id(eqn))), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def loop(self, body: Any, operands: list[_Value], carry: slice, here: _Place) -> list[_Value]:
+        """Return the results of a loop whose ``body`` runs until nothing new is known of what it carries."""
+        while True:
+            out = self.run(body, operands, here)
+            carried = [_joined(pair) for pair in zip(operands[carry], out, strict=False)]
+            if carried == operands[carry]:
+                return out
+            operands = [*operands]
+            operands[carry] = carried
+
+    def step(self, eqn: Any, operands: list[_Value], here: _Place) -> list[_Value]:
+        inner, name = _jaxprs(eqn), eqn.primitive.name
+        if name == "dot_general" and operands[0].fixed != operands[1].fixed:
+            x, kernel = operands if operands[1].fixed else reversed(operands)
+            if kernel.parameters:
+                self.followed |= x.gemms
+                self.kernels.setdefault(here, set()).update(kernel.parameters)
+                return [_Value(set(), frozenset({here}), False)]
+        if name == "scan":
+            body = inner[0]
+            # The names of its counts differ between versions of JAX. What is stacked has one axis more outside.
+            stacked = len(_with_other_rank(eqn.invars, body.invars))
+            carried = len(eqn.outvars) - len(_with_other_rank(eqn.outvars, body.outvars))
+            first = len(operands) - stacked - carried
+            return self.loop(body, operands, slice(first, first + carried), here)
+        if name == "while":
+            body = eqn.params["body_jaxpr"].jaxpr
+            # What only its condition takes comes first, what it carries last.
+            return self.loop(body, operands[-len(body.invars) :], slice(-len(body.outvars), None), here)
+        if name == "cond":
+            branches = [self.run(branch, operands[1:], here) for branch in inner]
+            return [_joined(values) for values in zip(*branches, strict=True)]
+        shapes = len(eqn.invars), len(eqn.outvars)
+        if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == shapes:
+            return self.run(inner[0], operands, here)
+        return [_joined(operands)] * len(eqn.outvars)
+
+
+def _joined(values: Sequence[_Value]) -> _Value:
+    fixed = all(value.fixed for value in values)
+    parameters = {name for value in values for name in value.parameters} if fixed else set()
+    return _Value(parameters, frozenset[_Place]().union(*(value.gemms for value in values)), fixed)
+
+
+def _with_other_rank(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
+    return [atom for atom, own in zip(outside, inside, strict=True) if atom.aval.ndim != own.aval.ndim]
+
+
+def _jaxprs(eqn: Any) -> list[Any]:
+    def of(value: Any) -> Iterator[Any]:
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield part
+
+    return [found for name in sorted(eqn.params) for found in of(eqn.params[name])]
+
+
+def as_inputs(args: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the arrays and shapes in ``args``, and a function that puts others in their place.
+
+    >>> arrays, fill = as_inputs((jax.numpy.ones(2), {"causal": True}))
+    >>> fill([3.0])
+    (3.0, {'causal': True})
+    """
+    return split_leaves(args, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def split_leaves(
+    tree: Any, chosen: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the leaves of ``tree`` that are ``chosen``, and a function that puts others in their place.
+
+    >>> numbers, fill = split_leaves({"a": 1, "b": "text"}, lambda leaf: isinstance(leaf, int))
+    >>> fill([2 * number for number in numbers])
+    {'a': 2, 'b': 'text'}
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    places = [place for place, leaf in enumerate(leaves) if chosen(leaf)]
+    others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+
+    def fill(values: Sequence[Any]) -> Any:
+        filled = list(others)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        return jax.tree.unflatten(treedef, filled)
+
+    return [leaves[place] for place in places], fill

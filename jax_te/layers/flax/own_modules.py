@@ -1,0 +1,154 @@
+"""NNX modules of other classes than Flax's layers, whose ``__call__`` computes contractions by quantized GEMMs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
+from jax_te.layers.flax.drop_in import ParameterGemm
+from jax_te.layers.flax.drop_in_mesh import kernel_names
+from jax_te.layers.flax.model_gemms import split_leaves
+from jax_te.typing import Array
+
+
+class _Watch:
+    """What is seen while `watching`; each is its own key in JAX's caches."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Seen] = {}
+
+
+# A user context takes part in the key of jit's and checkpoint's caches: what was traced before is traced again.
+_watch = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[dict[str, Seen]]:
+    """Give what the calls inside do with the parameters of modules of `reach`; nothing is quantized.
+
+    Its keys are the paths that the `ParameterGemm` have as ``module_name``.
+    """
+    watch = _Watch()
+    with _watch(watch):
+        yield watch.seen
+
+
+def own_kernels(module: nnx.Module) -> dict[str, nnx.Param]:
+    """Return the parameters of a module that could be kernels: of two or more axes, and no stacks of norms'.
+
+    >>> list(own_kernels(nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0))))
+    ['kernel']
+    """
+    values = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    return {name: value for name, value in values.items() if value.ndim > 1 and name not in ("scale", "bias")}
+
+
+def gemms_of(module: nnx.Module) -> dict[str, ParameterGemm]:
+    """Return name of the parameter -> what computes its contractions."""
+    return {value.parameter: value for value in vars(module).values() if isinstance(value, ParameterGemm)}
+
+
+def reach(module: nnx.Module, gemms: dict[str, ParameterGemm]) -> None:
+    """Let ``module`` compute the contractions in its ``__call__`` by ``gemms``.
+
+    Args:
+        module: changed in place: its class becomes a subclass. Other modules of the class stay as they are.
+        gemms: name of a parameter -> what computes its contractions; empty: the module is what it was before.
+    """
+    for name in gemms_of(module):
+        delattr(module, _attribute(name))
+    own = original_class(type(module))
+    object.__setattr__(module, "__class__", _reached(own) if gemms else own)
+    for name, gemm in gemms.items():
+        setattr(module, _attribute(name), nnx.data(gemm))
+
+
+def original_class(cls: Any) -> Any:
+    """Return the class of which `reach` made ``cls``, or ``cls``."""
+    return cls.__bases__[0] if "_reached" in vars(cls) else cls
+
+
+def _attribute(parameter: str) -> str:
+    return f"{parameter}_gemm"
+
+
+# Cached, so that equal modules stay of one class: jit's cache and nnx.scan compare them.
+@functools.lru_cache(maxsize=512)
+def _reached(cls: Any) -> Any:
+    @functools.wraps(cls.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gemms = gemms_of(self)
+        if _watch.value is None and all(gemm.recipe is None for gemm in gemms.values()):
+            return cls.__call__(self, *args, **kwargs)
+        return _call(self, cls.__call__, gemms, args, kwargs)
+
+    names = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
+    return type(cls)(cls.__name__, (cls,), {**names, "__call__": __call__, "_reached": True})
+
+
+def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterGemm], args: Any, kwargs: Any) -> Any:
+    """Return what ``function`` returns for ``module``, whose contractions ``gemms`` compute."""
+    nodes = (nnx.Pytree, nnx.Variable)
+    given, fill = split_leaves(
+        (args, kwargs), lambda leaf: isinstance(leaf, (jax.Array, *nodes)), lambda node: isinstance(node, nodes)
+    )
+    # As nnx.jit does: the traced function gets a copy of the module, whose changes are then made to the module itself.
+    tag, changed = object(), None
+    with nnx.update_context(tag):
+        with nnx.split_context(tag) as context:
+            graphdef, state = context.split((module, given))
+
+        def traced(state: Any) -> tuple[Any, Any]:
+            nonlocal changed
+            with nnx.merge_context(tag, inner=True) as context:
+                copy, copied = context.merge(graphdef, state)
+            before = nnx.split((copy, copied))
+            inner_args, inner_kwargs = fill(copied)
+            out = function(copy, *inner_args, **inner_kwargs)
+            if _same(before, nnx.split((copy, copied))):
+                # Nothing is to be written: the module's Variables may be of a trace outside of this one.
+                return out, None
+            with nnx.split_context(tag) as context:
+                changed, after = context.split((copy, copied))
+            return out, after
+
+        out, after = compute(traced, state, functools.partial(_kernel_of, module, gemms), _visitor(gemms))
+        if changed is not None:
+            with nnx.merge_context(tag, inner=False) as context:
+                context.merge(changed, after)
+    return out
+
+
+def _same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    """Whether two graph definitions are equal, and their states hold the same tracers."""
+    (graphdef, state), (other, others) = before, after
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(others), strict=False)
+    return graphdef == other and all(one is two for one, two in leaves)
+
+
+def _kernel_of(module: Any, gemms: dict[str, ParameterGemm], path: Any, leaf: Any) -> Kernel | None:
+    """Return which parameter of ``module`` with a GEMM an array in the state of `_call` is, or None."""
+    # The module is the first of what was split. A Variable's own part of the path is that of an attribute.
+    first, *names = [part.key for part in path if hasattr(part, "key")]
+    if str(first) != "0" or len(names) != 1 or names[0] not in gemms:
+        return None
+    return Kernel(names[0], leaf.ndim, kernel_names(getattr(module, names[0]), leaf.ndim))
+
+
+def _visitor(gemms: dict[str, ParameterGemm]) -> Visitor:
+    if _watch.value is not None:
+        return noting(_watch.value.seen, lambda name: str(gemms[name].module_name))
+
+    def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array | None:
+        op = gemms[contraction.kernel.name]
+        if op.recipe is None:
+            return None
+        return op(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
+
+    return Visitor(gemm)

@@ -1,0 +1,427 @@
+"""Quantization of models of Flax's own layers and of modules of people's own, and a report of what it reaches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from jax_te._validation import checked
+from jax_te.layers.flax.contractions import Seen
+from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear, size_reason
+from jax_te.layers.flax.drop_in_mesh import kernel_names
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
+from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels, reach, watching
+from jax_te.layers.prepare import prepare_quantization
+from jax_te.layers.quantizable import QuantizableModule, natural_order
+from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe
+from jax_te.recipe.internal import first_rule, own_recipe
+
+
+@dataclass(frozen=True)
+class DropInLayer:
+    """What `quantize_model` did to one layer.
+
+    Args:
+        path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
+        kind: name of the class of the layer or module.
+        rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
+        why: why it stays in high precision; None: a recipe quantizes it.
+    """
+
+    path: str
+    kind: str
+    rule: str | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class DropInReport:
+    """Result of `quantize_model`; as text, a table.
+
+    Args:
+        layers: every module with a kernel, or kernel that a rule reaches, in the order of their paths.
+        unused_rules: patterns that decided about no layer.
+    """
+
+    layers: tuple[DropInLayer, ...]
+    unused_rules: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Paths of the layers that a recipe quantizes."""
+        return tuple(layer.path for layer in self.layers if layer.why is None)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Path of each layer that stays in high precision -> why."""
+        return {layer.path: layer.why for layer in self.layers if layer.why is not None}
+
+    def __str__(self) -> str:
+        rows = [("layer", "class", "precision")]
+        for layer in self.layers:
+            by = "the ambient recipe" if layer.rule is None else f"by the rule {layer.rule!r}"
+            rows.append((layer.path, layer.kind, by if layer.why is None else f"high: {layer.why}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        if self.unused_rules:
+            lines.append(f"rules that fit no layer: {', '.join(self.unused_rules)}")
+        return "\n".join(lines)
+
+
+Rules = Mapping[str, Recipe | ModuleRecipe | Literal["ambient"] | None]
+
+
+def check_rules(rules: Rules | None) -> Rules:
+    """Return ``rules``, or none, after a check of their values.
+
+    Raises:
+        TypeError: for a rule that is no recipe, no ``"ambient"`` and not None.
+    """
+    for pattern, value in (rules or {}).items():
+        if not (value is None or value == "ambient"):
+            try:
+                own_recipe(value)
+            except TypeError as error:
+                raise TypeError(f'{error}, "ambient" or None for the rule {pattern!r}') from None
+    return rules or {}
+
+
+def check_flax(model: Any, kind: type) -> None:
+    """Refuse a model that is no module of ``kind``, ``nnx.Module`` or ``nn.Module``.
+
+    Raises:
+        TypeError: with the way for this model.
+    """
+    if isinstance(model, kind):
+        return
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__]
+    if any(name.startswith("flax.linen.") for name in bases):
+        way = "call jax_te.linen.quantize_model for a model of Flax Linen"
+    elif any(name.startswith("flax.nnx.") for name in bases):
+        way = "call jax_te.layers.quantize_model for a model of Flax NNX"
+    else:
+        of = "a module of Equinox" if any(name.startswith("equinox.") for name in bases) else "it"
+        way = (
+            f"{of} has no place for quantizer state; call jax_te.ops.dense(x, kernel, recipe=...) for its GEMMs, with "
+            "a recipe without state, such as Float8CurrentScaling"
+        )
+    raise TypeError(f"quantize_model takes a model of Flax, got {bases[0]}: {way}")
+
+
+def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
+
+    Raises:
+        TypeError: with the form of the call.
+    """
+    if not args and not kwargs:
+        raise TypeError(
+            f"quantize_model traces a call to see the GEMMs of {type(model).__name__}: give it the call's arguments, "
+            "quantize_model(model, x), as arrays or jax.ShapeDtypeStruct"
+        )
+
+
+def decide(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
+    """Return what happens to a layer, and its own recipe, if a rule gives it one."""
+    pattern = first_rule(rules, path)
+    own = _own_recipe(rules, pattern)
+    why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
+    if pattern is None:
+        # A layer that is the whole model is what the user asked for.
+        if why is None and path != "" and f"{path}.kernel" in gemms.heads:
+            why = "it is a head: no other GEMM takes its result; a rule quantizes it"
+    elif rules[pattern] is None:
+        # What the user asked for comes before what would have been in the way.
+        why = f"the rule {pattern!r}"
+    return DropInLayer(path, kind, pattern, why), own
+
+
+def rule_of_parameter(rules: Rules, path: str) -> str | None:
+    """Return the first pattern that fits the path of a parameter or of its module, or None.
+
+    >>> rule_of_parameter({"attention.*": None}, "layers.0.attention.q.w") is None
+    True
+    >>> rule_of_parameter({"layers.*.q": None}, "layers.0.attention.q.w")
+    'layers.*.q'
+    """
+    module = path.rpartition(".")[0]
+    return next((one for one in rules if first_rule([one], path) == one or first_rule([one], module) == one), None)
+
+
+def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bool) -> tuple[DropInLayer, Any] | None:
+    """Return what happens to a parameter of a module of the user's own, and its recipe, if a rule gives it one.
+
+    None: no contraction takes it in the module's ``__call__``, or nobody asked for it.
+
+    Args:
+        path: of the parameter.
+        kind: name of the module's class.
+        rules: of `quantize_model`.
+        seen: what the module's ``__call__`` does with it.
+        present: whether a recipe can quantize it already.
+
+    Raises:
+        ValueError: for a rule that fits a parameter whose contractions no recipe can quantize.
+    """
+    pattern = rule_of_parameter(rules, path)
+    own = _own_recipe(rules, pattern)
+    if pattern is not None and rules[pattern] is None:
+        return (DropInLayer(path, kind, pattern, f"the rule {pattern!r}"), None) if seen.contractions else None
+    if pattern is None and not present:
+        return None
+    why = seen.why
+    if why is not None:
+        raise ValueError(
+            f"the rule {pattern!r} fits {path} ({kind}), and no recipe can quantize a contraction of it: {why}. Put "
+            f"{{{path!r}: None}} before it in rules, or let the module compute one sum over axes that one input and "
+            "the parameter share, without a precision"
+        )
+    if not seen.contractions:
+        return None
+    recipe = training_recipe(own)
+    sizes = (size_reason(one.summed, one.features, recipe) for one in seen.contractions)
+    return DropInLayer(path, kind, pattern, next(filter(None, sizes), None)), own
+
+
+def _own_recipe(rules: Rules, pattern: str | None) -> Any:
+    """Return the recipe that a rule gives a layer, or None."""
+    value = None if pattern is None else rules[pattern]
+    return None if value == "ambient" else value
+
+
+def training_recipe(own: Any) -> Recipe | None:
+    """Return the recipe that a layer trains under here, which has a recipe of its own or None."""
+    ambient = current_recipe()
+    return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
+
+
+def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Rules, gemms: ModelGemms) -> DropInLayer:
+    """Return the entry of a module with kernels that is none of Flax's linear layers.
+
+    Args:
+        path: of the module.
+        kind: name of its class.
+        parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
+            with those that a rule fits.
+        rules: of `quantize_model`.
+        gemms: of the model.
+    """
+    why = "it is none of Flax's linear layers"
+    paths = {name: f"{path}.{name}" if path else name for name in parameters}
+    taken = [name for name in parameters if paths[name] in gemms.taken]
+    others = sorted({operation for name in taken for operation in parameters[name].others})
+    if not taken:
+        return DropInLayer(path, kind, why=why)
+    why += f"; its GEMMs take {', '.join(taken)}"
+    if all(rule_of_parameter(rules, paths[name]) is None for name in taken):
+        why += "; a rule reaches those in its __call__"
+    elif others:
+        why += f", but no contraction in its __call__ does so directly: it goes to {', '.join(others)} there"
+    else:
+        why += ", but not in its __call__"
+    return DropInLayer(path, kind, why=why)
+
+
+def report_of(layers: list[DropInLayer], rules: Rules) -> DropInReport:
+    """Return the report of ``layers``, in the order of their paths."""
+    ordered = tuple(sorted(layers, key=lambda layer: natural_order(layer.path)))
+    used = {layer.rule for layer in ordered}
+    return DropInReport(ordered, tuple(pattern for pattern in rules if pattern not in used))
+
+
+@checked
+def quantize_model(
+    model: nnx.Module,
+    *args: Any,
+    rules: Rules | None = None,
+    method: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> DropInReport:
+    """Let recipes quantize the linear layers of a model that is written in plain Flax NNX; return what it reaches.
+
+    Every ``nnx.Linear``, ``nnx.LinearGeneral`` (with it the projections of ``nnx.MultiHeadAttention``) and
+    ``nnx.Einsum`` that is one GEMM gets a `DotGeneral` or `EinsumOp`. Nothing else changes: parameters are the same
+    Variables under the same names, with their metadata and dtypes, so that checkpoints and optimizer states still fit,
+    and the layers promote dtypes and add biases as before. Where no recipe is in force, the model computes what it
+    computed before. Layers that have a `DotGeneral` already keep it if no rule fits them, with fresh state.
+
+    A module of your own is reached where a rule fits it, or one of its parameters (``"block.qkv"``, ``"block.qkv.w"``).
+    Each ``x @ w``, ``jnp.einsum``, ``jnp.dot`` or ``lax.dot_general`` of an input with that parameter in its
+    ``__call__`` is then quantized, also in functions under ``jax.jit`` and ``jax.checkpoint``, whatever casts, reshapes
+    and transpositions stand between. The module gets a subclass as its class, which traces the ``__call__`` under a
+    recipe, and holds the quantizer state as ``<parameter>_gemm``.
+
+    A head, that is a layer whose result no other GEMM with a parameter takes, stays in high precision unless a rule
+    fits it: logits and classifiers, and the last layer of a model without these. A model that is one layer has no head.
+
+    Call it under the recipe, or `prepare_quantization` afterwards, if the recipe has state.
+
+    Args:
+        model: changed in place.
+        args, kwargs: arguments of a call of ``model``, arrays or their shapes (``jax.ShapeDtypeStruct``). The call is
+            traced, not run.
+        rules: glob pattern of paths (``"layers.*.mlp.up"``, see `jax_te.megatron.GlobMatcher`) -> the recipe of the
+            layers and modules that it fits, whatever the ambient one is; a `ModuleRecipe`, which says when it is in
+            force; ``"ambient"`` for the ambient recipe; or None for high precision. The first pattern that fits a layer
+            counts. Layers of Flax that none fits follow the ambient recipe.
+            `jax_te.megatron.apply_quantization_config` applies a quantization file afterwards.
+        method: function that is called with the model and the arguments, for a model that is used otherwise than by
+            ``__call__``.
+
+    Returns:
+        Which layers recipes quantize, and why others stay in high precision: a size that is no multiple of the recipe's
+        ``alignment`` (16 without a recipe), a rule, batch axes, a ``precision``, a ``dot_general`` or a ``__call__`` of
+        their own, the head; print it.
+
+    Raises:
+        TypeError: for a rule that is no recipe, a model that is no NNX module or has no ``__call__``, or a call without
+            arguments.
+        ValueError: if no layer is reached; the report of what was seen is in the message. For a rule that fits a
+            parameter of a module of your own that no recipe can quantize: its contraction has batch axes, a
+            ``precision``, or two parameters.
+
+    >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 16, rngs=nnx.Rngs(0)))
+    >>> print(quantize_model(model, jax.numpy.ones((16, 32))))
+    layer     class   precision
+    layers.0  Linear  the ambient recipe
+    layers.1  Linear  high: it is a head: no other GEMM takes its result; a rule quantizes it
+    """
+    check_flax(model, nnx.Module)
+    check_inputs(model, args, kwargs)
+    if method is None and not callable(model):
+        raise TypeError(
+            f"{type(model).__name__} has no __call__: give quantize_model the function that takes the model and the "
+            "arguments, method=..."
+        )
+    rules, layers, chosen, reached = check_rules(rules), [], [], []
+    gemms, seen = _look(model, method or _call, rules, args, kwargs)
+    for parts, module in nnx.iter_modules(model):
+        path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
+        if layer is not None:
+            entry, own = decide(path, kind, rules, layer, gemms)
+            layers.append(entry)
+            present = getattr(module, layer.op.attribute)
+            given = present if isinstance(present, DotGeneral) and own is None else layer.op(own)
+            chosen.append((module, layer, given if entry.why is None else None))
+        elif not isinstance(module, QuantizableModule) and own_kernels(module):
+            entries, ops = _own_module(parts, module, rules, gemms, seen)
+            layers += entries
+            reached.append((module, ops))
+    report = report_of(layers, rules)
+    if not report.quantized:
+        raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
+    for module, layer, op in chosen:
+        _set_op(module, layer, op)
+    for module, ops in reached:
+        reach(module, ops)
+    prepare_quantization(model, current_recipe())  # stacked layers have a state each
+    if report.unused_rules:
+        warnings.warn(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}", stacklevel=2)
+    return report
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+@checked
+def dequantize_model(model: nnx.Module) -> nnx.Module:
+    """Return ``model`` after undoing `quantize_model`: its layers compute as Flax made them, quantizer state is gone.
+
+    >>> model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+    >>> report = quantize_model(model, jax.numpy.ones((16, 32)))
+    >>> dequantize_model(model).dot_general is jax.lax.dot_general
+    True
+    """
+    for _, module in nnx.iter_modules(model):
+        layer = flax_linear(module)
+        if layer is not None:
+            _set_op(module, layer, None)
+        elif gemms_of(module):
+            reach(module, {})
+    return model
+
+
+def _own_module(
+    parts: tuple[Any, ...], module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]
+) -> tuple[list[DropInLayer], dict[str, ParameterGemm]]:
+    """Return the entries of a module of the user's own, and what is to compute the GEMMs of its parameters."""
+    kind, present = original_class(type(module)).__name__, gemms_of(module)
+    entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
+    for name, parameter in own_kernels(module).items():
+        path = ".".join(map(str, (*parts, name)))
+        what = seen.get(path, Seen())
+        decided = decide_parameter(path, kind, rules, what, name in present)
+        if decided is None:
+            others[name] = what
+            continue
+        entry, own = decided
+        entries.append(entry)
+        if entry.why is None and own is None and name in present:
+            ops[name] = present[name]
+        elif entry.why is None:
+            stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
+            ops[name] = ParameterGemm(name, stack, own)
+    if others:
+        entries.append(other_module(".".join(map(str, parts)), kind, others, rules, gemms))
+    return entries, ops
+
+
+def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:
+    """Give a layer of Flax what quantizes it; None: what it had before."""
+    if op is not None:
+        if op.kernel_axes is None:
+            op.kernel_axes = kernel_names(module.kernel, module.kernel.ndim - len(layer.stack))
+        # Flax's constructor made the attribute static; a module with state is data.
+        setattr(module, layer.op.attribute, nnx.data(op))
+    elif isinstance(getattr(module, layer.op.attribute), DotGeneral):
+        setattr(module, layer.op.attribute, nnx.static(layer.default))
+
+
+def _look(
+    model: nnx.Module, method: Callable[..., Any], rules: Rules, args: Any, kwargs: Any
+) -> tuple[ModelGemms, dict[str, Seen]]:
+    """Return the GEMMs of a call, and what modules of the user's own do with the parameters that a rule fits.
+
+    They are the same under every recipe, and without one can be read.
+    """
+    graphdef, state = nnx.split(model)
+    arrays, fill = as_inputs((args, kwargs))
+
+    def call(state: Any, arrays: list[Any]) -> None:
+        given, named = fill(arrays)
+        copy = nnx.merge(graphdef, state)
+        for parts, module in nnx.iter_modules(copy):
+            layer = flax_linear(module)
+            if layer is not None and layer.why is None:
+                # Some models run on an Explicit mesh only with drop-ins, which say where a result lies.
+                setattr(module, layer.op.attribute, nnx.static(layer.as_placed))
+            elif layer is None and not isinstance(module, QuantizableModule):
+                reach(module, _watched_gemms(parts, module, rules))
+        method(copy, *given, **named)
+
+    with autocast(None), watching() as seen:
+        jaxpr = jax.make_jaxpr(call)(state, arrays).jaxpr
+    variables, parameters = iter(jaxpr.invars), {}
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    for path, value in leaves:
+        for _, variable in zip(jax.tree.leaves(value), variables, strict=False):  # the inputs follow
+            if isinstance(value, nnx.Param):
+                parameters[variable] = ".".join(str(part.key) for part in path)  # type: ignore[attr-defined]
+    return gemms_of_model(jaxpr, parameters), seen
+
+
+def _watched_gemms(parts: tuple[Any, ...], module: nnx.Module, rules: Rules) -> dict[str, ParameterGemm]:
+    """Return what is to note the uses of those parameters of a module that a rule fits, or that are reached already."""
+    gemms, present = {}, gemms_of(module)
+    for name in own_kernels(module) if callable(module) else ():
+        path = ".".join(map(str, (*parts, name)))
+        if name in present or rule_of_parameter(rules, path) is not None:
+            gemms[name] = ParameterGemm(name)
+            gemms[name].module_name = path
+    return gemms

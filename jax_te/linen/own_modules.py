@@ -1,0 +1,153 @@
+"""Linen modules of other classes than Flax's layers, whose ``__call__`` computes contractions by quantized GEMMs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen as nn
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
+
+from jax_te.layers import internal
+from jax_te.layers.internal import Contraction, Kernel, Seen, Visitor, compute, split_leaves
+from jax_te.linen.module import LinenModule
+from jax_te.typing import Array
+
+
+class ParameterGemm(LinenModule, nnx_class=internal.ParameterGemm, init=False):
+    """
+    In Linen it stands in the scope of the module that holds the parameter.
+
+    >>> ParameterGemm("w").parameter
+    'w'
+    """
+
+
+class OwnParameter(NamedTuple):
+    """A parameter of a module of the user's own.
+
+    Args:
+        scope: path of the scope that holds it.
+        name: its name there.
+        kind: name of the module's class.
+        seen: what the module's ``__call__`` does with it.
+    """
+
+    scope: str
+    name: str
+    kind: str
+    seen: Seen = Seen()
+
+    @property
+    def path(self) -> str:
+        """Path of the parameter."""
+        return joined(self.scope, self.name)
+
+
+def joined(scope: str, name: str) -> str:
+    """Return the path of a parameter in a scope.
+
+    >>> joined("mlp", "w"), joined("", "w")
+    ('mlp.w', 'w')
+    """
+    return f"{scope}.{name}" if scope else name
+
+
+class Running(set[str]):
+    """Scopes of modules whose contractions are being looked for: modules may share one (``nn.share_scope``)."""
+
+    @contextlib.contextmanager
+    def inside(self, scope: str) -> Iterator[None]:
+        """Hold ``scope`` for the time of the block."""
+        self.add(scope)
+        try:
+            yield
+        finally:
+            self.remove(scope)
+
+
+def own_kernels(module: Any) -> list[str]:
+    """Return the names of the parameters in a module's scope that could be kernels."""
+    parameters = unboxed(dict(module.variables.get("params", {})))
+    return [name for name, value in parameters.items() if hasattr(value, "ndim") and could_be_kernel(name, value)]
+
+
+def could_be_kernel(name: str, value: Any) -> bool:
+    """Return whether a parameter could be a kernel: it has two or more axes, and is no stack of norms'."""
+    return value.ndim > 1 and name not in ("scale", "bias")
+
+
+def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, kwargs: Any) -> Any:
+    """Return what a call of ``module`` returns, whose contractions of parameters in its scope ``visitor`` computes."""
+    values = unboxed({name: module.scope.get_variable("params", name) for name in names})
+
+    def kernel_of(path: Any, leaf: Any) -> Kernel | None:
+        # What goes into a lifted transformation are the arrays that the scope holds.
+        name = next((name for name, value in values.items() if leaf is value), None)
+        return None if name is None else Kernel(name, leaf.ndim, kernel_axes(module, name))
+
+    def computed(fn: Any, scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        given, fill = split_leaves((args, kwargs), lambda leaf: isinstance(leaf, jax.Array))
+
+        def traced(tree: Any) -> Any:
+            variables, given = tree
+            scopes, (inner_args, inner_kwargs) = scope_fn(variables, rngs), fill(given)
+            return fn(scopes, *inner_args, **inner_kwargs), repack(scopes)
+
+        return compute(traced, (variables, given), kernel_of, visitor)
+
+    def transform(fn: Any, scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        packed = lift.pack(functools.partial(computed, fn), (True,), (True,), (True,), enable_kwargs=True)
+        return packed(scopes, *args, **kwargs)
+
+    return lift_direct_transform(transform, (type(module).__call__,), module, *args, **kwargs)
+
+
+def quantized_call(module: Any, recipes: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
+
+    Args:
+        module: bound, with its parameters.
+        recipes: name of each parameter -> its own recipe, or None.
+    """
+    gemms = parameter_gemms(module, recipes)
+
+    def gemm(contraction: Contraction, x: Array, kernel: Array, dtype: Any, sharding: Any) -> Array:
+        op = gemms[contraction.kernel.name]
+        return op(x, kernel, contraction.order, contraction.kernel.axes, dtype, sharding)
+
+    return call_apart(module, list(recipes), Visitor(gemm), args, kwargs)
+
+
+def parameter_gemms(module: Any, recipes: dict[str, Any]) -> dict[str, ParameterGemm]:
+    """Return name of each parameter -> what computes its contractions; arguments as of `quantized_call`."""
+    scopes = {name: module.scope.push(f"{name}_gemm", reuse=True) for name in recipes}
+    return {name: ParameterGemm(name, (), recipe, parent=scopes[name]) for name, recipe in recipes.items()}
+
+
+def unboxed(tree: Any) -> Any:
+    """Return ``tree`` with arrays in place of boxes, not constrained to the mesh in use as ``nn.unbox`` does it.
+
+    >>> unboxed({"w": nn.Partitioned(jax.ShapeDtypeStruct((4,), "float32"), ("embed",))})["w"].shape
+    (4,)
+    """
+
+    def value_of(node: Any) -> Any:
+        return node.unbox(apply_constraint=False) if _is_box(node) else node
+
+    return jax.tree.map(value_of, tree, is_leaf=_is_box)
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, nn.Partitioned)
+
+
+def kernel_axes(module: Any, kernel: str = "kernel") -> tuple[Any, ...] | None:
+    """Return the names of a kernel's axes, once a module has made it; None if it has none."""
+    box = module.scope.get_variable("params", kernel)
+    names = box.names if _is_box(box) else None
+    return None if names is None or len(names) != box.value.ndim else tuple(names)

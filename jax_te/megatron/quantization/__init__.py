@@ -1,0 +1,1 @@
+"""Precision by name, as in Megatron-Core: quantization files, their recipes and rules, and what they do to a model."""

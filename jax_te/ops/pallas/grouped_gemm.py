@@ -1,0 +1,542 @@
+"""Matrix products of rows sorted by group, each group with a matrix of its own: one kernel, nothing read by the host.
+
+Both products cut their result into tiles, which as many thread blocks as the GPU has multiprocessors work off. One
+warpgroup of a thread block loads operands into a ring of buffers, across tiles without a pause; the others multiply.
+A tile belongs to one group: it reads that group's matrix, or sums over that group's rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_te.ops.pallas.support import check_jax, multiprocessors
+from jax_te.typing import Array, DTypeLike
+
+GROUP_ALIGNMENT = 128
+"""Rows of which each group has a multiple: so no step of a sum over rows, and no piece of a tile, is of two groups."""
+
+_PIECE = 64
+"""Rows of one wgmma, and of one store: a tile that reaches past its group's end leaves out the pieces behind it."""
+
+_STEP_BYTES = 128
+"""Bytes of a line of an operand's tile: the longest pattern in which shared memory is swizzled for wgmma."""
+
+_LINE = 128
+"""Multiple to which operands are padded: the most values that a line of a tile has."""
+
+_16_BIT = (jnp.bfloat16, jnp.float16)
+_FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a product is cut up: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
+
+    Args:
+        warpgroups: number of those that multiply; one more loads.
+        pieces: number of pieces of 64 rows for each of them.
+        columns: columns of a tile, at most 256.
+        pair: 2 if two thread blocks, side by side along the columns, share what they read of the rows; else 1.
+        swath: tiles along the rows whose columns are worked off together, so that operands are found in the cache.
+        stages: number of buffers of the ring.
+        registers: number of registers of a multiplying thread, and of a loading one.
+    """
+
+    warpgroups: int
+    pieces: int
+    columns: int
+    pair: int
+    swath: int
+    stages: int
+    registers: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return _PIECE * self.pieces * self.warpgroups
+
+
+# The fastest of those measured on an H100 (docs/performance.md). Groups of few rows leave less of a tall tile empty,
+# and small matrices few tiles to share reads.
+LARGE = Tiling(warpgroups=2, pieces=2, columns=128, pair=2, swath=16, stages=4, registers=(240, 24))
+SMALL = Tiling(warpgroups=2, pieces=1, columns=256, pair=1, swath=8, stages=4, registers=(240, 24))
+# Sums outside of the tensor cores take as many registers again.
+SPLIT = Tiling(warpgroups=3, pieces=1, columns=128, pair=2, swath=8, stages=4, registers=(160, 32))
+
+
+def grouped_gemm(
+    a: Array,
+    b: Array,
+    sizes: Array,
+    scale: Array | None = None,
+    *,
+    b_transposed: bool = False,
+    split_accumulator: bool = False,
+    out_dtype: DTypeLike,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Return ``(a[rows of g] @ b[g]) * scale[g]`` for each group ``g``, and zeros for the rows behind the last group.
+
+    Args:
+        a: bf16, fp16, float8_e4m3fn or float8_e5m2 ``[rows, k]``: one group's rows after another's. Operands whose
+            sizes are no multiples of 128 are copied.
+        b: ``[e, k, n]``, or ``[e, n, k]`` if ``b_transposed``, which FP8 operands must be. FP8 operands may be of
+            different dtypes, others share theirs.
+        sizes: int32 ``[e]``, the number of rows of each group, multiples of 128 whose sum is at most ``rows``. Values
+            on the device: a call with other sizes is the same program.
+        scale: fp32 ``[e]``, the product of the inverse scales of FP8 operands; None for 1.
+        b_transposed: whether ``b`` has ``k`` last.
+        split_accumulator: for FP8 operands, whether every 128 of ``k`` leave the tensor cores, which keep about 14
+            bits of a sum, and are added up in fp32. Others are summed in fp32 throughout.
+        out_dtype: float32, bfloat16 or float16.
+        tiling: None for one that suits the shape.
+        interpret: whether to run in Pallas's interpreter, on any device.
+
+    Returns:
+        ``out_dtype [rows, n]``, rounded once from fp32.
+
+    Raises:
+        ValueError: for shapes that do not fit, ``rows`` that are no multiple of 128, and FP8 operands without
+            ``b_transposed``.
+        TypeError: for other dtypes.
+
+    >>> if jax.__version_info__ >= (0, 11):
+    ...     a, b = jnp.ones((384, 64), jnp.bfloat16), jnp.full((2, 64, 128), 2.0, jnp.bfloat16)
+    ...     out = grouped_gemm(a, b, jnp.array([128, 128]), out_dtype=jnp.float32, interpret=True)
+    ...     assert out[::128, 0].tolist() == [128.0, 128.0, 0.0]
+    """
+    _check_operands(a, b, out_dtype)
+    rows, k = a.shape
+    if b.ndim != 3 or b.shape[2 if b_transposed else 1] != k or sizes.shape != b.shape[:1]:
+        wanted = "[e, n, k]" if b_transposed else "[e, k, n]"
+        raise ValueError(
+            f"a [rows, k], b {wanted} and sizes [e] do not go together: {a.shape}, {b.shape} and {sizes.shape}"
+        )
+    if rows % GROUP_ALIGNMENT:
+        raise ValueError(f"the rows of a must be a multiple of {GROUP_ALIGNMENT}, got {rows}; pad them with zeros")
+    if a.dtype in _FP8 and not b_transposed:
+        raise ValueError("Hopper multiplies FP8 operands that have k last; give b as [e, n, k] with b_transposed=True")
+    n = b.shape[1 if b_transposed else 2]
+    tiling = tiling or _tiling_of(rows // sizes.shape[0], n, split_accumulator)
+    form = _Form(
+        tiling, jnp.dtype(out_dtype), over_rows=False, a_last=True, b_last=b_transposed, split=split_accumulator
+    )
+    return _product(_padded(a), _padded(b), sizes, scale, form, interpret)[:, :n]
+
+
+def grouped_gemm_over_rows(
+    a: Array,
+    b: Array,
+    sizes: Array,
+    scale: Array | None = None,
+    *,
+    rows_last: bool = False,
+    split_accumulator: bool = False,
+    out_dtype: DTypeLike,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Return ``(a[rows of g]^T @ b[rows of g]) * scale[g]`` for each group ``g``: the gradient of `grouped_gemm`'s b.
+
+    Args:
+        a: bf16, fp16 or FP8 ``[rows, m]``, or ``[m, rows]`` if ``rows_last``, which FP8 operands must be. Operands
+            whose sizes are no multiples of 128 are copied.
+        b: ``[rows, n]``, or ``[n, rows]``.
+        sizes: int32 ``[e]``, as in `grouped_gemm`. A group without rows gives zeros.
+        scale: fp32 ``[e]``, or None for 1.
+        rows_last: whether both operands have their rows last.
+        split_accumulator: whether FP8 products are added up in fp32 every 128 rows.
+        out_dtype: float32, bfloat16 or float16.
+        tiling: None for one that suits the shape.
+        interpret: whether to run in Pallas's interpreter, on any device.
+
+    Returns:
+        ``out_dtype [e, m, n]``, rounded once from fp32.
+
+    Raises:
+        ValueError, TypeError: as `grouped_gemm`.
+
+    >>> if jax.__version_info__ >= (0, 11):
+    ...     a, b = jnp.ones((384, 64), jnp.bfloat16), jnp.ones((384, 128), jnp.bfloat16)
+    ...     out = grouped_gemm_over_rows(a, b, jnp.array([256, 0]), out_dtype=jnp.float32, interpret=True)
+    ...     assert out[:, 0, 0].tolist() == [256.0, 0.0]
+    """
+    _check_operands(a, b, out_dtype)
+    along = 1 if rows_last else 0
+    if b.ndim != 2 or a.shape[along] != b.shape[along] or sizes.ndim != 1:
+        wanted = "[m, rows] and b [n, rows]" if rows_last else "[rows, m] and b [rows, n]"
+        raise ValueError(
+            f"a {wanted} must have the same rows, and sizes be [e], got {a.shape}, {b.shape}, {sizes.shape}"
+        )
+    if a.shape[along] % GROUP_ALIGNMENT:
+        raise ValueError(f"the rows must be a multiple of {GROUP_ALIGNMENT}, got {a.shape[along]}; pad them with zeros")
+    if a.dtype in _FP8 and not rows_last:
+        raise ValueError("Hopper multiplies FP8 operands that have what is summed over last: [m, rows], rows_last=True")
+    tiling = tiling or _tiling_of(a.shape[1 - along], b.shape[1 - along], split_accumulator)
+    form = _Form(
+        tiling, jnp.dtype(out_dtype), over_rows=True, a_last=rows_last, b_last=rows_last, split=split_accumulator
+    )
+    m, n = a.shape[1 - along], b.shape[1 - along]
+    return _product(_padded(a), _padded(b), sizes, scale, form, interpret)[:, :m, :n]
+
+
+def _check_operands(a: Array, b: Array, out_dtype: DTypeLike) -> None:
+    if not (a.dtype in _16_BIT and b.dtype == a.dtype) and not (a.dtype in _FP8 and b.dtype in _FP8):
+        raise TypeError(
+            f"a and b must both be bfloat16, both float16 or both FP8, got {a.dtype.name} and {b.dtype.name}"
+        )
+    if jnp.dtype(out_dtype) not in (jnp.float32, *_16_BIT):
+        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {jnp.dtype(out_dtype).name}")
+    if a.ndim != 2 or not a.size or not b.size:
+        raise ValueError(f"a must be a matrix, and neither operand empty, got shapes {a.shape} and {b.shape}")
+
+
+def _padded(x: Array) -> Array:
+    """Return ``x`` with zeros behind its last two axes, to sizes that can be copied in swizzled tiles."""
+    missing = [(0, -size % _LINE) for size in x.shape[-2:]]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + missing) if any(after for _, after in missing) else x
+
+
+def _tiling_of(rows: int, columns: int, split: bool) -> Tiling:
+    """Return the tiling for a result of which each group has ``[rows, columns]``."""
+    if split:
+        return SPLIT
+    return LARGE if rows >= 2048 and columns >= 2048 else SMALL
+
+
+class _Form(NamedTuple):
+    """What is static about a product beside shapes and dtypes.
+
+    Args:
+        over_rows: whether it sums over the rows of groups, and not over ``k``.
+        a_last, b_last: whether what is summed over is the last axis of each.
+        split: whether each step's sum leaves the tensor cores.
+    """
+
+    tiling: Tiling
+    out_dtype: Any
+    over_rows: bool
+    a_last: bool
+    b_last: bool
+    split: bool
+
+
+class _Tile(NamedTuple):
+    """A tile at run time: its first row and column, the end of the rows to write, its group, and its sum's steps.
+
+    ``begin`` is where the sum begins along what is summed over.
+    """
+
+    row: Any
+    end: Any
+    column: Any
+    group: Any
+    begin: Any
+    steps: Any
+
+
+class _RowsTimesMatrices:
+    """Rows of each group times its matrix: how `grouped_gemm` is cut into tiles, and what each reads and writes.
+
+    A tile begins at a multiple of its height from its group's first row. Where it reaches past its group's end, it
+    multiplies rows of the next one, and does not write them. Rows behind the last group are one more group, which sums
+    over nothing.
+    """
+
+    def __init__(self, a: Any, b: Any, sizes: Array, form: _Form):
+        from jax.experimental import pallas as pl
+
+        t, self.form = form.tiling, form
+        self.step = _step_of(a)
+        (rows, k), (self._count, *b_shape) = a.shape, b.shape
+        n = b_shape[0 if form.b_last else 1]
+        self._steps = pl.cdiv(k, self.step)
+        self.table = self._tiles_of(sizes, rows, t.rows)
+        self.grid_shape = self.table.shape[0], pl.cdiv(n, t.columns * t.pair)
+        self.grid = (self.grid_shape[0] * self.grid_shape[1],)
+        self.out_shape = rows, n
+
+    @staticmethod
+    def _tiles_of(sizes: Array, rows: int, height: int) -> Array:
+        """Return int32 ``[tiles, 3]``: each tile's first row, its group's end, its group; unused ones write nothing."""
+        count, ends = sizes.shape[0], jnp.cumsum(sizes, dtype=jnp.int32)
+        starts, ends = jnp.append(ends - sizes, ends[-1]), jnp.append(ends, rows)
+        tiles = -(-(ends - starts) // height)
+        behind = jnp.cumsum(tiles, dtype=jnp.int32)  # the number of tiles up to each group's end
+        tile = jnp.arange(rows // height + count + 1, dtype=jnp.int32)
+        group = jnp.sum(tile[:, None] >= behind[None], axis=1, dtype=jnp.int32)
+        used, group = group <= count, jnp.minimum(group, count)
+        first = starts[group] + (tile - (behind - tiles)[group]) * height
+        return jnp.stack([jnp.where(used, first, 0), jnp.where(used, ends[group], 0), group], axis=1).astype(jnp.int32)
+
+    def tile(self, table: Any, loop: Any) -> _Tile:
+        from jax.experimental import pallas as pl
+
+        row, column = _along_swaths(loop.index[0], self.grid_shape, self.form.tiling)
+        first, end, group = (table[row, part] for part in range(3))
+        steps = jnp.where(group < self._count, jnp.int32(self._steps), jnp.int32(0))
+        first = pl.multiple_of(first, _PIECE)  # which the alignment of groups and the height of tiles make it
+        return _Tile(first, end, column, jnp.minimum(group, self._count - 1), jnp.int32(0), steps)
+
+    def matrix(self, b: Any, tile: _Tile) -> Any:
+        """Return the matrix that a tile reads of ``b``."""
+        return b.at[tile.group]
+
+    def target(self, out: Any, tile: _Tile) -> Any:
+        """Return the matrix that a tile writes to."""
+        return out
+
+
+class _OverRows:
+    """Sums over the rows of each group: how `grouped_gemm_over_rows` is cut into tiles. The grid begins with ``e``."""
+
+    def __init__(self, a: Any, b: Any, sizes: Array, form: _Form):
+        from jax.experimental import pallas as pl
+
+        t, self.form = form.tiling, form
+        self.step = _step_of(a)
+        m, n = (x.shape[0 if form.a_last else 1] for x in (a, b))
+        ends = jnp.cumsum(sizes, dtype=jnp.int32)
+        self.table = jnp.stack([ends - sizes, sizes // self.step], axis=1).astype(jnp.int32)
+        self.grid_shape = pl.cdiv(m, t.rows), pl.cdiv(n, t.columns * t.pair)
+        self.grid = sizes.shape[0], self.grid_shape[0] * self.grid_shape[1]
+        self.out_shape = sizes.shape[0], m, n
+
+    def tile(self, table: Any, loop: Any) -> _Tile:
+        from jax.experimental import pallas as pl
+
+        group = loop.index[0]
+        row, column = _along_swaths(loop.index[1], self.grid_shape, self.form.tiling)
+        begin = pl.multiple_of(table[group, 0], GROUP_ALIGNMENT)
+        rows = jnp.int32(self.out_shape[1])
+        return _Tile(row * self.form.tiling.rows, rows, column, group, begin, table[group, 1])
+
+    def matrix(self, b: Any, tile: _Tile) -> Any:
+        """Return the matrix that a tile reads of ``b``."""
+        return b
+
+    def target(self, out: Any, tile: _Tile) -> Any:
+        """Return the matrix that a tile writes to."""
+        return out.at[tile.group]
+
+
+_Problem = _RowsTimesMatrices | _OverRows
+
+
+def _step_of(a: Any) -> int:
+    """Return how many values of each line of its operands a step multiplies."""
+    return _STEP_BYTES // a.dtype.itemsize
+
+
+def _along_swaths(index: Any, grid_shape: tuple[int, int], t: Tiling) -> tuple[Any, Any]:
+    """Return the row of tiles and the first column of a thread block's tile."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    row, column = plgpu.planar_snake(index, grid_shape, 0, t.swath)
+    if t.pair > 1:
+        column = column * t.pair + lax.axis_index("pair")
+    return row, column * t.columns
+
+
+def _for_each_tile(problem: _Problem, table: Any, body: Callable[[_Tile, Any], None]) -> Any:
+    """Call ``body(tile, first)`` for a thread block's tiles; ``first`` counts the steps before. Return those of all."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    @plgpu.nd_loop(problem.grid, collective_axes="sm", init_carry=jnp.int32(0))
+    def steps(loop: Any, carry: Any) -> Any:
+        tile = problem.tile(table, loop)
+        body(tile, carry)
+        return carry + tile.steps
+
+    return steps
+
+
+# Under a jit of its own: all layers whose shapes agree share one lowering.
+@functools.partial(jax.jit, static_argnames=("form", "interpret"))
+def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form, interpret: bool) -> Array:
+    check_jax()
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t = form.tiling
+    problem = _OverRows(a, b, sizes, form) if form.over_rows else _RowsTimesMatrices(a, b, sizes, form)
+    step, width = problem.step, _STEP_BYTES // form.out_dtype.itemsize
+
+    def buffers(lines: int, last: bool, dtype: Any) -> Any:
+        shape = (lines, step) if last else (step, lines)
+        return plgpu.SMEM((t.stages, *shape), dtype, transforms=swizzled(step))
+
+    def swizzled(columns: int) -> tuple[Any, ...]:
+        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_STEP_BYTES)  # type: ignore
+
+    def kernel(table: Any, a: Any, b: Any, *refs: Any) -> None:
+        scales, (out, *scratch) = (refs[0], refs[1:]) if scale is not None else (None, refs)
+        loads = lax.axis_index("warpgroup") == t.warpgroups
+        lax.cond(
+            loads,
+            lambda: _load(problem, (table, a, b), *scratch),
+            lambda: _multiply(problem, table, scales, out, *scratch),
+        )
+
+    emptied = plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages)
+    cluster: dict[str, Any] = {}
+    if t.pair > 1:
+        # What a thread block copies fills its neighbour's buffers, too: both must have left them.
+        emptied = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=t.warpgroups, num_barriers=t.stages)
+        cluster = {"cluster": (t.pair,), "cluster_names": ("pair",)}
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(problem.out_shape, form.out_dtype),
+        scratch_types=[
+            (buffers(t.rows, form.a_last, a.dtype), buffers(t.columns, form.b_last, b.dtype)),
+            plgpu.SMEM((t.warpgroups, 2, _PIECE, width), form.out_dtype, transforms=swizzled(width)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+            emptied,
+        ],
+        grid=(min(multiprocessors() // t.pair, prod(problem.grid)),),
+        grid_names=("sm",),
+        **cluster,
+        num_threads=t.warpgroups + 1,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(problem.table, a, b, *(() if scale is None else (scale,)))
+
+
+def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any, emptied: Any) -> None:
+    """Fill the ring with what each step of each tile reads."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    form, (table, a, b), (a_ring, b_ring) = problem.form, operands, ring
+    t = form.tiling
+    plgpu.set_max_registers(t.registers[1], action="decrease")
+
+    def part(x: Any, last: bool, lines: Any, block: Any) -> Any:
+        return x.at[lines, block] if last else x.at[block, lines]
+
+    def load_tile(tile: _Tile, first: Any) -> None:
+        rows, columns, matrix = pl.ds(tile.row, t.rows), pl.ds(tile.column, t.columns), problem.matrix(b, tile)
+
+        @pl.loop(0, tile.steps)
+        def _step(step: Any) -> None:
+            slot, block = _slot(t, first + step), pl.ds(tile.begin + step * problem.step, problem.step)
+
+            @pl.when(first + step >= t.stages)
+            def _wait() -> None:
+                plgpu.barrier_wait(emptied.at[slot])
+
+            # A pair has the same rows: each of the two reads half of them into both.
+            shared = ("pair",) if t.pair > 1 else None
+            of_a, of_b = part(a, form.a_last, rows, block), part(matrix, form.b_last, columns, block)
+            plgpu.copy_gmem_to_smem(of_a, a_ring.at[slot], filled.at[slot], collective_axes=shared)
+            plgpu.copy_gmem_to_smem(of_b, b_ring.at[slot], filled.at[slot])
+
+    steps = _for_each_tile(problem, table, load_tile)
+    for slot in range(t.stages):  # a thread block may not end while its neighbour signals it
+
+        @pl.when(steps > slot)
+        def _last(slot: int = slot) -> None:
+            plgpu.barrier_wait(emptied.at[slot])
+
+
+def _multiply(
+    problem: _Problem, table: Any, scales: Any, out: Any, ring: Any, staged: Any, filled: Any, emptied: Any
+) -> None:
+    """Multiply what the ring holds, and write each tile."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    form, (a_ring, b_ring) = problem.form, ring
+    t, width = form.tiling, _STEP_BYTES // form.out_dtype.itemsize
+    plgpu.set_max_registers(t.registers[0], action="increase")
+    warpgroup = lax.axis_index("warpgroup")
+    staged = staged.at[warpgroup]
+    piece_shape = _PIECE, t.columns
+
+    def row_of(piece: int) -> Any:
+        return (warpgroup * t.pieces + piece) * _PIECE
+
+    def add_product(sums: Any, slot: Any, piece: int) -> None:
+        rows = pl.ds(row_of(piece), _PIECE)
+        a = a_ring.at[slot, rows] if form.a_last else a_ring.at[slot, :, rows].transpose((1, 0))
+        b = b_ring.at[slot].transpose((1, 0)) if form.b_last else b_ring.at[slot]
+        plgpu.wgmma(sums, a, b)
+
+    def summed_in_tensor_cores(tile: _Tile, first: Any) -> tuple[Any, ...]:
+        def run(*sums: Any) -> tuple[Any, ...]:
+            @pl.loop(0, tile.steps)
+            def _step(step: Any) -> None:
+                slot = _slot(t, first + step)
+                plgpu.barrier_wait(filled.at[slot])
+                for piece, values in enumerate(sums):
+                    add_product(values, slot, piece)
+                # This step's products run on; those of the step before are done, so its buffer may be filled again.
+                plgpu.wgmma_wait(t.pieces)
+
+                @pl.when(step > 0)
+                def _emptied() -> None:
+                    plgpu.barrier_arrive(emptied.at[_slot(t, first + step - 1)])
+
+            values = tuple(piece[...] for piece in sums)  # waits for the last step's products
+
+            @pl.when(tile.steps > 0)
+            def _emptied() -> None:
+                plgpu.barrier_arrive(emptied.at[_slot(t, first + tile.steps - 1)])
+
+            return values
+
+        return pl.run_scoped(run, *(plgpu.ACC(piece_shape, jnp.float32),) * t.pieces)  # type: ignore
+
+    def summed_outside(tile: _Tile, first: Any) -> tuple[Any, ...]:
+        def add_step(step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            slot = _slot(t, first + step)
+            plgpu.barrier_wait(filled.at[slot])
+            new = []
+            for piece, before in enumerate(sums):
+
+                def product(values: Any, piece: int = piece) -> Any:
+                    add_product(values, slot, piece)
+                    return values[...]
+
+                values = pl.run_scoped(product, plgpu.ACC(piece_shape, jnp.float32))  # type: ignore
+                if piece == t.pieces - 1:
+                    plgpu.barrier_arrive(emptied.at[slot])
+                new.append(before + values)
+            return tuple(new)
+
+        zeros = plgpu.layout_cast(jnp.zeros(piece_shape, jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, tile.steps, add_step, (zeros,) * t.pieces)
+
+    def store(values: Any, tile: _Tile, piece: int) -> None:
+        row, target = tile.row + row_of(piece), problem.target(out, tile)
+
+        @pl.when(row < tile.end)
+        def _store() -> None:
+            for i in range(t.columns // width):
+                buffer = staged.at[i % 2]
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the one before may still be on its way
+                buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
+                plgpu.commit_smem()
+                columns = pl.ds(tile.column + i * width, width)
+                plgpu.copy_smem_to_gmem(buffer, target.at[pl.ds(row, _PIECE), columns])
+
+    def multiply_tile(tile: _Tile, first: Any) -> None:
+        sums = (summed_outside if form.split else summed_in_tensor_cores)(tile, first)
+        for piece, values in enumerate(sums):
+            store(values if scales is None else values * scales[tile.group], tile, piece)
+
+    _for_each_tile(problem, table, multiply_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _slot(t: Tiling, step: Any) -> Any:
+    """Return the buffer of the ring that holds a step's operands."""
+    return lax.rem(step, jnp.int32(t.stages))

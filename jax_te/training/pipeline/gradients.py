@@ -1,0 +1,203 @@
+"""Loss and gradients of a batch whose microbatches pass through the stages of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jax_te.config import PipelineConfig
+from jax_te.models.internal import replace_stack
+from jax_te.quantize import merge_quantizers
+from jax_te.sharding import auto_region, current_mesh, use_rules
+from jax_te.sharding.internal import leaves_with_axes
+from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
+from jax_te.training.kernel_gradients import KernelGradients
+from jax_te.training.masters import like_full_precision
+from jax_te.training.pipeline.cut import AXIS, Cut, Flat, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.schedule import Schedule, make_schedule
+from jax_te.training.pipeline.stage import Stage, Sums
+from jax_te.training.pipeline.stage_model import Program, StageModel, as_state, depends
+from jax_te.training.state import TrainState
+from jax_te.typing import Array, PyTree
+
+
+def pipelined_gradients(
+    loss_fn: LossFn,
+    state: TrainState,
+    batches: PyTree,
+    key: Array,
+    microbatches: int,
+    keep_kernels: bool,
+    kernels: KernelGradients,
+    config: PipelineConfig,
+) -> Gradients:
+    """Return what `accumulated_gradients` does, from the stages of a pipeline.
+
+    Around this function arrays are sharded as everywhere, with the pipeline axis as one more ``fsdp`` axis. Here the
+    layers' parameters are stacked, and one all-to-all gives each stage those of its own layers; another one brings
+    their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
+
+    Args:
+        loss_fn, state: of the run.
+        batches: leaves ``[m, b / m, ...]``.
+        key: of the step.
+        microbatches, keep_kernels, kernels: as for `accumulated_gradients`.
+        config: schedule and split.
+
+    Raises:
+        ValueError: for a model that has no stack of layers, several, or one whose layers differ between stages; for a
+            model with state beside parameters and quantizers; for a loss that reads parameters of layers itself, or
+            whose weight depends on the layers' output.
+    """
+    _check(state, config)
+    cut, weighted = _cut(loss_fn, state, jax.tree.map(lambda leaf: leaf[0], batches), key, config)
+    sizes = {"stages": pipeline_stages(), "microbatches": microbatches, "virtual_stages": config.virtual_stages}
+    schedule = make_schedule(config.schedule, **sizes)
+    program = Program(loss_fn, state.graphdef, state.scaler, cut, schedule, keep_kernels, kernels)
+
+    def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
+        stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))
+        return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
+
+    everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
+    on_stages = jax.shard_map(
+        on_stage,
+        in_specs=(per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, AXIS)),
+        out_specs=per_stage,
+        axis_names=_manual_axes(),
+        check_vma=False,
+    )
+
+    def run(params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
+        flat = [dict(nnx.to_flat_state(part)) for part in (params, quantizers)]
+        stacked, outer = [cut.stacked(part) for part in flat], [cut.around(part) for part in flat]
+        sums = on_stages(stacked, outer, batches, key, _rows(schedule))
+        return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
+
+    like = _like(state)
+    leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
+        state.params, state.quantizers, batches, key
+    )
+    loss, grads, quantizers = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    grads = like_full_precision(as_state(grads), state.params, state.masters)
+    return Gradients(loss, as_created(grads), as_state(quantizers), state.rest)
+
+
+def _manual_axes() -> set[str]:
+    """Return the mesh axes that are manual in a stage.
+
+    Axes that split a stage's arrays stay the compiler's, or those of the ops' own shard_map. Those of size 1 are
+    manual, so that where nothing else is split a stage is one device's program, without a shard_map for each op.
+    """
+    mesh = current_mesh()
+    return {AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
+
+
+def _check(state: TrainState, config: PipelineConfig) -> None:
+    """Raise ValueError for a state, or a schedule on the mesh in use, that stages cannot run."""
+    if jax.tree.leaves(state.rest):
+        names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.rest))
+        raise ValueError(
+            f"a pipeline's stages have parameters and quantizer state alone, and the model has other state: {names}; "
+            "build it without, or take a mesh without a pipeline axis"
+        )
+    mesh = current_mesh()
+    if config.schedule == "zero_bubble" and mesh is not None and mesh.shape.get("context", 1) > 1:
+        raise ValueError(
+            "zero_bubble runs different passes on different stages at a time, and a ring along the mesh's context axis "
+            "takes all devices; take the schedule '1f1b', or a mesh without a context axis"
+        )
+
+
+def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: PipelineConfig) -> tuple[Cut, bool]:
+    """Return where the model that ``loss_fn`` calls is cut, and whether its loss is a `WeightedMean`."""
+    found: Any = None
+
+    def look(params: nnx.State, quantizers: nnx.State, batch: PyTree, key: Array) -> None:
+        nonlocal found
+        model, losses = nnx.merge(state.graphdef, params, quantizers, state.rest), []
+        cut = cut_model(model, lambda: losses.append(loss_fn(model, batch, key)), pipeline_stages(), config)
+        found = cut, isinstance(losses[0], WeightedMean)
+
+    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
+    with use_rules(stage_rules()):
+        jax.eval_shape(look, state.params, state.quantizers, batch, key)
+        _check_around(loss_fn, state, batch, key, found[0])
+    if config.schedule == "zero_bubble" and (parts := found[0].static.get("batch_parts", 1)) > 1:
+        raise ValueError(
+            f"zero_bubble defers the gradients of layers that are called once, and batch_parts={parts} calls each once "
+            "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
+        )
+    return found
+
+
+def _check_around(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> None:
+    """Raise ValueError if what ``loss_fn`` does around the stack needs what is on other stages."""
+    flat = dict(nnx.to_flat_state(state.params))
+    layers = {path: variable for path, variable in flat.items() if cut.layer_of(path) is not None}
+
+    def around(layers: Flat, added: Array) -> Array | WeightedMean:
+        model = nnx.merge(state.graphdef, as_state(flat | layers), state.quantizers, state.rest)
+        with replace_stack(lambda call: call.x + added.astype(call.x.dtype)):
+            return loss_fn(model, batch, key)
+
+    def weight(added: Array) -> list[Array]:
+        value = around(layers, added)
+        return [jnp.asarray(value.weight)] if isinstance(value, WeightedMean) else []
+
+    zero = jnp.float32(0.0)
+    if any(depends(lambda layers: [mean_loss(around(layers, zero))], layers)[0]):
+        raise ValueError(
+            "loss_fn reads parameters of the layers outside of their stack, such as for a penalty on all parameters, "
+            "and no stage of a pipeline has those of the others; leave it to the optimizer (weight_decay of "
+            "optax.adamw), or take a mesh without a pipeline axis"
+        )
+    if any(depends(weight, zero)[0]):
+        raise ValueError(
+            "the weight of loss_fn's WeightedMean depends on the layers' output, and a pipeline's stages need it "
+            "before that; compute it from the batch, or take a mesh without a pipeline axis"
+        )
+
+
+def _like(state: TrainState) -> tuple[Any, Flat, Flat]:
+    """Return shapes of loss, gradients and next quantizer states."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = {path: var.replace(shape(var.get_value().shape)) for path, var in nnx.to_flat_state(state.params)}
+    return shape(()), params, dict(nnx.to_flat_state(state.quantizers))
+
+
+def _rows(schedule: Schedule) -> dict[str, Array]:
+    """Return the schedule as arrays ``[ticks, p]``."""
+    rows = {name: getattr(schedule, name) for name in ("forward", "backward", "weight")}
+    rows |= {f"any_{name}": np.broadcast_to(rows[name].max(1, keepdims=True), rows[name].shape) for name in list(rows)}
+    # Ticks in which the first stage embeds (backward), and in which the last has a loss (forward).
+    last = schedule.virtual_stages - 1
+    starts = (rows["backward"][:, :1] >= 0) & (rows["backward"][:, :1] % schedule.virtual_stages == 0)
+    ends = (rows["forward"][:, -1:] >= 0) & (rows["forward"][:, -1:] % schedule.virtual_stages == last)
+    rows |= {
+        name: np.broadcast_to(row, rows["forward"].shape).astype(np.int32)
+        for name, row in {"starts": starts, "ends": ends}.items()
+    }
+    for kind in ("inputs", "residuals", "gradients", "losses", "operands"):
+        slots = getattr(schedule, kind)
+        rows |= {f"{kind}_put": slots.put, f"{kind}_take": np.maximum(slots.take, 0)}
+    return jax.tree.map(jnp.asarray, rows)
+
+
+def _joined(cut: Cut, schedule: Schedule, weighted: bool, sums: Sums) -> tuple[Array, Flat, Flat]:
+    """Return mean loss, mean gradients and next quantizer states of the model from all stages' sums, ``[p, ...]``."""
+    total = jnp.sum(sums.loss)
+    grads = cut.unstacked(sums.layers) | jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums.outer)
+    quantizers = cut.unstacked(sums.states) | merge_quantizers(sums.outer_states)
+
+    def mean(total: Array) -> Array:
+        return WeightedMean(total, sums.weight[0]).mean if weighted else total / schedule.microbatches
+
+    loss, grads = jax.tree.map(mean, (total, grads))
+    return loss, grads, quantizers

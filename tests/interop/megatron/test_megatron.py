@@ -1,0 +1,274 @@
+"""Checkpoints of Megatron-LM: what is written is read, ranks and stages merged by Megatron's formulas, faults named."""
+
+import contextlib
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.errors import CheckpointMismatchError
+from jax_te.interop.megatron import load_megatron, read_megatron, save_megatron
+from jax_te.interop.torch import read_torch_file, write_torch_file
+from jax_te.layers import YarnScaling
+from jax_te.models import GPTModel, MegatronGPTModel, Multipliers, RotaryPositions
+from tests.support.distributed_folder import write_distributed
+from tests.support.numerics import without_type_checker
+
+SIZES = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "num_query_groups": 2}
+FORMS = {
+    "gpt2": ({}, "learned_absolute", True),
+    "llama": (LLAMA, RotaryPositions(base=5e5, percent=0.5), False),
+    "qk norms, exact gelu": (
+        {"qk_layernorm": True, "activation": "gelu_exact", "layernorm_zero_centered_gamma": True, "kv_channels": 8}
+        | {"add_bias_linear": False, "add_qkv_bias": True},
+        "rope",
+        False,
+    ),
+    "windows": ({"activation": "srelu", "window_size": (4, 0), "window_attn_skip_freq": (1, 0)}, "none", True),
+}
+
+
+def build(form, **sizes):
+    changes, positions, tied = FORMS[form]
+    return GPTModel(
+        TransformerConfig(**SIZES | changes | sizes),
+        vocab_size=32,
+        max_sequence_length=16,
+        position_embedding_type=positions,
+        share_embeddings_and_output_weights=tied,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def llama(**others):
+    """The same weights under Megatron's names."""
+    config = TransformerConfig(**SIZES | LLAMA)
+    return MegatronGPTModel(
+        config, None, 32, 16, position_embedding_type="rope", rotary_base=5e5, rotary_percent=0.5, rngs=nnx.Rngs(0)
+    )
+
+
+def assert_same(found, expected):
+    one, two = (dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (found, expected))
+    assert one.keys() == two.keys()
+    for path, variable in one.items():
+        np.testing.assert_array_equal(variable[...], two[path][...], err_msg=str(path))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_written_and_read(form, tmp_path):
+    model = build(form, num_layers=2)
+    save_megatron(model, tmp_path / "two", tensor_parallel=2)
+    again = load_megatron(tmp_path / "two")
+    assert_same(again, model)
+    save_megatron(model, tmp_path / "dist", format="torch_dist")
+    assert_same(load_megatron(tmp_path / "dist"), model)
+    assert (again.config, again.rotary) == (model.config, model.rotary)
+    save_megatron(model, tmp_path / "one.pt", dtype=jnp.bfloat16)
+    assert load_megatron(tmp_path / "one.pt").config.params_dtype == jnp.bfloat16
+
+
+def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path):
+    """Whose state dict has its own description of the layouts."""
+    model, named = build("llama"), llama()
+    save_megatron(model, tmp_path / "a.pt")
+    save_megatron(named, tmp_path / "b.pt")
+    a, b = (read_torch_file(tmp_path / name)["model"] for name in ("a.pt", "b.pt"))
+    expected = named.state_dict()
+    assert a.keys() == b.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(a[name], array, err_msg=name)
+        np.testing.assert_array_equal(b[name], array, err_msg=name)
+    other = MegatronGPTModel(named.config, None, 32, 16, position_embedding_type="rope", rngs=nnx.Rngs(7))
+    other.load_state_dict(read_megatron(tmp_path / "a.pt").tensors)
+    assert_same(other, named)
+
+
+def rank_of(name, array, rank):
+    """What one of two tensor ranks of Megatron holds."""
+    array = np.asarray(array)
+    if "linear_fc1.weight" in name:
+        return np.concatenate([np.split(half, 2)[rank] for half in np.split(array, 2)])
+    if "linear_qkv.weight" in name or "word_embeddings" in name or "output_layer" in name:
+        return np.split(array, 2)[rank]
+    return np.split(array, 2, 1)[rank] if "proj.weight" in name or "fc2.weight" in name else array
+
+
+def write_ranks(folder, weights, *, virtual=False, **more):
+    """Two tensor ranks and two stages, each of two layers in one part or in two; norms and states as some versions."""
+    args = {"swiglu": True, "iteration": "ignored"}
+    for rank in range(2):
+        for stage in range(2):
+            parts = [[stage], [2 + stage]] if virtual else [[2 * stage, 2 * stage + 1]]
+            models = []
+            for at, layers in enumerate(parts):
+                first, last = stage == at == 0, stage == 1 and at == len(parts) - 1
+                model = {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
+                for name, array in weights.items():
+                    ours = name.startswith("embedding") if first else False
+                    ours |= last and name.startswith(("decoder.final", "output"))
+                    pieces = name.split(".")
+                    if pieces[1] == "layers" and int(pieces[2]) in layers:
+                        pieces[2], ours = str(layers.index(int(pieces[2]))), True
+                    if ours:
+                        model[".".join(pieces)] = rank_of(name, array, rank)
+                models.append(model)
+            state = {f"model{i}": model for i, model in enumerate(models)} if virtual else {"model": models[0]}
+            path = folder / "iter_0000012" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            common = {"iteration": 12, "checkpoint_version": 3.0, "jax_te_args": args, "optimizer": {"step": 1}}
+            write_torch_file(path, state | common | more)
+    (folder / "latest_checkpointed_iteration.txt").write_text("12")
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_ranks_and_stages_are_merged(virtual, tmp_path, caplog):
+    weights = llama().state_dict()
+    write_ranks(tmp_path, weights, virtual=virtual)
+    with caplog.at_level(logging.INFO, "jax_te"):
+        found = read_megatron(tmp_path)
+    assert "1 _extra_state" in caplog.text
+    assert (found.iteration, found.args["swiglu"]) == (12, True)
+    assert found.tensors.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(np.asarray(found.tensors[name]), array, err_msg=name)
+    less = read_megatron(tmp_path, iteration=12, vocab_size=30).tensors
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        np.testing.assert_array_equal(np.asarray(less[name]), weights[name][:30])
+    given = {"args": {"padded_vocab_size": 32, "max_position_embeddings": 16, "num_query_groups": 2, "swiglu": True}}
+    given["args"] |= {"group_query_attention": True, "position_embedding_type": "rope", "rotary_base": 500000}
+    given["args"] |= {**SIZES, "normalization": "RMSNorm", "add_bias_linear": False, "rotary_percent": 0.5}
+    given["args"] |= {"untie_embeddings_and_output_weights": True}
+    with jax.set_mesh(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])):
+        model = load_megatron(tmp_path, **given)
+    assert_same(model, build("llama"))
+    with pytest.raises(ValueError, match="num_experts is 8"):
+        load_megatron(tmp_path, args=given["args"] | {"num_experts": 8})
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)not those of its arguments.*q_layernorm.weight is missing"):
+        load_megatron(tmp_path, args=given["args"] | {"qk_layernorm": True})
+
+
+def test_faults_of_a_folder_are_named(tmp_path):
+    weights = llama().state_dict()
+    write_ranks(tmp_path, weights)
+    folder = tmp_path / "iter_0000012"
+    with pytest.raises(ValueError, match=r"iter_0000013 is not there"):
+        read_megatron(tmp_path, iteration=13)
+    with pytest.raises(ValueError, match=r"vocab_size must be in \[1, 32\]"):
+        read_megatron(tmp_path, vocab_size=33)
+    second = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    state = read_torch_file(second)
+    faults = {
+        "must be the same on all tensor ranks": {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": 2.0},
+        "which do not fit": {"decoder.layers.0.mlp.linear_fc2.weight": np.ones((16, 7), np.float32)},
+        "not on all tensor ranks": {"decoder.layers.0.other": 1.0},
+    }
+    for message, change in faults.items():
+        model = state["model"] | {
+            name: value * np.ones(16, np.float32) if value in (1.0, 2.0) else value
+            for name, value in change.items()
+            if np.ndim(value) == 0
+        }
+        model |= {name: value for name, value in change.items() if np.ndim(value)}
+        write_torch_file(second, state | {"model": model})
+        with pytest.raises(ValueError, match=message):
+            read_megatron(tmp_path)
+    second.unlink()
+    with pytest.raises(ValueError, match="not all of its ranks"):
+        read_megatron(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../12")
+    with pytest.raises(ValueError, match="neither an iteration nor release"):
+        read_megatron(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"model": {"language_model": {}}}, "no state dict 'model' of Megatron-Core"),
+        ({"model": {"a.weight": "text"}}, r"no tensors that can be read: a.weight \('text'\)"),
+        ({"model": {}, "checkpoint_version": 1.0}, "have another order"),
+        ([1], "holds no state dict"),
+    ],
+)
+def test_files_of_other_forms_are_refused(state, message, tmp_path):
+    write_torch_file(tmp_path / "a.pt", state)
+    with pytest.raises(ValueError, match=message):
+        read_megatron(tmp_path / "a.pt")
+
+
+def test_a_file_of_one_rank_may_be_a_state_dict_alone_with_norms_apart(tmp_path):
+    norm = np.arange(3, dtype=np.float32)
+    names = {"module.decoder.layers.0.input_layernorm.weight": norm, "decoder.layers.0.pre_mlp_layernorm.bias": norm}
+    write_torch_file(tmp_path / "a.pt", names)
+    assert list(read_megatron(tmp_path / "a.pt").tensors) == [
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_bias",
+    ]
+
+
+def test_models_that_megatron_cannot_say_are_refused(tmp_path):
+    model = build("llama")
+    model.multipliers = Multipliers(embedding=4.0)
+    with pytest.raises(ValueError, match="multipliers"):
+        save_megatron(model, tmp_path)
+    model.multipliers = Multipliers()
+    model.rotary = RotaryPositions(scaling=YarnScaling(factor=2.0, original_max_position_embeddings=8))
+    with pytest.raises(ValueError, match="position_embedding_type"):
+        save_megatron(model, tmp_path)
+    with pytest.raises(ValueError, match="does not divide 2 groups"):
+        save_megatron(build("llama"), tmp_path, tensor_parallel=4)
+    for name, options in (("a.pt", {"tensor_parallel": 2}), ("a", {"tensor_parallel": 2, "format": "torch_dist"})):
+        with pytest.raises(ValueError, match="tensor_parallel must be >= 1, and 1 for a single file"):
+            save_megatron(build("llama"), tmp_path / name, **options)
+    with pytest.raises(ValueError, match="torch_dist needs a folder"):
+        save_megatron(build("llama"), tmp_path / "a.pt", format="torch_dist")
+    with without_type_checker(), pytest.raises(ValueError, match="format must be 'torch' or 'torch_dist', got 'zarr'"):
+        save_megatron(build("llama"), tmp_path / "a", format="zarr")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("form", "common_file"), [("stacked", True), ("singleton", True), ("stacked", False)])
+def test_torch_dist_is_read(form, common_file, tmp_path):
+    """Layers stacked on an axis in front, in two rows and two columns of chunks; or each alone, its gate apart."""
+    weights = {name: np.asarray(array) for name, array in llama().state_dict().items()}
+    entries = {"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight": np.ones((4, 2), np.float32)}
+    for name, array in weights.items():
+        part = name.split(".", 3)
+        if part[1] != "layers":
+            entries[name] = array
+        elif form == "stacked":
+            stacked = [weights[f"decoder.layers.{i}.{part[3]}"] for i in range(4)]
+            entries[f"decoder.layers.{part[3]}"] = np.stack(stacked)
+        elif name.endswith("linear_fc1.weight"):
+            entries[f"{name}_w"], entries[f"{name}_v"] = np.split(array, 2)
+        else:
+            entries[name] = array
+    folder = tmp_path / "iter_0000012"
+    others = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": [], "rng_state/shard_0.0_1.1": []}
+    common = {"iteration": 12, "jax_te_args": {"swiglu": True}, "checkpoint_version": 3.0}
+    if common_file:
+        write_distributed(folder, entries, others)
+        write_torch_file(folder / "common.pt", common)
+    else:  # Megatron-Core 0.19
+        write_distributed(folder, entries, others | {"common_state/shard_0_1": [common]})
+    found = read_megatron(folder)
+    assert (found.iteration, found.args, found.tensors.keys()) == (12, {"swiglu": True}, weights.keys())
+    for name, array in weights.items():
+        np.testing.assert_array_equal(np.asarray(found.tensors[name]), array, err_msg=name)
+
+
+ODD = [None, "", "x", "1", b"1", -1, 0, 1, 7, 2**31, 2**70, 0.5, float("nan"), [], [1], {}, (None,), True, np.ones(2)]
+
+
+def test_any_arguments_of_a_checkpoint_are_followed_or_refused(tmp_path):
+    save_megatron(build("llama"), tmp_path / "one.pt")
+    args = read_megatron(tmp_path / "one.pt").args
+    for i, name in enumerate(sorted(args)):
+        for value in ODD[i % 4 :: 4]:
+            with without_type_checker(), contextlib.suppress(ValueError, CheckpointMismatchError):
+                load_megatron(tmp_path / "one.pt", args=args | {name: value})

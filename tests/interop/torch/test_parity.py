@@ -1,0 +1,102 @@
+"""Files that torch itself wrote, and torch reading what is written here."""
+
+import argparse
+import io
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="compares with torch: pip install -e '.[parity]'")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
+
+from jax_te.interop.torch import read_torch_distributed, read_torch_file, write_torch_distributed, write_torch_file  # noqa: E402
+
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+TYPES += [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+
+
+def tensors():
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    views = {"base": base, "transposed": base.T, "part": base[1:, 2:], "steps": base[::2, 1::3]}
+    views |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3), "parameter": torch.nn.Parameter(torch.ones(2))}
+    views |= {f"{dtype}": torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype) for dtype in TYPES[:-1]}
+    return views | {"complex": torch.tensor([1 + 2j])}
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def assert_same(found, tensor):
+    assert tuple(found.shape) == tuple(tensor.shape)
+    assert str(tensor.dtype) == f"torch.{found.dtype}"
+    np.testing.assert_array_equal(np.ascontiguousarray(found).reshape(-1).view(np.uint8), bits(tensor))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_file_of_torch_save_is_read(protocol, tmp_path):
+    model = OrderedDict(tensors())
+    model._metadata = {"": {"version": 1}}  # as Module.state_dict does
+    args = argparse.Namespace(hidden_size=8, params_dtype=torch.bfloat16)
+    value = {"model": model, "args": args, "iteration": 7, "rng": np.random.get_state(), "extra": io.BytesIO(b"x")}
+    value |= {"linear": torch.nn.Linear(2, 3).state_dict(), "names": {"a", "b"}, "shape": torch.Size([2, 3])}
+    torch.save(value, tmp_path / "a.pt", pickle_protocol=protocol)
+    found = read_torch_file(tmp_path / "a.pt")
+    assert found["args"].state == {"hidden_size": 8, "params_dtype": "torch.bfloat16"}
+    assert (found["iteration"], found["shape"], list(found["model"])) == (7, (2, 3), list(model))
+    for name, tensor in model.items():
+        assert_same(found["model"][name], tensor)
+    assert_same(found["linear"]["weight"], value["linear"]["weight"])
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_reads_what_is_written(mmap, tmp_path):
+    arrays = _arrays(tmp_path)
+    value = {"model": arrays, "plain": [1, -300, 2**70, 1.5, None, True, "½", (), []]}
+    write_torch_file(tmp_path / "b.pt", value)
+    found = torch.load(tmp_path / "b.pt", weights_only=True, mmap=mmap)
+    assert found["plain"] == value["plain"]
+    for name, tensor in tensors().items():
+        assert_same(arrays[name], found["model"][name])
+        assert_same(arrays[name], tensor)
+
+
+def _arrays(folder):
+    torch.save(tensors(), folder / "a.pt")
+    return read_torch_file(folder / "a.pt")
+
+
+def test_torch_refuses_what_is_refused_here(tmp_path):
+    """The older format, and an expanded tensor, which torch reads: it is to be made contiguous."""
+    torch.save(tensors(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"torch\.save\(torch\.load"):
+        read_torch_file(tmp_path / "old.pt")
+    torch.save(torch.ones(1).expand(10**6), tmp_path / "wide.pt")
+    with pytest.raises(ValueError, match="storage of 1 elements does not hold"):
+        read_torch_file(tmp_path / "wide.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_is_read(tmp_path):
+    nested = {"model": {name: tensor for name, tensor in tensors().items() if tensor.numel()}, "step": 5}
+    dcp.save(nested, checkpoint_id=tmp_path / "it", no_dist=True)
+    found = read_torch_distributed(tmp_path / "it")
+    assert {name: read() for name, read in found.others.items()} == {"step": 5}
+    for name, tensor in nested["model"].items():
+        assert_same(np.asarray(found.tensors[f"model.{name}"]), tensor)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_reads_a_distributed_checkpoint_of_ours(tmp_path):
+    arrays, wanted = _arrays(tmp_path), tensors()
+    write_torch_distributed(tmp_path / "it", {**arrays, "step": [{"at": 5}]})
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {"step": None}
+    dcp.load(found, checkpoint_id=tmp_path / "it", no_dist=True)
+    assert found.pop("step") == [{"at": 5}]
+    for name, tensor in found.items():
+        assert_same(arrays[name], tensor)
+    dcp_to_torch_save(tmp_path / "it", tmp_path / "whole.pt")
+    assert torch.load(tmp_path / "whole.pt", weights_only=True).keys() == {*wanted, "step"}

@@ -1,0 +1,154 @@
+"""The grouped Pallas kernels in Pallas's GPU interpreter, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.errors import BackendUnavailableError
+from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows
+from jax_te.ops.pallas.grouped_gemm import LARGE, SMALL, SPLIT, Tiling
+from tests.support.numerics import assert_close, draw
+
+E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+OLD = jax.__version_info__[:2] < (0, 11)
+interpreted = pytest.mark.skipif(OLD, reason="JAX before 0.11 has no interpreter for these kernels")
+
+ROWS = 768
+SIZES = {
+    "uneven": [128, 0, 384, 128],  # and 128 rows of nobody
+    "one has all": [0, 0, 768, 0],
+    "nobody": [0, 0, 0, 0],
+}
+
+
+def exact(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def group_slices(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def expected_rows(a, b, sizes, scale):
+    """``b [e, k, n]``."""
+    out = np.zeros((a.shape[0], b.shape[2]))
+    for group, rows in enumerate(group_slices(sizes)):
+        out[rows] = exact(a)[rows] @ exact(b)[group] * scale[group]
+    return out
+
+
+def expected_over_rows(a, b, sizes, scale):
+    return np.stack([exact(a)[r].T @ exact(b)[r] * s for r, s in zip(group_slices(sizes), scale, strict=True)])
+
+
+def tolerance(out_dtype):
+    """Of one rounding, and of fp32 sums of some hundred products."""
+    return {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[jnp.dtype(out_dtype).name]
+
+
+def small(tiling: Tiling) -> Tiling:
+    """The same with two buffers, which these sums go round in."""
+    return Tiling(**{**vars(tiling), "stages": 2})
+
+
+TILINGS = {"large": small(LARGE), "small": small(SMALL)}
+
+
+@pytest.mark.costly("uneven-large", "one has all-large", "nobody-large", "one has all-small", "nobody-small")
+@interpreted
+@pytest.mark.parametrize("tiling", list(TILINGS))
+@pytest.mark.parametrize("sizes", list(SIZES))
+def test_rows_times_their_groups_matrix(sizes, tiling):
+    sizes, (a, b) = SIZES[sizes], (draw("a", (ROWS, 192), BF16), draw("b", (4, 192, 264), BF16))
+    out = grouped_gemm(a, b, jnp.array(sizes), out_dtype="float32", tiling=TILINGS[tiling], interpret=True)
+    assert_close(out, expected_rows(a, b, sizes, np.ones(4)), tolerance("float32"))
+
+
+@pytest.mark.costly("E4 E4-True", "E4 E4-False", "E5 E4-False", "fp16-True")
+@interpreted
+@pytest.mark.parametrize("split", [False, True], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(E4M3, E4M3), (E5M2, E4M3), (jnp.float16, jnp.float16)], ids=["E4 E4", "E5 E4", "fp16"]
+)
+def test_transposed_matrices_dtypes_and_scales(dtypes, split):
+    sizes, scale = SIZES["uneven"], jnp.array([0.5, 2.0, 3.0, 1.0])
+    a, b = draw("a", (ROWS, 272)).astype(dtypes[0]), draw("b", (4, 144, 272)).astype(dtypes[1])
+    out = grouped_gemm(
+        a, b, jnp.array(sizes), scale, b_transposed=True, split_accumulator=split, out_dtype="bfloat16", interpret=True
+    )
+    assert_close(out, expected_rows(a, b.swapaxes(1, 2), sizes, scale), tolerance("bfloat16"))
+
+
+@pytest.mark.costly("uneven-small", "one has all-large", "nobody-large", "one has all-small", "nobody-small")
+@interpreted
+@pytest.mark.parametrize("tiling", list(TILINGS))
+@pytest.mark.parametrize("sizes", list(SIZES))
+def test_sums_over_each_groups_rows(sizes, tiling):
+    sizes, (a, b) = SIZES[sizes], (draw("a", (ROWS, 136), BF16), draw("b", (ROWS, 264), BF16))
+    out = grouped_gemm_over_rows(a, b, jnp.array(sizes), out_dtype="float32", tiling=TILINGS[tiling], interpret=True)
+    assert_close(out, expected_over_rows(a, b, sizes, np.ones(4)), tolerance("float32"))
+
+
+@pytest.mark.costly("True")
+@interpreted
+@pytest.mark.parametrize("split", [False, True], ids=str)
+def test_sums_over_rows_of_fp8(split):
+    sizes, scale = SIZES["uneven"], jnp.array([0.5, 2.0, 3.0, 1.0])
+    a, b = draw("a", (ROWS, 136)).astype(E4M3), draw("b", (ROWS, 144)).astype(E5M2)
+    out = grouped_gemm_over_rows(
+        a.T, b.T, jnp.array(sizes), scale, rows_last=True, split_accumulator=split, out_dtype="float32", interpret=True
+    )
+    assert_close(out, expected_over_rows(a, b, sizes, scale), tolerance("float32"))
+
+
+@pytest.mark.costly
+@interpreted
+def test_sizes_are_values():
+    """One program for all of them."""
+    a, b = draw("a", (ROWS, 64), BF16), draw("b", (4, 64, 128), BF16)
+    traces = []
+
+    @jax.jit
+    def run(sizes):
+        traces.append(sizes)
+        return grouped_gemm(a, b, sizes, out_dtype="float32", interpret=True)
+
+    for sizes in SIZES.values():
+        assert_close(run(jnp.array(sizes)), expected_rows(a, b, sizes, np.ones(4)), tolerance("float32"))
+    assert len(traces) == 1
+
+
+def zeros(*shape, dtype=BF16):
+    return jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "a", "b", "options"),
+    [
+        (TypeError, "both FP8", zeros(128, 64), zeros(1, 64, 128, dtype=jnp.float16), {}),
+        (TypeError, "both FP8", zeros(128, 64, dtype=jnp.float32), zeros(1, 64, 128, dtype=jnp.float32), {}),
+        (TypeError, "out_dtype", zeros(128, 64), zeros(1, 64, 128), {"out_dtype": E4M3}),
+        (ValueError, "k last", zeros(128, 64, dtype=E4M3), zeros(1, 64, 128, dtype=E4M3), {}),
+        (ValueError, "go together", zeros(128, 64), zeros(1, 128, 64), {}),
+        (ValueError, "multiple of 128", zeros(64, 64), zeros(1, 64, 128), {}),
+        (ValueError, "empty", zeros(128, 0), zeros(1, 0, 128), {}),
+    ],
+    ids=["mixed", "fp32", "out", "fp8", "shapes", "rows", "empty"],
+)
+def test_what_does_not_fit_is_refused(error, words, a, b, options):
+    with pytest.raises(error, match=words):
+        grouped_gemm(a, b, jnp.array([128]), **{"out_dtype": BF16, **options})
+
+
+@pytest.mark.skipif(not OLD, reason="these versions of JAX run the kernels")
+def test_old_jax_is_told():
+    with pytest.raises(BackendUnavailableError, match=r"JAX 0\.11"):
+        grouped_gemm(zeros(128, 64), zeros(1, 64, 128), jnp.array([128]), out_dtype=BF16)
+
+
+def test_tilings_fit_the_registers_of_a_multiprocessor():
+    for tiling in (LARGE, SMALL, SPLIT):
+        multiplying, loading = tiling.registers
+        assert 128 * (tiling.warpgroups * multiplying + loading) <= 65536
