@@ -11,16 +11,18 @@ from typing import Any
 import jax_te
 
 # Commands and measurements, whose arguments the command line makes.
-NOT_FOR_PROGRAMS = ("bench", "cli", "install_te", "parallel", "typing", "errors")
+NOT_FOR_PROGRAMS = ("bench", "cli", "typing", "errors")
+NESTED = ("interop.huggingface", "interop.megatron", "interop.torch", "training.pipeline")
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
     """Dotted name, without ``jax_te.``, and object of each name in the ``__all__`` of the packages."""
-    for info in pkgutil.iter_modules(jax_te.__path__):
-        if info.name not in NOT_FOR_PROGRAMS and not info.name.startswith("_"):
-            module = importlib.import_module(f"jax_te.{info.name}")
+    packages = [info.name for info in pkgutil.iter_modules(jax_te.__path__) if not info.name.startswith("_")]
+    for package in [*packages, *NESTED]:
+        if package not in NOT_FOR_PROGRAMS:
+            module = importlib.import_module(f"jax_te.{package}")
             for name in getattr(module, "__all__", ()):
-                yield f"{info.name}.{name}", getattr(module, name)
+                yield f"{package}.{name}", getattr(module, name)
 
 
 def plain(member: Any) -> Any:
@@ -38,7 +40,7 @@ def public_callables() -> dict[str, Callable[..., Any]]:
         if inspect.isfunction(thing):
             found.setdefault(id(thing), (name, thing))
         elif isinstance(thing, type):
-            package = name.split(".")[0]
+            package = name.rpartition(".")[0]
             for base in thing.__mro__:
                 for method, member in vars(base).items():
                     shown = method == "__call__" or not method.startswith("_")

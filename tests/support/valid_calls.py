@@ -18,23 +18,23 @@ from jax_te import (
     checkpoint,
     config,
     data,
-    huggingface,
     layers,
     linen,
     megatron,
     metrics,
     models,
     ops,
-    pipeline,
     quantize,
     random,
     recipe,
     remat,
     sharding,
     te_pytorch,
-    torch_files,
     training,
 )
+from jax_te.interop import huggingface, torch
+from jax_te.interop import megatron as megatron_files
+from jax_te.training import pipeline
 from tests.support.numerics import NO_DROPOUT
 from tests.support.tokenizers import write_tokenizer
 
@@ -145,7 +145,7 @@ def tensor() -> quantize.QuantizedTensor:
 def megatron_folder(folder: Path) -> Path:
     path = folder / "megatron"
     if not path.exists():
-        torch_files.save_megatron(gpt(), path)
+        megatron_files.save_megatron(gpt(), path)
     return path
 
 
@@ -157,13 +157,13 @@ def huggingface_folder(folder: Path) -> Path:
 
 
 def torch_file(folder: Path) -> Path:
-    torch_files.write_torch_file(folder / "file.pt", {"a": np.ones(2, np.float32)})
+    torch.write_torch_file(folder / "file.pt", {"a": np.ones(2, np.float32)})
     return folder / "file.pt"
 
 
 def distributed(folder: Path) -> Path:
     if not (folder / "distributed").exists():
-        torch_files.write_torch_distributed(folder / "distributed", {"a": np.ones(2, np.float32)})
+        torch.write_torch_distributed(folder / "distributed", {"a": np.ones(2, np.float32)})
     return folder / "distributed"
 
 
@@ -276,14 +276,14 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         data.load_text,
         {"source": text_file(f), "seq_len": 4, "heldout_fraction": 0.1, "tokenizer": None, "text_key": "text"},
     ),
-    "huggingface.load_huggingface": lambda f: Call(
+    "interop.huggingface.load_huggingface": lambda f: Call(
         huggingface.load_huggingface,
         {
             "folder": huggingface_folder(f), "dtype": None, "block_scaled": None, "config": None,
             "execution": models.Execution(), "ignore_fields": (), "on_progress": None,
         },
     ),
-    "huggingface.save_huggingface": lambda f: Call(
+    "interop.huggingface.save_huggingface": lambda f: Call(
         huggingface.save_huggingface,
         {
             "model": gpt(), "folder": f / "saved", "architecture": None, "dtype": None, "block_scaled": None,
@@ -542,6 +542,13 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.TEDotProductAttention.set_tensor_parallel_group": lambda f: Call(
         attention().set_tensor_parallel_group, {"tp_group": None}
     ),
+    "megatron.TEDotProductAttention.sharded_state_dict": lambda f: Call(
+        attention().sharded_state_dict, {"prefix": "", "sharded_offsets": (), "metadata": None}
+    ),
+    "megatron.TERowParallelLinear.sharded_state_dict": lambda f: Call(
+        megatron.TERowParallelLinear(16, 16, **TE, input_is_parallel=True, rngs=nnx.Rngs(0)).sharded_state_dict,
+        {"prefix": "", "sharded_offsets": (), "metadata": None},
+    ),
     "megatron.TELayer.finish_init": lambda f: Call(te().finish_init, {"quantization_config": None}),
     "megatron.TELayer.will_execute_quantized": lambda f: Call(
         te().will_execute_quantized, {"is_context_quantized": True}
@@ -703,6 +710,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "options": ops.LossOptions(), "reduction": "mean",
         },
     ),
+    "models.BertModel.pool": lambda f: Call(
+        models.BertModel(**MODEL, add_binary_head=True, rngs=nnx.Rngs(0)).pool, {"encoded": X}
+    ),
     "models.Execution.check": lambda f: Call(models.Execution().check, {"config": CONFIG}),
     "models.GPTModel.__call__": lambda f: Call(
         gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None}
@@ -725,6 +735,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "input_ids": IDS, "position_ids": None, "attention_mask": None, "decoder_input": None, "labels": None,
             "runtime_gather_output": None, "dropout_key": None, "cache": None,
         },
+    ),
+    "models.MegatronGPTModel.get_layer_static_inputs": lambda f: Call(
+        megatron_gpt().get_layer_static_inputs, {"seq_length": 4, "micro_batch_size": 1}
     ),
     "models.T5Model.__call__": lambda f: Call(
         t5(), {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
@@ -841,11 +854,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         },
     ),
     "ops.use_backend": lambda f: Call(ops.use_backend, {"name": "xla"}),
-    "pipeline.PipelineConfig.parse": lambda f: Call(pipeline.PipelineConfig.parse, {"text": "1f1b"}),
-    "pipeline.make_schedule": lambda f: Call(
+    "config.PipelineConfig.parse": lambda f: Call(config.PipelineConfig.parse, {"text": "1f1b"}),
+    "training.pipeline.make_schedule": lambda f: Call(
         pipeline.make_schedule, {"name": "1f1b", "stages": 2, "microbatches": 2, "virtual_stages": 1}
     ),
-    "pipeline.split_layers": lambda f: Call(
+    "training.pipeline.split_layers": lambda f: Call(
         pipeline.split_layers, {"num_layers": 4, "chunks": 2, "first": None, "last": None}
     ),
     "quantize.BlockQuantizer.quantize": lambda f: Call(
@@ -952,41 +965,41 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         te_pytorch.fp8_autocast,
         {"enabled": True, "calibrating": False, "fp8_recipe": DELAYED, "fp8_group": None},
     ),
-    "torch_files.load_megatron": lambda f: Call(
-        torch_files.load_megatron,
+    "interop.megatron.load_megatron": lambda f: Call(
+        megatron_files.load_megatron,
         {
             "path": megatron_folder(f), "iteration": None, "vocab_size": 16, "args": None, "dtype": None,
             "config": None, "execution": models.Execution(), "on_progress": None,
         },
     ),
-    "torch_files.load_te_state_dict": lambda f: Call(
-        torch_files.load_te_state_dict,
+    "interop.torch.load_te_state_dict": lambda f: Call(
+        torch.load_te_state_dict,
         {
             "module": linear(), "prefix": "",
             "arrays": {"weight": np.ones((16, 16), np.float32), "bias": np.ones(16, np.float32)},
         },
     ),
-    "torch_files.read_megatron": lambda f: Call(
-        torch_files.read_megatron,
+    "interop.megatron.read_megatron": lambda f: Call(
+        megatron_files.read_megatron,
         {"path": megatron_folder(f), "iteration": None, "gated": None, "vocab_size": None},
     ),
-    "torch_files.read_torch_distributed": lambda f: Call(
-        torch_files.read_torch_distributed, {"folder": distributed(f)}
+    "interop.torch.read_torch_distributed": lambda f: Call(
+        torch.read_torch_distributed, {"folder": distributed(f)}
     ),
-    "torch_files.read_torch_file": lambda f: Call(torch_files.read_torch_file, {"path": torch_file(f)}),
-    "torch_files.save_megatron": lambda f: Call(
-        torch_files.save_megatron,
+    "interop.torch.read_torch_file": lambda f: Call(torch.read_torch_file, {"path": torch_file(f)}),
+    "interop.megatron.save_megatron": lambda f: Call(
+        megatron_files.save_megatron,
         {
             "model": gpt(), "path": f / "saved_megatron", "format": "torch", "tensor_parallel": 1, "dtype": None,
             "on_progress": None,
         },
     ),
-    "torch_files.write_torch_distributed": lambda f: Call(
-        torch_files.write_torch_distributed,
+    "interop.torch.write_torch_distributed": lambda f: Call(
+        torch.write_torch_distributed,
         {"folder": f / "written", "entries": {"a": np.ones(2, np.float32)}},
     ),
-    "torch_files.write_torch_file": lambda f: Call(
-        torch_files.write_torch_file, {"path": f / "written.pt", "value": {"a": np.ones(2, np.float32)}}
+    "interop.torch.write_torch_file": lambda f: Call(
+        torch.write_torch_file, {"path": f / "written.pt", "value": {"a": np.ones(2, np.float32)}}
     ),
     "training.ConstantLossScale.update": lambda f: Call(
         training.ConstantLossScale().update, {"finite": jnp.bool_(True)}
@@ -1060,7 +1073,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         training.make_train_step,
         {
             "loss_fn": loss_fn, "tx": optax.sgd(0.1), "microbatches": 1, "keep_kernels": True,
-            "wgrad_dtype": jnp.float32, "reduce_gradients": "microbatch", "pipeline": pipeline.PipelineConfig(),
+            "wgrad_dtype": jnp.float32, "reduce_gradients": "microbatch", "pipeline": config.PipelineConfig(),
         },
     ),
     "training.muon_dimension_numbers": lambda f: Call(
