@@ -190,8 +190,8 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def _is_array(value: Any) -> bool:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSU":  # text and objects
-        return False
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind not in "OSU"  # text and objects
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
@@ -276,7 +276,17 @@ def _any_of(kinds: list[Kind]) -> Kind:
         words = others[0].words.replace("one of ", "one of None, ", 1)
     error = ValueError if all(kind.error is ValueError for kind in others) else TypeError
     remedy = "; ".join(kind.remedy for kind in kinds if kind.remedy)
-    return Kind(words, lambda value: any(kind.holds(value) for kind in kinds), error, plain, remedy)
+    checks = [kind.holds for kind in others]
+
+    def holds(value: Any) -> bool:
+        if value is None:
+            return optional
+        for check in checks:  # noqa: SIM110  # without the frame of a generator: layers' calls come here
+            if check(value):
+                return True
+        return False
+
+    return Kind(words, holds, error, plain, remedy)
 
 
 def _one_of(names: tuple[Any, ...]) -> Kind:
@@ -304,15 +314,15 @@ def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
     words = _WORDS.get(kind, f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}")
     if issubclass(kind, Enum):
         words += f" ({', '.join(member.name for member in kind)})"
-    item = kind_of(parts[0]) if parts and kind in _HOLD_ITEMS else _ANYTHING
+    if kind not in _HOLD_ITEMS:
+        return Kind(words, lambda value: isinstance(value, kind))
+    item = kind_of(parts[0]) if parts else _ANYTHING
     if item is not _ANYTHING:
         words += f" (each {'key ' if issubclass(kind, Mapping) else ''}{item.words})"
 
     def holds(value: Any) -> bool:
         # Text would be taken apart, letter by letter, and an array row by row.
-        if not isinstance(value, kind) or (
-            kind in _HOLD_ITEMS and (isinstance(value, str | bytes) or _is_array(value))
-        ):
+        if not isinstance(value, kind) or isinstance(value, str | bytes) or _is_array(value):
             return False
         # Others may be long to read, and an iterator gives its items only once.
         plain = isinstance(value, list | tuple | dict | set | frozenset)

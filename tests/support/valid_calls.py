@@ -711,7 +711,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         },
     ),
     "models.BertModel.pool": lambda f: Call(
-        models.BertModel(**MODEL, add_binary_head=True, rngs=nnx.Rngs(0)).pool, {"encoded": X}
+        models.BertModel(**MODEL, add_pooler=True, rngs=nnx.Rngs(0)).pool, {"encoded": X}
     ),
     "models.Execution.check": lambda f: Call(models.Execution().check, {"config": CONFIG}),
     "models.GPTModel.__call__": lambda f: Call(
