@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import random
 import re
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -18,11 +20,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te import checkpoint, layers, linen, megatron, models, ops, te_pytorch, training
 from jax_te._validation import brief
+from jax_te.interop.huggingface import save_huggingface
+from jax_te.interop.megatron import load_megatron, read_megatron, save_megatron
+from jax_te.training.pipeline import split_layers
 from tests.support.bad_values import VALUES, allows, calls_of
-from tests.support.numerics import without_type_checker
+from tests.support.numerics import NO_DROPOUT, without_type_checker
 from tests.support.public import public_callables
-from tests.support.valid_calls import CALLS, IDS, KERNEL, KEY, Call, X
+from tests.support.valid_calls import CALLS, CONFIG, IDS, KERNEL, KEY, Call, X
 
 NAN, INF = float("nan"), float("inf")
 ARRAYS: list[Any] = [
@@ -237,6 +243,92 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     with without_type_checker(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield tmp_path
+
+
+def layer(**options: Any) -> Any:
+    return layers.TransformerLayer(16, 16, 2, **NO_DROPOUT, **options, rngs=nnx.Rngs(0))
+
+
+# Calls that once were accepted, or ended in an error that named nothing, and what each says now.
+MENDED: dict[str, Any] = {
+    "checkpoint_core_attention must be True or False": [
+        lambda: layer()(X, checkpoint_core_attention="no"),
+        lambda: layers.MultiheadAttention(16, 2, attention_dropout=0.0, rngs=nnx.Rngs(0))(
+            X, checkpoint_core_attention="no"
+        ),
+    ],
+    "interleaved must be True or False": [lambda: layers.rotary_embedding(jnp.arange(4), 8, interleaved="no")],
+    "post_norm must be True or False": [
+        lambda: models.transformer_layer(CONFIG, post_norm="no", rngs=nnx.Rngs(0)),
+    ],
+    "only_marked must be True or False": [lambda: layers.quantize_parameters(layer(), only_marked="no")],
+    "strict must be True or False": [lambda: megatron.load_state_dict(layer(), {}, strict="no")],
+    "gated must be True or False": [lambda: read_megatron("not/there", gated="no")],
+    "has_aux must be True or False": [
+        lambda: linen.value_and_grad(len, has_aux="no"),
+        lambda: training.deferred_vjp(len, layer(), X, has_aux="no"),
+    ],
+    "use_reentrant must be True or False": [lambda: te_pytorch.checkpoint(jnp.sin, X, use_reentrant="no")],
+    "unsharded must be text": [lambda: ops.explain_backend("dense", unsharded=1)],
+    "takes no encoder_lengths and no enc_dec_attn_mask_type": [
+        lambda: layer()(X, enc_dec_attn_mask_type="nonsense"),
+        lambda: layer()(X, encoder_lengths=jnp.ones(2, jnp.int32)),
+    ],
+    "recipe must be a Recipe or None": [
+        lambda: layers.prepare_quantization(layer(), "delayed"),
+        lambda: ops.explain_backend("dense", recipe="delayed"),
+    ],
+    "microbatches must be an integer": [lambda: training.make_inspection(len, microbatches="x")],
+    "loss_fn must be a function": [lambda: training.make_eval_step(5)],
+    "num_splits must be an integer": [
+        lambda: megatron.TEDotProductAttention(CONFIG, 1, "causal", "self")(IDS, num_splits="x"),
+    ],
+    "dtype must be one of float32, bfloat16, float16": [
+        lambda: save_megatron(None, "saved", dtype="int8"),
+        lambda: save_megatron(None, "saved", dtype="float8_e4m3fn"),
+        lambda: save_huggingface(None, "saved", dtype="int32"),
+        lambda: save_huggingface(None, "saved", dtype="complex64"),
+    ],
+    "4 layers do not split into": [lambda: split_layers(4, 10**15)],
+    "chunks must be an integer": [lambda: split_layers(4, 0)],
+    "num_layers must be an integer": [lambda: split_layers(4.0, 2)],
+    "vocab_size must be an integer": [lambda: load_megatron("not/there", vocab_size=1.5)],
+    "args must be a mapping": [lambda: load_megatron("not/there", args=[1])],
+    "window_attn_skip_freq": [
+        lambda: megatron.is_layer_window_attention((1, 0), 0, 1),
+        lambda: megatron.is_layer_window_attention((1, 0), [], 1),
+    ],
+    "axis must be one of": [lambda: ops.reorder_to_zigzag(jnp.ones(4)), lambda: ops.undo_zigzag(jnp.ones(4))],
+    "x must have 1 axes or more": [lambda: layers.LayerNormLinear(16, 16, rngs=nnx.Rngs(0))(jnp.float32(1))],
+    "recipe_path must be a path": [lambda: megatron.load_quantization_recipe(True)],
+    "a state must be a pytree of named arrays": [lambda: checkpoint.TrainCheckpointer("folder").save(X, {}, 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MENDED)
+def test_what_was_accepted_or_obscure_is_refused(message: str, quiet: Path) -> None:
+    for call in MENDED[message]:
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            call()
+
+
+def test_a_file_whose_keys_are_no_text_is_no_checkpoint(quiet: Path) -> None:
+    with zipfile.ZipFile("model.pt", "w") as file:
+        file.writestr("model/data.pkl", pickle.dumps({1: 2}, protocol=2))
+        file.writestr("model/version", "3")
+    with pytest.raises(ValueError, match="no state dict"):
+        read_megatron("model.pt")
+
+
+def test_a_refused_constructor_draws_no_keys() -> None:
+    """Inner layers refuse what is out of range after others have drawn theirs."""
+    rngs = nnx.Rngs(0)
+    wrong: dict[str, Any] = {"layernorm_epsilon": -1.0, "ffn_hidden_size": 0, "normalization": "no", "activation": "no"}
+    for name, value in wrong.items():
+        sizes = {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2} | {name: value}
+        with pytest.raises(ValueError, match=r"epsilon|ffn_hidden_size|normalization|activation"):
+            layers.TransformerLayer(**sizes, rngs=rngs)
+        assert int(rngs.params.count[...]) == 0, name
 
 
 @pytest.mark.filterwarnings("ignore")  # of NumPy and JAX about what is computed with wrong values

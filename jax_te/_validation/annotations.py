@@ -279,8 +279,8 @@ def _any_of(kinds: list[Kind]) -> Kind:
     checks = [kind.holds for kind in others]
 
     def holds(value: Any) -> bool:
-        if value is None:
-            return optional
+        if value is None and optional:
+            return True
         for check in checks:  # noqa: SIM110  # without the frame of a generator: layers' calls come here
             if check(value):
                 return True
