@@ -90,7 +90,7 @@ def test_bad_seeds_and_states_say_what_is_allowed():
         for seed in (1.0, True, jnp.ones((), jnp.int32)):
             with pytest.raises((TypeError, ValueError), match="seed must be an? "):
                 tracker.add("a", seed)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="states must be a dict"):
+        with pytest.raises(TypeError, match="states must be a mapping"):
             tracker.set_states([])  # type: ignore[arg-type]
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=r"a seed must be in \[0, 2\^32\)"):

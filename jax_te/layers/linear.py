@@ -115,7 +115,7 @@ class Linear(TensorParallelModule):
         mode_axes = kernel_logical_axes(parallel_mode, 1 + len(features))
         axes = mode_axes if kernel_axes is None else kernel_axes
         if len(axes) != 1 + len(features):
-            raise ValueError(f"kernel_axes must name the {1 + len(features)} axes of the kernel, got {kernel_axes}")
+            raise ValueError(f"{len(axes)} logical axes {axes} for a kernel of shape {(in_features, *features)}")
         self.parallel_mode = None if parallel_mode is None else parallel_mode.lower()
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=parallel_mode is not None

@@ -109,7 +109,7 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
     cos, sin = rotary.cos, rotary.sin
     check_float("apply_rotary", x)
     if x.ndim != 4 or x.shape[-1] != rotary.head_size:
-        raise ValueError(f"rotary embedding of head size {rotary.head_size} for x [b, s, n, d] of shape {x.shape}")
+        raise ValueError(f"rotary embedding of head size {rotary.head_size} for x of shape {x.shape}, [b, s, n, d]")
     if cos.ndim == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos[:, :, None], sin[:, :, None]

@@ -79,7 +79,7 @@ def test_small_and_missing_logits_change_nothing():
         (lambda: build(qk_norm_type="RMSNorm"), {}, "scaling their kernels changes no logit"),
         (build, {"threshold": 0.0}, "threshold must be > 0 and alpha in"),
         (build, {"alpha": 1.5}, "threshold must be > 0 and alpha in"),
-        (build, {"max_logit": None}, "return_max_logit=True"),
+        (build, {"max_logit": None}, "max_logit must be an array"),
         (lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0)), {}, "return_max_logit=True"),
         (lambda: with_adapter(build()), {}, "takes self-attention with one fused"),
         (lambda: stored_quantized(build()), {}, "stored quantized; clip before quantize_parameters"),
