@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_te.ops import AttentionSpec
 from jax_te.ops.attention.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES
-from jax_te.ops.te.attention import _lacks
+from jax_te.ops.te.attention import unsupported
 from jax_te.ops.xla.attention import attention_supports
 
 BASE = AttentionSpec(
@@ -69,7 +69,7 @@ def table() -> str:
     refusals = []
     for label, fields in CALLS.items():
         spec = dataclasses.replace(BASE, **fields)
-        lacks = _lacks(spec)
+        lacks = unsupported(spec)
         cells = (
             "asked" if lacks is None else "–",
             *("yes" if ok else "–" for ok in (through_jax_nn(spec), plain(spec))),

@@ -288,6 +288,7 @@ def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path
     assert [line for line in wrong if line] == []
 
 
+@functools.cache
 def checked_names() -> set[str]:
     """Modules and names of what the sources decorate with ``@checked``."""
     found = set()

@@ -1,6 +1,7 @@
 """The package's layout as docs/design.md states it: import direction, optional packages, public names."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -59,14 +60,18 @@ def public_names(package: str) -> set[str]:
     return set(getattr(importlib.import_module(f"jax_te.{package}"), "__all__", ()))
 
 
-def module_imports(path: Path) -> list[tuple[str, str]]:
-    """Module and name of each ``from jax_te... import name`` that runs when the file is imported."""
+def module_imports(path: Path, *, for_types: bool = False) -> list[tuple[str, str]]:
+    """Module and name of each ``from jax_te... import name`` that runs when the file is imported.
+
+    Args:
+        for_types: also those that type checkers alone read.
+    """
     found, todo = [], list(ast.parse(path.read_text()).body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax_te":
             found += [(node.module or "", alias.name) for alias in node.names]
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
             todo += node.orelse
         elif not isinstance(node, ast.FunctionDef):
             todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
@@ -100,26 +105,55 @@ def test_imports_point_left(path):
         )
 
 
+def offered(folder: Path) -> set[str]:
+    """Return the names that a folder's ``__init__.py`` takes from the folder's own files, and its ``__all__``."""
+    package = ".".join(folder.relative_to(ROOT).parts)
+    imports = module_imports(folder / "__init__.py", for_types=True)
+    own = {name for module, name in imports if module.startswith(f"{package}.")}
+    return own | public_names(package.removeprefix("jax_te."))
+
+
+@functools.cache
+def imports_between_rooms(path: Path) -> list[tuple[int, str, list[str]]]:
+    """Return line, module and names of each ``from jax_te.ROOM… import …`` of another room than the file's."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return [
+        (node.lineno, node.module or "", [alias.name for alias in node.names])
+        for node in nodes
+        if (node.module or "").startswith("jax_te.") and component(node.module or "") != room(path)
+    ]
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_packages_import_public_names_of_each_other(path):
-    """Or names of the other's ``internal.py``, which lists those that are for the package alone."""
-    here = room(path)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom) or (node.module or "").count(".") == 0:
+def test_a_room_offers_what_others_import(path):
+    """In the ``__init__.py`` of its folder, or of a folder in it: an import between rooms names no file."""
+    if path == PACKAGE / "__main__.py":
+        return  # the command line's entry
+    for line, module, names in imports_between_rooms(path):
+        folder = ROOT.joinpath(*module.split("."))
+        if folder.with_suffix(".py").exists():  # a room of one file
+            assert folder.parent == PACKAGE, f"{name_of(path)}:{line} imports from a file of another room, {module}"
             continue
-        if node.module.split(".")[0] != "jax_te":
-            continue
-        there = component(node.module)
-        rest = node.module.removeprefix(f"jax_te.{there}")
-        if there == here or not PACKAGE.joinpath(*there.split(".")).is_dir() or rest == ".internal":
-            continue
-        names = [alias.name for alias in node.names]
-        assert path == PACKAGE / "__init__.py" or not rest, (
-            f"{name_of(path)}:{node.lineno} imports from {node.module}; take it from jax_te.{there} or "
-            f"jax_te.{there}.internal, and list it there"
-        )
-        modules = {file.stem for file in PACKAGE.joinpath(*there.split(".")).glob("*.py")}
-        assert set(names) <= public_names(there) | modules, f"{name_of(path)}:{node.lineno} imports {names}"
+        missing = set(names) - offered(folder)
+        assert not missing, f"{name_of(path)}:{line} imports {sorted(missing)}, which {module} does not offer"
+
+
+INITS = [path for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]
+
+
+@pytest.mark.parametrize("path", INITS, ids=name_of)
+def test_what_is_offered_is_for_users_or_used(path):
+    """A name that a folder offers is in ``__all__``, for users, or another room imports it."""
+    package = ".".join(path.parent.relative_to(ROOT).parts)
+    taken = {
+        name
+        for file in FILES
+        if path.parent not in file.parents
+        for _, module, names in imports_between_rooms(file)
+        if module == package
+        for name in names
+    }
+    assert not offered(path.parent) - public_names(package.removeprefix("jax_te.")) - taken
 
 
 def test_no_files_import_each_other_in_a_circle():

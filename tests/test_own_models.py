@@ -237,6 +237,7 @@ def test_what_is_left_in_high_precision_says_why():
         quantize_model(nnx.Linear(48, 48, rngs=rngs), jnp.ones((16, 48)))
 
 
+@pytest.mark.costly
 def test_adapters_of_flax_are_trained_on_quantized_layers():
     rngs = nnx.Rngs(0)
     wrapped = nnx.LoRA(32, 4, 64, base_module=nnx.Linear(32, 64, rngs=rngs), rngs=rngs)
@@ -482,7 +483,7 @@ def linen_losses(model: Any, tx: Any) -> tuple[Any, list[float]]:
     return state, losses
 
 
-@pytest.mark.costly("mesh")
+@pytest.mark.costly
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2) if on_mesh else None
@@ -501,7 +502,7 @@ def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax
     assert isinstance(state, TrainState)
 
 
-@pytest.mark.costly("mesh")
+@pytest.mark.costly
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_a_plain_nnx_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
     # Flax asks for a mesh where parameters name axes.

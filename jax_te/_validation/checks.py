@@ -133,15 +133,11 @@ def log_hints(**hints: object) -> None:
     Args:
         hints: argument or field -> its value, negated where the default is True.
     """
-    for name, hint in hints.items():
-        if hint:
-            _log_hint(name)
-
-
-# At level INFO: programs written for Megatron pass these everywhere, and their authors have nothing to change.
-@functools.cache
-def _log_hint(name: str) -> None:
-    logging.getLogger("jax_te").info("%s tunes CUDA kernels and has no effect in JAX; see docs/parity.md", name)
+    for name, given in hints.items():
+        if given:
+            # At level INFO: programs written for Megatron pass these everywhere, and their authors have nothing to
+            # change.
+            log_once(f"{name} tunes CUDA kernels and has no effect in JAX; see docs/parity.md")
 
 
 @functools.cache

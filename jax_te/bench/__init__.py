@@ -1,3 +1,11 @@
 """Measurements of layers, attention, train steps and models beside their peers."""
 
-__all__: list[str] = []
+from jax_te.bench.attention import AttentionSizes, bench_attention
+from jax_te.bench.checkpoints import bench_checkpoints
+from jax_te.bench.layers import Case, bench_layer
+from jax_te.bench.megatron import check_megatron
+from jax_te.bench.microbatches import bench_microbatches
+from jax_te.bench.settings import Row, Settings, Sizes
+from jax_te.bench.train_steps import Variant, bench_train_steps, create_bench_state
+
+__all__: list[str] = []  # the names above are for the other packages of jax_te, none is for users

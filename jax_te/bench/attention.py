@@ -14,7 +14,7 @@ from jax_te.bench.gradients import Gradient, gradient, measure
 from jax_te.bench.settings import Row, Settings
 from jax_te.config import ParallelConfig
 from jax_te.ops import ContextParallel, dot_product_attention
-from jax_te.ops.internal import te
+from jax_te.ops.te import available
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.typing import Array, BackendName, LogicalAxes
 
@@ -61,7 +61,7 @@ def bench_attention(
     kinds = () if made is None else kinds
     contestants = [_contestant("jax_te one device", sizes, None, _ours(settings.backend, None))]
     contestants += [_contestant(f"jax_te {kind}", sizes, made, _ours(settings.backend, kind)) for kind in kinds]
-    if te.available()[0]:
+    if available()[0]:
         contestants.append(_te_jax("te.jax one device", sizes, None, None))
         contestants += [_te_jax(f"te.jax {kind}", sizes, made, kind) for kind in kinds if kind in ("p2p", "all_gather")]
     measure(contestants, settings)

@@ -18,7 +18,7 @@ from jax_te.bench.gradients import Gradient, gradient, measure
 from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
-from jax_te.ops.internal import te
+from jax_te.ops.te import available
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import split_model
@@ -92,7 +92,7 @@ def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None =
     """
     for case in cases:
         contestants = [_ours(case, settings.backend)]
-        if te.available()[0]:
+        if available()[0]:
             has_recipe = case.recipe is None or case.recipe.name in TE_RECIPES
             contestants.insert(0, _te_jax(case if has_recipe else dataclasses.replace(case, recipe=None)))
         measure(contestants, settings)

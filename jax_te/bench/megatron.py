@@ -25,7 +25,7 @@ from jax_te.typing import Array
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
 """Megatron-Core's names of recipes; others are measured beside what it does in bf16."""
 
-_PATIENCE_S = 20.0
+PATIENCE_S = 20.0
 _PROGRAM = Path(__file__).parent / "peers" / "megatron_gpt.py"
 
 
@@ -92,7 +92,7 @@ def close_all(processes: Sequence[MegatronProcess]) -> None:
         assert each.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a request that it has not read
             each.process.stdin.close()  # with which it ends
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     for each in processes:
         try:
             each.process.wait(max(0.0, deadline - time.monotonic()))

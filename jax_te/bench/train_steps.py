@@ -76,7 +76,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     first = variants[0]
 
     # A state of billions of parameters fits once: all contestants step the same one.
-    state = SharedState(lambda: created(first, sizes, settings.backend))
+    state = SharedState(lambda: create_bench_state(first, sizes, settings.backend))
     tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
     if sizes.mesh is not None:
         tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
@@ -127,7 +127,7 @@ def _measure(contestants: Sequence[Contestant], tokens: Array, settings: Setting
             print(f"{contestant.name}\n{contestant.times}\n", file=sys.stderr, flush=True)
 
 
-def created(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
+def create_bench_state(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
     """Return the state at step 0 that a variant's train step takes: AdamW, fp32 masters."""
     with variant.context(backend, sizes.mesh):
         split = sizes.distributed_optimizer

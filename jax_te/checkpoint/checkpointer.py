@@ -25,7 +25,7 @@ from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
-from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back, say
+from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.signs import Signs, shortened
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, check_named, named_leaves, records
@@ -335,7 +335,7 @@ class TrainCheckpointer:
         if step is not None:
             step = _check_step(step)
             # The first process's folder counts: a shared file system may show a checkpoint to some processes only.
-            if say(str(step in self._steps()))[0] != "True":
+            if gather_texts(str(step in self._steps()))[0] != "True":
                 there = ", ".join(map(str, sorted(self._steps()))) or "none"
                 raise FileNotFoundError(
                     errno.ENOENT, f"there is no checkpoint of step {step}, but of: {there}", str(self._directory)
@@ -347,7 +347,7 @@ class TrainCheckpointer:
                     f"checkpoint step {step} in {self._directory} is damaged: {error}. Restore another step"
                 ) from None
         damaged: dict[int, str] = {}
-        while newest := say(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
+        while newest := gather_texts(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
             step = int(newest)
             try:
                 state, data = self._load(step, target)
@@ -385,7 +385,7 @@ class TrainCheckpointer:
     def _opened_together(self, step: int, logged: list[BaseException]) -> ocp.training.Checkpointer:
         """Return the writer, which all processes open together."""
         if self._signs is None:
-            folder, run = self._directory / SIGNS, say(uuid.uuid4().hex)[0]
+            folder, run = self._directory / SIGNS, gather_texts(uuid.uuid4().hex)[0]
             signs = Signs(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
             self._signs = self._own_signs = signs.__enter__()
         self._signs.measure(partial(size_of_save, self._directory, step))
@@ -497,7 +497,7 @@ class TrainCheckpointer:
             # Several processes of a run share the folder: one of them renames.
             if jax.process_index() == 0:
                 (self._directory / str(step)).rename(target)
-        say("renamed")  # none goes on before
+        gather_texts("renamed")  # none goes on before
         self._damaged.clear()
 
     @contextlib.contextmanager

@@ -14,8 +14,7 @@ from jax import lax
 
 from jax_te.checkpoint.tree import PARAMETERS, Name
 from jax_te.errors import Record
-from jax_te.quantize import QuantizedTensor
-from jax_te.quantize.internal import BLOCK, MX_BLOCK
+from jax_te.quantize import BLOCK, MX_BLOCK, QuantizedTensor
 from jax_te.typing import Array
 
 ALLOWED = {

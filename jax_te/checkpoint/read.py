@@ -53,7 +53,7 @@ def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
         result = read(*args)
     except Exception as error:
         failure, text = error, f"{isinstance(error, DamagedError):d}{error}"
-    failures = sorted(filter(None, say(text)))  # those that are no damage come first
+    failures = sorted(filter(None, gather_texts(text)))  # those that are no damage come first
     if failure is not None and not isinstance(failure, DamagedError):
         raise failure
     if failures:
@@ -61,7 +61,7 @@ def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def say(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Return the texts of all processes, in their order; all must call this, and 400 bytes of a text arrive."""
     if jax.process_count() == 1:
         return [text]

@@ -18,7 +18,7 @@ from jax_te.checkpoint.read import DamagedError, in_all_processes, read_arrays, 
 from jax_te.checkpoint.target import described
 from jax_te.checkpoint.tree import FORMAT, NO_MESH, PARAMETERS, Name, named_leaves, records
 from jax_te.errors import CheckpointMismatchError, Record, differences
-from jax_te.layers.internal import quantizable_kernels
+from jax_te.layers import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import PyTree
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_te.checkpoint.tree import Name, named_leaves
-from jax_te.sharding import named_sharding
-from jax_te.sharding.internal import check_divides, leaves_with_axes
+from jax_te.sharding import check_divides, leaves_with_axes, named_sharding
 from jax_te.typing import LogicalAxes, PyTree
 
 

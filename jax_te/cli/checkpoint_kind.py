@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from jax_te.cli.run_files import CHECKPOINT_FOLDER
-from jax_te.interop.huggingface.internal import INDEX, SINGLE
-from jax_te.interop.megatron.internal import TRACKER
-from jax_te.interop.torch.internal import METADATA
+from jax_te.interop.huggingface import INDEX, SINGLE
+from jax_te.interop.megatron import TRACKER
+from jax_te.interop.torch import METADATA
 
 Kind = Literal["jax-te", "huggingface", "megatron", "torch"]
 

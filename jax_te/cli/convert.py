@@ -20,11 +20,10 @@ from jax_te.cli.command_options import ConvertOptions
 from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.data.internal import FILE_NAME
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
-from jax_te.interop.huggingface.internal import CONFIG
+from jax_te.data import TOKENIZER_FILE
+from jax_te.interop.huggingface import CONFIG, load_huggingface, save_huggingface
 from jax_te.interop.megatron import load_megatron, save_megatron
-from jax_te.metrics.internal import counting
+from jax_te.metrics import counting
 from jax_te.training import exact_model
 
 
@@ -137,6 +136,6 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     known = config.architecture is not None and config.tokenizer == config.init_from
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
-        if (run / FILE_NAME).is_file():
-            shutil.copyfile(run / FILE_NAME, Path(name) / FILE_NAME)
+        if (run / TOKENIZER_FILE).is_file():
+            shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)

@@ -17,7 +17,7 @@ from jax_te import __version__
 from jax_te.cli.command_options import DoctorOptions
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, dense, explain_backend
-from jax_te.ops.internal import available
+from jax_te.ops.te import available
 from jax_te.quantize import GemmState, init_gemm_state
 from jax_te.recipe import RECIPES, Recipe
 

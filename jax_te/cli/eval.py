@@ -19,8 +19,7 @@ from jax_te.cli.pretrained import field_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer, unit
-from jax_te.data import ByteTokenizer, Tokenizer
-from jax_te.data.internal import Tokens, read_tokens, whole_batches
+from jax_te.data import ByteTokenizer, Tokenizer, Tokens, read_tokens, whole_batches
 from jax_te.interop.huggingface import load_huggingface
 from jax_te.models import GPTModel
 from jax_te.typing import Array

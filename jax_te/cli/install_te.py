@@ -40,7 +40,7 @@ def _steps(cuda: str) -> list[tuple[str, dict[str, str], list[str]]]:
     ]
 
 
-def _problems(system: bool) -> list[str]:
+def problems_of_installing(system: bool) -> list[str]:
     """Return why the installation would fail, or touch more than a virtual environment."""
     found = []
     if not sys.platform.startswith("linux"):
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"installing into {sys.prefix}{user}; other versions of these packages there are replaced")
     if options.cuda == "12":
         print("note: TE for CUDA 12 was built and imported, but not run on a GPU")
-    for problem in (problems := _problems(options.system)):
+    for problem in (problems := problems_of_installing(options.system)):
         print(f"problem: {problem}", file=sys.stderr)
     if problems and not options.dry_run:
         return 2

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jax_te.checkpoint.internal import Signs
+from jax_te.checkpoint import Signs
 from jax_te.metrics import MetricsLog, Progress, Speed, StepTrace, StepWork
 from jax_te.typing import PyTree
 

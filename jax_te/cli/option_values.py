@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_te._validation import brief
 from jax_te.config import PipelineConfig
-from jax_te.recipe.internal import MAX_MARGIN
+from jax_te.recipe import MAX_MARGIN
 
 FLAG, SWITCH = argparse.BooleanOptionalAction, "store_true"
 """Kinds of options without a value: ``--name`` and ``--no-name``; ``--name`` alone."""

@@ -34,11 +34,16 @@ from jax_te.cli.option_values import (
     some_of,
 )
 from jax_te.cli.presets import PRESETS
-from jax_te.config import ACTIVATIONS, RECOMPUTE_MODULES, RecomputeConfig, TransformerConfig
+from jax_te.config import (
+    ACTIVATIONS,
+    POSITION_EMBEDDINGS,
+    RECOMPUTE_MODULES,
+    RECOMPUTE_POLICIES,
+    RecomputeConfig,
+    TransformerConfig,
+)
 from jax_te.config import CP_COMM_TYPES as ALL_CP_COMM_TYPES
-from jax_te.config.internal import POSITION_EMBEDDINGS, RECOMPUTE_POLICIES
-from jax_te.recipe import RECIPES, DelayedScaling, Format
-from jax_te.recipe.internal import GEMMS
+from jax_te.recipe import GEMMS, RECIPES, DelayedScaling, Format
 from jax_te.typing import BackendName, WriterName
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax_te._validation import read_text
 from jax_te.layers import prepare_quantization, quantizable_modules
 from jax_te.megatron import QuantizationReport, RecipeConfig, apply_quantization_config
-from jax_te.megatron.internal import parse_yaml
+from jax_te.megatron.quantization import parse_yaml
 from jax_te.recipe import current_recipe
 
 

@@ -11,10 +11,8 @@ from flax import nnx
 
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import ModelOptions
-from jax_te.config import ACTIVATIONS
-from jax_te.config.internal import activation_parts
-from jax_te.interop.huggingface import load_huggingface
-from jax_te.interop.huggingface.internal import CONFIG, Architecture, Form, json_file, read_form
+from jax_te.config import ACTIVATIONS, activation_parts
+from jax_te.interop.huggingface import CONFIG, Architecture, Form, json_file, load_huggingface, read_form
 from jax_te.layers import LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_te.checkpoint.internal import Signs
+from jax_te.checkpoint import Signs
 from jax_te.cli.launch import PLACE, Bounds, Launch
 from jax_te.cli.main import explain
 from jax_te.cli.meeting import meet

@@ -16,8 +16,7 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.megatron import QuantizationReport
 from jax_te.ops import OPS, AttentionSpec, explain_backend
-from jax_te.quantize import TensorQuantizer, quantizer_for
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, TensorQuantizer, quantizer_for
 from jax_te.recipe import NVFP4BlockScaling, Recipe
 
 _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")

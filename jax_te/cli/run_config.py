@@ -16,8 +16,7 @@ from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
-from jax_te.models import runs_scanned
-from jax_te.models.internal import check_recompute_policy
+from jax_te.models import check_recompute_policy, runs_scanned
 from jax_te.recipe import Recipe
 
 _FLAGS = {name: flag(field) for field, row in OPTIONS.items() for name in row.library or (field,)}

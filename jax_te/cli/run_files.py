@@ -14,8 +14,8 @@ from jax_te._validation import brief, read_text
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
 from jax_te.cli.run_config import RunConfig
-from jax_te.data.internal import FILE_NAME
-from jax_te.metrics.internal import METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT
+from jax_te.data import TOKENIZER_FILE
+from jax_te.metrics import METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -45,8 +45,8 @@ def refuse_links(directory: Path) -> None:
 
     Folders may be links, to a larger disk.
     """
-    files = [CONFIG_FILE, LOCK_FILE, METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT, FILE_NAME]
-    partial = [CONFIG_FILE + PARTIAL, str(Path(FILE_NAME).with_suffix(PARTIAL))]
+    files = [CONFIG_FILE, LOCK_FILE, METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT, TOKENIZER_FILE]
+    partial = [CONFIG_FILE + PARTIAL, str(Path(TOKENIZER_FILE).with_suffix(PARTIAL))]
     for path in (directory / name for name in (*files, *partial, SIGNS_FOLDER)):
         if path.is_symlink():
             raise ValueError(

@@ -7,8 +7,7 @@ from typing import Any
 
 from jax_te.cli.option_table import either, flag
 from jax_te.cli.options import OPTIONS
-from jax_te.recipe import Format, MMParams, Recipe, recipe_from_name
-from jax_te.recipe.internal import GEMMS
+from jax_te.recipe import GEMMS, Format, MMParams, Recipe, recipe_from_name
 
 RECIPE_FIELDS = {name: row.recipes for name, row in OPTIONS.items() if row.recipes}
 """Field of a `RunConfig` -> the recipes that have it."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import PARTIAL
-from jax_te.data import ByteTokenizer, TextData, Tokenizer, load_text
-from jax_te.data.internal import FILE_NAME
+from jax_te.data import TOKENIZER_FILE, ByteTokenizer, TextData, Tokenizer, load_text
 
 VOCABULARY_MULTIPLE = 128
 """A new model's embedding has a multiple of so many rows: Megatron's ``--make-vocab-size-divisible-by``."""
@@ -45,7 +44,7 @@ def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
     if config.tokenizer_sha256 is None:
         return ByteTokenizer()
     # The copy may be of an earlier run there, which saved nothing and gave way to this one.
-    for place in (output / FILE_NAME, Path(config.tokenizer or output)):
+    for place in (output / TOKENIZER_FILE, Path(config.tokenizer or output)):
         tokenizer = Tokenizer(place) if place.exists() else None
         if tokenizer is not None and tokenizer.sha256 == config.tokenizer_sha256:
             return tokenizer
@@ -57,7 +56,7 @@ def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
 
 def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
     """Copy the tokenizer's file into the run's folder, whole or not at all."""
-    copy = output / FILE_NAME
+    copy = output / TOKENIZER_FILE
     if isinstance(tokenizer, Tokenizer) and tokenizer.path != copy:
         # A rename is atomic: a run that is killed here has the whole copy or none.
         partial = copy.with_suffix(PARTIAL)

@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_te._validation import require_extra
-from jax_te.checkpoint import TrainCheckpointer
-from jax_te.checkpoint.internal import Signs
+from jax_te.checkpoint import Signs, TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_bounds, find_launch
@@ -31,30 +30,27 @@ from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
 from jax_te.config import ParallelConfig
-from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy
-from jax_te.data.internal import text_crc32
+from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy, text_crc32
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
-    MetricsLog,
-    PrecisionLog,
-    Progress,
-    StepTrace,
-    StepWork,
-    make_progress,
-    peak_flops,
-    plot_losses,
-    plot_precision,
-    train_flops,
-)
-from jax_te.metrics.internal import (
     METRICS_FILE,
     PLOT_FILE,
     PRECISION_FILE,
     PRECISION_PLOT,
     TENSORBOARD_FOLDER,
+    MetricsLog,
+    PrecisionLog,
+    Progress,
+    StepTrace,
+    StepWork,
     chart_values,
     clock,
+    make_progress,
+    peak_flops,
+    plot_losses,
+    plot_precision,
     require_writers,
+    train_flops,
 )
 from jax_te.models import UNROLL_LIMIT, runs_scanned
 from jax_te.training import TrainState

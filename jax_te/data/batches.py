@@ -13,10 +13,10 @@ from jax.sharding import Sharding
 
 from jax_te._validation import check_positive, check_seed, checked, require_extra
 
-_MAX_POSITIONS = 2**32 - 1
+MAX_POSITIONS = 2**32 - 1
 """grain shuffles with 32 bits."""
 
-_PIECE, _PIECES = 2**20, 64
+PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and how many its checksum is of."""
 
 
@@ -60,7 +60,7 @@ class TrainBatches:
     ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
         check_seed(seed)
-        stride = -(-_positions(text, seq_len) // _MAX_POSITIONS)
+        stride = -(-_positions(text, seq_len) // MAX_POSITIONS)
         positions = _positions(text, seq_len) // stride
         grain: Any = require_extra("grain")
 
@@ -224,9 +224,9 @@ def text_crc32(text: np.ndarray) -> int:
     Of an array in memory it is that of all bytes. A memory map may be larger than memory and take minutes to read: of
     one beyond 64 MiB it is that of 64 pieces of a MiB, evenly spaced from the first to the last, and of the length.
     """
-    if not isinstance(text, np.memmap) or text.nbytes <= _PIECES * _PIECE:
+    if not isinstance(text, np.memmap) or text.nbytes <= _PIECES * PIECE:
         return zlib.crc32(np.ascontiguousarray(text))
-    size = _PIECE // text.itemsize
+    size = PIECE // text.itemsize
     crc32 = zlib.crc32(str(len(text)).encode())
     for start in np.linspace(0, len(text) - size, _PIECES).astype(np.int64).tolist():
         crc32 = zlib.crc32(np.ascontiguousarray(text[start : start + size]), crc32)

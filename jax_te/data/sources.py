@@ -17,7 +17,7 @@ from jax_te.data.token_files import token_file
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 
 _NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-_MAX_LINE = 2**28
+MAX_LINE = 2**28
 """Bytes of a line of JSON."""
 
 
@@ -124,12 +124,12 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
     with path.open("rb") as file:
         number = 0
         # With a limit: a file without ends of lines would be read as a whole.
-        while line := file.readline(_MAX_LINE + 1):
+        while line := file.readline(MAX_LINE + 1):
             number += 1
             if not line.strip():
                 continue
-            if len(line) > _MAX_LINE:
-                raise ValueError(f"{path}, line {number}: it has more than {_MAX_LINE} bytes")
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{path}, line {number}: it has more than {MAX_LINE} bytes")
             try:
                 value = json.loads(line)
                 text = value[text_key] if isinstance(value, dict) else None

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_te._validation import brief, checked, require_extra
 
-FILE_NAME = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 MAX_BYTES = 2**28
 """Of a ``tokenizer.json``; the largest known ones have 35 MB."""
 
@@ -153,11 +153,11 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
         ValueError: if there is none, or one that is too large.
     """
     file = Path(path)
-    file = file / FILE_NAME if file.is_dir() else file
+    file = file / TOKENIZER_FILE if file.is_dir() else file
     if not file.is_file():
-        raise ValueError(f"there is no tokenizer {file}; give a {FILE_NAME}, or a folder that has one")
+        raise ValueError(f"there is no tokenizer {file}; give a {TOKENIZER_FILE}, or a folder that has one")
     if file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes; a {FILE_NAME} of at most {MAX_BYTES} is read")
+        raise ValueError(f"{file} has {file.stat().st_size} bytes; a {TOKENIZER_FILE} of at most {MAX_BYTES} is read")
     return file
 
 

@@ -1,6 +1,6 @@
 """NNX layers in Transformer Engine's vocabulary."""
 
-from jax_te.config.internal import normal_init, scaled_normal_init
+from jax_te.config import normal_init, scaled_normal_init
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, alibi_slopes
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
@@ -15,21 +15,34 @@ from jax_te.layers.flax.drop_in import DotGeneral, EinsumOp
 from jax_te.layers.flax.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
 from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
 from jax_te.layers.layernorm_linear import LayerNormLinear
-from jax_te.layers.layernorm_mlp import LayerNormMLP
+from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
-from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
-from jax_te.layers.parameters import parameter_axes
+from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.moe.grouped_lora import GroupedLoRA
+from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
+from jax_te.layers.parameters import expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
+    CachedKernel,
     QuantizableModule,
+    cache_name,
+    drop_cached_kernels,
     keep_in_high_precision,
     name_modules,
+    natural_order,
+    quantizable_kernels,
     quantizable_modules,
+    quantize_kernels,
     quantize_parameters,
+    set_grad_sinks,
+    use_cached_kernels,
 )
+from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
 from jax_te.layers.transformer import TransformerLayer
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "DotGeneral",
     "DotProductAttention",
@@ -39,6 +52,8 @@ __all__ = [
     "Embedding",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
+    "GroupedLoRA",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import check_axes, check_float, check_rate, checked
 from jax_te.ops import zigzag_positions
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import axis_ranks
+from jax_te.sharding import auto_region, axis_ranks
 from jax_te.typing import Array, Key, LogicalAxes
 
 _SEQUENCE = ("sequence", "sequence_parallel")

@@ -8,10 +8,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jax_te._validation import check_positive, checked
-from jax_te.config.internal import normal_init
+from jax_te.config import normal_init
 from jax_te.layers.parameters import parameter
-from jax_te.sharding import auto_region, constrain
-from jax_te.sharding.internal import device_mesh, flat, free_axes, mesh_dims, partition_spec
+from jax_te.sharding import auto_region, constrain, device_mesh, flat, free_axes, mesh_dims, partition_spec
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
 

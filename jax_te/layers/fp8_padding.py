@@ -8,8 +8,8 @@ from itertools import accumulate
 import jax.numpy as jnp
 
 from jax_te._validation import check_axes, check_positive, checked
-from jax_te.quantize.internal import pad_rows, padded_size
-from jax_te.recipe.internal import ambient_recipe
+from jax_te.quantize import pad_rows, padded_size
+from jax_te.recipe import ambient_recipe
 from jax_te.typing import Array
 
 

@@ -14,7 +14,7 @@ from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.options import LinearOptions
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
-from jax_te.remat.internal import run_recomputed
+from jax_te.remat import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
-from jax_te.config import ActivationLike, ActivationParams
-from jax_te.config.internal import normal_init
+from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
@@ -20,8 +19,8 @@ from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, 
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe
-from jax_te.remat.internal import run_recomputed
-from jax_te.sharding.internal import row_axis
+from jax_te.remat import run_recomputed
+from jax_te.sharding import row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]
@@ -109,7 +108,7 @@ class LayerNormMLP(TensorParallelModule):
         warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in warm_up.items() if size is not None})
         log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation, **warm_up)
-        n_act = components(Activation(activation, activation_params))
+        n_act = component_count(Activation(activation, activation_params))
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
@@ -227,7 +226,7 @@ def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: Line
     return dense(x, kernel, bias, recipe=recipe, state=state, grad_sink=grad_sink, options=options)
 
 
-def components(activation: Activation) -> int:
+def component_count(activation: Activation) -> int:
     """Return the activation's number of components; raises ValueError for a function that is not elementwise."""
     for function in (part for part in activation.parts() if not isinstance(part, str)):
         # A softmax would give other values on a mesh, where a device has a part of the features, and no error.

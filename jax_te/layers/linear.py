@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
-from jax_te.config.internal import normal_init
+from jax_te.config import normal_init
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import LinearOptions, LinearWeights, dense
-from jax_te.sharding.internal import activation_axis
+from jax_te.sharding import activation_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 _KERNEL_AXES: dict[str | None, LogicalAxes] = {

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import brief, check_positive, checked
-from jax_te.config.internal import normal_init
+from jax_te.config import normal_init
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
-from jax_te.layers.parameters import leading_axes, parameter
+from jax_te.layers.parameters import init_of_each, leading_axes, parameter
 from jax_te.layers.quantizable import drop_cached_kernels
 from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
@@ -79,19 +79,35 @@ class LoRA(nnx.Module):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        self._adapt(base, rank, alpha, freeze_base, init_method, params_dtype, rngs)
+
+    def _adapt(
+        self,
+        base: Any,
+        rank: int,
+        alpha: float | None,
+        freeze_base: bool,
+        init_method: Initializer | None,
+        params_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Take over the base, and make an adapter for each of its kernels; of experts' kernels, one for each expert."""
         check_positive(rank=rank)
         self.base = base
         self.base.frozen = freeze_base
         self.scale = 1.0 if alpha is None else alpha / rank
         for kernel in base.kernels:
             # A Linear may have no kernel of its own, so that its shape is an attribute.
-            own = base.kernel_shape if isinstance(base, Linear) else getattr(base, kernel).get_value().shape
-            (k, *n), (inner, *outer) = own, base.axes_of(kernel)
+            own = getattr(base, "kernel_shape", None) or getattr(base, kernel).get_value().shape
+            experts = 0 if base.groups is None else 1
+            (*lead, k), n = own[: experts + 1], own[experts + 1 :]
+            (*lead_axes, inner), outer = base.axes_of(kernel)[: experts + 1], base.axes_of(kernel)[experts + 1 :]
             init = normal_init(1.0 / math.sqrt(k)) if init_method is None else init_method
+            init = functools.partial(init_of_each, init) if experts else init
             a, b = _names(kernel)
-            setattr(self, a, _adapter(init, rngs, (k, rank), params_dtype, (inner, None)))
+            setattr(self, a, _adapter(init, rngs, (*lead, k, rank), params_dtype, (*lead_axes, inner, None)))
             zeros = jax.nn.initializers.zeros
-            setattr(self, b, _adapter(zeros, rngs, (rank, *n), params_dtype, (None, *outer)))
+            setattr(self, b, _adapter(zeros, rngs, (*lead, rank, *n), params_dtype, (*lead_axes, None, *outer)))
 
     def __call__(
         self,
@@ -132,7 +148,7 @@ class LoRA(nnx.Module):
         low = dense(z, a[...], options=down)
         return dense(low, b[...], options=LinearOptions(out_axes=out_axes, kernel_axes=(None, *outer))) * self.scale
 
-    def merge(self) -> Linear | LayerNormMLP:
+    def merge(self) -> Any:
         """The base, with ``alpha / r * lora_a @ lora_b`` added to each kernel; trained again like any other layer.
 
         ``lora_b`` becomes zero, so that this layer goes on giving what it gave. Quantized forms of the kernel that were
@@ -153,7 +169,9 @@ class LoRA(nnx.Module):
             a, b = (variable.get_value().astype(jnp.float32) for variable in (lora_a, lora_b))
             exact = kernel.get_value()
             # Added in fp32 and rounded once; "highest", because a GPU's default for fp32 products is TensorFloat-32.
-            merged = exact.astype(jnp.float32) + self.scale * jnp.tensordot(a, b, 1, precision="highest")
+            product = functools.partial(jnp.tensordot, axes=1, precision="highest")
+            product = product if self.base.groups is None else jax.vmap(product)
+            merged = exact.astype(jnp.float32) + self.scale * product(a, b)
             kernel.set_value(merged.astype(exact.dtype))
             lora_b.set_value(jnp.zeros_like(lora_b.get_value()))
         drop_cached_kernels(self.base)

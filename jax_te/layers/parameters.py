@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import brief, checked, float_dtype
-from jax_te.sharding.internal import create_sharded, variable_axes
+from jax_te.random import EXPERT_PARALLEL_RNG
+from jax_te.sharding import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
 
 
@@ -61,6 +64,29 @@ def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: Logic
     dtype = float_dtype("params_dtype", dtype)
     filled = create_sharded(lambda: jnp.full(shape, value, dtype), shape=shape, axes=tuple(axes))
     return nnx.Param(filled, logical_axes=tuple(axes))
+
+
+def expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
+    """Return the stream from which kernels of experts are drawn, as ``params``.
+
+    It is ``expert-parallel-rng`` of ``rngs``, else one that follows from its ``params``.
+
+    >>> expert_rngs(nnx.Rngs(0)).params() == nnx.Rngs(0).params()
+    Array(False, dtype=bool)
+    """
+    if EXPERT_PARALLEL_RNG in rngs:
+        return nnx.Rngs(params=rngs[EXPERT_PARALLEL_RNG]())
+    # crc32, not hash(): Python's hash of a string differs from process to process.
+    return nnx.Rngs(params=jax.random.fold_in(rngs.params(), zlib.crc32(EXPERT_PARALLEL_RNG.encode())))
+
+
+def init_of_each(init: Initializer, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return kernels ``[e, k, *n]``, each initialized by itself: an initializer may go by the sizes of its axes.
+
+    >>> init_of_each(jax.nn.initializers.lecun_normal(), jax.random.key(0), (3, 4, 8), jnp.float32).shape
+    (3, 4, 8)
+    """
+    return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
 
 
 def value_or_none(variable: nnx.Variable | None) -> Array | None:

@@ -8,8 +8,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.layers.quantizable import QuantizableModule, cache_name
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import quantizer_variables
+from jax_te.quantize import quantizer_variables
 from jax_te.recipe import Recipe
 
 
@@ -50,7 +49,7 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             # State belongs to training, whichever mode the module is in now: its training recipe decides.
             effective = ambient if own is None else own.resolve(ambient, training=True)
             # Layers that nnx.vmap stacked have a state each.
-            state, stack = init_gemm_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
+            state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
             state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
             setattr(module, name, nnx.data(quantizer_variables(state)))
             # A cached kernel was quantized under the recipe before.

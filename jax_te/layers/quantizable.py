@@ -12,11 +12,9 @@ from flax import nnx
 from jax_te._validation import check_bool, checked
 from jax_te.layers.mode import TrainingMode
 from jax_te.ops import LinearWeights, quantize_kernel
-from jax_te.ops.internal import Probe
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for
-from jax_te.quantize.internal import quantizer_variables
-from jax_te.recipe import ModuleRecipe, Recipe
-from jax_te.recipe.internal import ambient_recipe
+from jax_te.ops.linear import Probe
+from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
+from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -48,6 +46,9 @@ class QuantizableModule(TrainingMode):
     kernels: ClassVar[dict[str, str]] = {}
     of_flax: ClassVar[bool] = False
     """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
+    groups: int | None = None
+    """Number of kernels in each array ``[e, k, *n]``, which a recipe quantizes each by itself; None: the array is one.
+    """
 
     def _init_quantization(self) -> None:
         self.high_precision = False
@@ -56,7 +57,7 @@ class QuantizableModule(TrainingMode):
         self.is_first_microbatch: bool | None = None
         self.module_name: str | None = None
         for kernel, quantizers in self.kernels.items():
-            setattr(self, quantizers, nnx.data(quantizer_variables(init_gemm_state(ambient_recipe.value))))
+            setattr(self, quantizers, nnx.data(quantizer_variables(self.new_state(ambient_recipe.value))))
             setattr(self, cache_name(kernel), nnx.data(None))
 
     @property
@@ -88,6 +89,10 @@ class QuantizableModule(TrainingMode):
         """The quantizer state of a kernel's GEMMs, if there is any."""
         return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
+    def new_state(self, recipe: Recipe | None) -> GemmState | None:
+        """Fresh state of a kernel's GEMMs under a recipe; None if it has no state."""
+        return init_gemm_state(recipe, groups=self.groups)
+
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""
         variable = getattr(self, kernel)
@@ -109,7 +114,9 @@ class QuantizableModule(TrainingMode):
         """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
         assert recipe is not None
-        quantize = functools.partial(quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable)
+        quantize = functools.partial(
+            quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable, grouped=self.groups is not None
+        )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
             # Layers that nnx.vmap stacked have one axis more: each layer's kernel is quantized by itself.

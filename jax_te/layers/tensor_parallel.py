@@ -8,8 +8,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.sharding import constrain, current_mesh, logical_to_spec
-from jax_te.sharding.internal import axis_ranks, ranks_of
+from jax_te.sharding import axis_ranks, constrain, current_mesh, logical_to_spec, ranks_of
 from jax_te.typing import Array, LogicalAxes, TensorGroup
 
 TENSOR_AXIS = "tensor"

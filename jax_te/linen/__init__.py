@@ -66,6 +66,8 @@ from jax_te.linen.drop_in import DotGeneral, EinsumOp, dequantize_model, quantiz
 from jax_te.linen.layers import (
     DotProductAttention,
     Embedding,
+    GroupedLinear,
+    GroupedLoRA,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -85,6 +87,8 @@ __all__ = [
     "DotProductAttention",
     "EinsumOp",
     "Embedding",
+    "GroupedLinear",
+    "GroupedLoRA",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

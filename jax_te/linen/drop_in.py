@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax_te import layers
 from jax_te._validation import checked
 from jax_te.layers import DropInLayer, DropInReport
-from jax_te.layers.internal import (
+from jax_te.layers.flax import (
     FlaxLinear,
     ModelGemms,
     Rules,
@@ -26,7 +26,7 @@ from jax_te.layers.internal import (
     check_flax,
     check_inputs,
     check_rules,
-    decide,
+    decide_layer,
     decide_parameter,
     einsum_linear,
     gemms_of_model,
@@ -313,7 +313,7 @@ def _quantizing(
         module, path, entry, own = context.module, ".".join(context.module.path), None, None
         layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
         if layer is not None:
-            entry, own = decide(path, type(module).__name__, rules, layer, choice.gemms)
+            entry, own = decide_layer(path, type(module).__name__, rules, layer, choice.gemms)
         # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
         if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
             found.setdefault(path, entry)

@@ -38,6 +38,22 @@ class LayerNormLinear(LinenModule, nnx_class=layers.LayerNormLinear, init=False)
     """
 
 
+class GroupedLinear(LinenModule, nnx_class=layers.GroupedLinear, init=False):
+    """
+    >>> layer, x, sizes = GroupedLinear(2, 16, 32), jnp.ones((5, 16)), jnp.array([4, 1])
+    >>> layer.apply(layer.init(jax.random.key(0), x, sizes), x, sizes).shape
+    (5, 32)
+    """
+
+
+class GroupedLoRA(LinenModule, nnx_class=layers.GroupedLoRA, init=False):
+    """
+    >>> layer, x, sizes = GroupedLoRA(GroupedLinear(2, 16, 32), 4), jnp.ones((5, 16)), jnp.array([4, 1])
+    >>> layer.apply(layer.init(jax.random.key(0), x, sizes), x, sizes).shape
+    (5, 32)
+    """
+
+
 class LayerNormMLP(LinenModule, nnx_class=layers.LayerNormMLP, init=False):
     """
     >>> layer, x = LayerNormMLP(16, 32, activation="swiglu"), jnp.ones((2, 4, 16))

@@ -12,13 +12,13 @@ from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_direct_transform
 
-from jax_te.layers import internal
-from jax_te.layers.internal import Contraction, Kernel, Seen, Visitor, compute, split_leaves
+from jax_te.layers.flax import Contraction, Kernel, Seen, Visitor, compute, split_leaves
+from jax_te.layers.flax import ParameterGemm as NnxParameterGemm
 from jax_te.linen.module import LinenModule
 from jax_te.typing import Array
 
 
-class ParameterGemm(LinenModule, nnx_class=internal.ParameterGemm, init=False):
+class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
     """
     In Linen it stands in the scope of the module that holds the parameter.
 

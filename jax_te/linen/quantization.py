@@ -11,8 +11,7 @@ from flax.core import unfreeze
 
 from jax_te._validation import checked
 from jax_te.linen.variables import CACHED, STATE
-from jax_te.quantize import as_float32, with_max_gradients, write_back
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, as_float32, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 
 

@@ -10,10 +10,9 @@ from flax import errors, nnx
 from flax import linen as nn
 from flax.core import unfreeze
 
-from jax_te.layers.internal import CachedKernel, cache_name
+from jax_te.layers import CachedKernel, cache_name
 from jax_te.linen.sharding import unbox
-from jax_te.quantize import QuantizedKernel, QuantizerState
-from jax_te.quantize.internal import quantizer_variables
+from jax_te.quantize import QuantizedKernel, QuantizerState, quantizer_variables
 from jax_te.recipe import autocast
 from jax_te.typing import LogicalAxes
 

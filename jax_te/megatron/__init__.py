@@ -19,7 +19,13 @@ from jax_te.megatron.float16 import (
     mark_keep_in_fp32,
 )
 from jax_te.megatron.graphable import GraphableMegatronModule
+from jax_te.megatron.grouped_linear import (
+    TEColumnParallelGroupedLinear,
+    TEGroupedLinear,
+    TERowParallelGroupedLinear,
+)
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
+from jax_te.megatron.layout import Layout
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
@@ -59,10 +65,11 @@ from jax_te.megatron.rng import (
 from jax_te.megatron.self_attention import SelfAttention
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
-from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict
+from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, load_variables, state_dict
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
-from jax_te.megatron.transformer_layer import TransformerLayer
+from jax_te.megatron.transformer_layer import TransformerLayer, layer_options, layer_precision
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "MLP",
     "SYMMETRIC_AR_TYPES",
@@ -84,15 +91,18 @@ __all__ = [
     "QuantizationReport",
     "RecipeConfig",
     "SelfAttention",
+    "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
     "TECudaRNGStatesTracker",
     "TEDelayedScaling",
     "TEDotProductAttention",
+    "TEGroupedLinear",
     "TELayerNormColumnParallelLinear",
     "TELinear",
     "TENorm",
     "TEQuantizationParams",
     "TEQuantizationRecipe",
+    "TERowParallelGroupedLinear",
     "TERowParallelLinear",
     "TransformerEngineConfigType",
     "TransformerLayer",

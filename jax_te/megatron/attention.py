@@ -10,8 +10,8 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, is_integer, log_hints
 from jax_te.config import TransformerConfig
-from jax_te.layers import DotProductAttention, PackedSeqParams
-from jax_te.layers.internal import arbitrary_mask, check_tp_group, merge_heads, padding_pair
+from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
+from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts

@@ -12,9 +12,8 @@ from flax import nnx
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from jax_te.layers.internal import CachedKernel
-from jax_te.quantize import QuantizerState
-from jax_te.quantize.internal import as_float32_inside
+from jax_te.layers import CachedKernel
+from jax_te.quantize import QuantizerState, as_float32_inside
 from jax_te.typing import Array, PyTree
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_te._validation import check_axes, checked
-from jax_te.layers.internal import check_tp_group
+from jax_te.layers import check_tp_group
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.typing import Array, LogicalAxes, TensorGroup
 

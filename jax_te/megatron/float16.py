@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import checked, float_dtype
-from jax_te.layers.internal import drop_cached_kernels
+from jax_te.layers import drop_cached_kernels
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, state_dict

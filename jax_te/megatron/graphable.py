@@ -10,8 +10,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import Rotary
-from jax_te.layers.internal import drop_cached_kernels
+from jax_te.layers import Rotary, drop_cached_kernels
 from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
 from jax_te.megatron.module import MegatronModule
 from jax_te.sharding import constrain

@@ -8,8 +8,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LayerNormLinear
-from jax_te.layers.internal import check_context_size
+from jax_te.layers import LayerNormLinear, check_context_size
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_stride, refuse
 from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, TensorGroup

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jax_te.layers import Embedding, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from jax_te.layers import Embedding, GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from jax_te.quantize import QuantizerState
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import variable_axes
+from jax_te.sharding import auto_region, variable_axes
 from jax_te.typing import LogicalAxes
 
 # Layers whose arrays Megatron names otherwise; a module that holds a kernel itself says so by ``megatron_layout``.
-_LAYERS = (Linear, LayerNormLinear, LayerNorm, RMSNorm, Embedding)
+_LAYERS = (Linear, GroupedLinear, LayerNormLinear, LayerNorm, RMSNorm, Embedding)
 _FUSED = {"kernel": "weight", "scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
 _NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "ln_bias": "bias"}
 
@@ -31,12 +32,43 @@ class Layout:
         own_axes: its logical axes.
         is_kernel: its first axis is that of the input.
         groups: key/value groups whose components Megatron stores group by group, where they are in the outer axes.
+        experts: number of arrays of this form that are one here, ``[e, in, *out]``, and that Megatron numbers; None:
+            the array is one.
     """
 
     shape: tuple[int, ...]
     own_axes: LogicalAxes
     is_kernel: bool
     groups: int = 1
+    experts: int | None = None
+
+    def to_named(self, name: str, array: Any) -> dict[str, Any]:
+        """Return the arrays of Megatron's checkpoint by their names; ``array`` may be a shape and dtype.
+
+        >>> layout = Layout((2, 4), (None, None), is_kernel=True, experts=3)
+        >>> [(name, each.shape) for name, each in layout.to_named("weight", np.ones((3, 2, 4))).items()]
+        [('weight0', (4, 2)), ('weight1', (4, 2)), ('weight2', (4, 2))]
+        """
+        names = self.names(name)
+        if self.experts is None:
+            parts = [array]
+        elif isinstance(array, jax.ShapeDtypeStruct):
+            parts = [jax.ShapeDtypeStruct(self.shape, array.dtype)] * self.experts
+        else:
+            parts = [array[i] for i in range(self.experts)]
+        return dict(zip(names, map(self.to_megatron, parts), strict=True))
+
+    def from_named(self, name: str, arrays: Mapping[str, Any], own: Any) -> Any:
+        """Return the array in this package's layout from those of `names`, of experts that are missing ``own``'s."""
+        if self.experts is None:
+            return self.from_megatron(arrays[name])
+        names = self.names(name)
+        parts = [self.from_megatron(arrays[each]) if each in arrays else own[i] for i, each in enumerate(names)]
+        return np.stack(parts) if all(isinstance(part, np.ndarray) for part in parts) else jnp.stack(parts)
+
+    def names(self, name: str) -> list[str]:
+        """Return the names that Megatron's checkpoint has for the array that would be ``name``."""
+        return [name] if self.experts is None else [f"{name}{i}" for i in range(self.experts)]
 
     @property
     def axes(self) -> LogicalAxes:
@@ -95,14 +127,17 @@ def megatron_layout(
     names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
     one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct) and not isinstance(variable, QuantizerState)
     name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
-    if not one_array or attribute not in ("kernel", "bias") or (attribute == "bias" and value.ndim == 1):
+    experts = owner.num_gemms if isinstance(owner, GroupedLinear) else None
+    rank = value.ndim - (experts is not None) if one_array else 0
+    if not one_array or attribute not in ("kernel", "bias") or (attribute == "bias" and rank == 1 and not experts):
         return name, None
     # An attention's projections have their components on an axis in front of the groups'.
     core = getattr(owners.get(path[:-2]), "core_attention", None)
-    several = value.ndim > 1 + (attribute == "kernel")
+    several = rank > 1 + (attribute == "kernel")
     groups = core.num_gqa_groups if core is not None and several else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
-    return name, Layout(tuple(value.shape), axes, attribute == "kernel", groups)
+    shape = tuple(value.shape)
+    return name, Layout(shape[-rank:], axes[-rank:], attribute == "kernel", groups, experts)
 
 
 def _numbered(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], Any]) -> tuple[Any, ...]:

@@ -9,13 +9,12 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers.internal import components, sequence_axes
+from jax_te.layers import component_count, sequence_axes
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
 from jax_te.ops import Activation, activation
-from jax_te.remat import selective_recompute
-from jax_te.remat.internal import recomputed, run_recomputed
+from jax_te.remat import recomputed, run_recomputed, selective_recompute
 from jax_te.typing import Array
 
 
@@ -45,7 +44,7 @@ class MLP(MegatronModule):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
-        (h, f), n_act = sizes, components(Activation(config.activation, None))
+        (h, f), n_act = sizes, component_count(Activation(config.activation, None))
         # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
         common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": False}
         common |= {"is_expert": False, "rngs": rngs}

@@ -7,8 +7,8 @@ from typing import Any
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config.internal import SYMMETRIC_AR_TYPES
-from jax_te.layers.internal import TrainingMode, drop_cached_kernels
+from jax_te.config import SYMMETRIC_AR_TYPES
+from jax_te.layers import TrainingMode, drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_te._validation import checked
-from jax_te.layers.internal import check_tp_group
+from jax_te.layers import check_tp_group
 from jax_te.random import RNGStatesTracker, StreamState
 from jax_te.remat import remat
 from jax_te.typing import TensorGroup

@@ -15,7 +15,7 @@ from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.norm import TENorm
-from jax_te.sharding.internal import row_axis
+from jax_te.sharding import row_axis
 from jax_te.typing import Array
 
 

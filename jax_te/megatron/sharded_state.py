@@ -10,8 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.megatron.state_dict import arrays_of, state_dict, variables_of
-from jax_te.sharding import named_sharding
-from jax_te.sharding.internal import variable_axes
+from jax_te.sharding import named_sharding, variable_axes
 
 
 @checked

@@ -11,8 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LayerNorm, RMSNorm
-from jax_te.layers.internal import CachedKernel, norm_spec
+from jax_te.layers import CachedKernel, LayerNorm, RMSNorm, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TEColumnParallelLinear
 from jax_te.megatron.norm import TENorm

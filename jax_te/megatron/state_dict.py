@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError, Record, differences
-from jax_te.layers.internal import CachedKernel, drop_cached_kernels
+from jax_te.layers import CachedKernel, drop_cached_kernels
 from jax_te.megatron.layout import Layout, megatron_layout
 from jax_te.typing import Array
 
@@ -200,15 +200,17 @@ def arrays_of(
     """
     value: Any = variable.get_value()
     if layout is not None:
-        return {key: layout.to_megatron(jax.ShapeDtypeStruct(value.shape, value.dtype) if abstract else value)}
+        return layout.to_named(key, jax.ShapeDtypeStruct(value.shape, value.dtype) if abstract else value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
     return {".".join([key, *map(_part, path)]): leaf for path, leaf in leaves}
 
 
 def _fill(key: str, variable: nnx.Variable, layout: Layout | None, arrays: dict[str, Any]) -> None:
     if layout is not None:
-        if key in arrays:
-            variable.set_value(_placed(layout.from_megatron(_read(arrays[key])), variable.get_value()))
+        own = variable.get_value()
+        mine = {name: _read(arrays[name]) for name in layout.names(key) if name in arrays}
+        if mine:
+            variable.set_value(_placed(layout.from_named(key, mine, own), own))
         return
 
     def pick(path: tuple[Any, ...], own: Any) -> Any:

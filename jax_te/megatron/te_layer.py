@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-import zlib
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 
 from jax_te._validation import log_hints
-from jax_te.config import ModelParallelConfig
-from jax_te.config.internal import SYMMETRIC_AR_TYPES
-from jax_te.layers import QuantizableModule
-from jax_te.layers.internal import TensorParallel, check_context_size
+from jax_te.config import SYMMETRIC_AR_TYPES, ModelParallelConfig
+from jax_te.layers import QuantizableModule, TensorParallel, check_context_size, expert_rngs
 from jax_te.megatron.quantization.layer_precision import finish_init, will_execute_quantized
 from jax_te.megatron.quantization.rules import get_quant_config_or_none
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
-from jax_te.random import EXPERT_PARALLEL_RNG
-from jax_te.sharding import current_mesh
-from jax_te.sharding.internal import axis_ranks
+from jax_te.sharding import axis_ranks, current_mesh
 from jax_te.typing import Initializer, TensorGroup
 
 
@@ -36,6 +30,15 @@ class TELayerOptions(NamedTuple):
     symmetric_ar_type: str | None
     tp_group: TensorGroup
     name: str | None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the tensor axis shards the kernel, and the layer has a part in sequence parallelism.
+
+        An expert's has none: it computes the tokens that a device has, as Megatron's does behind its token dispatcher.
+        A layer that is not sharded takes and gives whole sequences.
+        """
+        return self.parallel_mode is not None and not self.is_expert
 
 
 class TELayer(StateDicts, QuantizableModule):
@@ -78,27 +81,36 @@ class TELayer(StateDicts, QuantizableModule):
     ) -> None:
         """Construct the layer of `jax_te.layers` that comes behind this class; ``own``: arguments of that one alone."""
         self._describe(sizes, config, options)
-        # A layer that is not sharded has no part in sequence parallelism either: it takes and gives whole sequences. An
-        # expert's is not: it computes the tokens that a device has, as Megatron's does behind its token dispatcher.
-        sharded = options.parallel_mode is not None and not options.is_expert
         # The next class in the resolution order is a layer of jax_te.layers, which a type checker cannot know here.
         super().__init__(  # pyright: ignore[reportCallIssue]
             *sizes,
-            bias=options.bias,
-            init_method=condition_init_method(config, init_method),
-            sequence_parallel=config.sequence_parallel and sharded,
-            tp_group=options.tp_group,
-            tp_size=config.tensor_model_parallel_size if sharded else 1,
-            parallel_mode=options.parallel_mode if sharded else None,
-            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-            return_bias=self.te_return_bias,
-            rngs=_expert_rngs(rngs) if options.is_expert else rngs,
+            sequence_parallel=config.sequence_parallel and options.sharded,
+            rngs=expert_rngs(rngs) if options.is_expert else rngs,
+            **self._keywords(config, init_method, options),
             **own,
-            **get_extra_te_kwargs(config),
         )
+        self._follow_rules(options.name)
+
+    def _keywords(
+        self, config: ModelParallelConfig, init_method: Initializer, options: TELayerOptions
+    ) -> dict[str, Any]:
+        """Return the keywords that every layer of `jax_te.layers` behind a class of this kind takes."""
+        return {
+            "bias": options.bias,
+            "init_method": condition_init_method(config, init_method),
+            "tp_group": options.tp_group,
+            "tp_size": config.tensor_model_parallel_size if options.sharded else 1,
+            "parallel_mode": options.parallel_mode if options.sharded else None,
+            "fuse_wgrad_accumulation": config.gradient_accumulation_fusion,
+            "return_bias": self.te_return_bias,
+            **get_extra_te_kwargs(config),
+        }
+
+    def _follow_rules(self, name: str | None) -> None:
+        """Take the precision that ``config.quant_recipe`` has for a layer of this name."""
         # Without a name the rules are not consulted: a rule for "*" would apply to layers that it was not written for.
-        if options.name is not None:
-            finish_init(self, get_quant_config_or_none(options.name, config.quant_recipe))
+        if name is not None:
+            finish_init(self, get_quant_config_or_none(name, self.config.quant_recipe))
 
     def _describe(
         self, sizes: tuple[int, int | tuple[int, ...]], config: ModelParallelConfig, options: TELayerOptions
@@ -164,14 +176,6 @@ class TELayer(StateDicts, QuantizableModule):
             sizes[split] //= self.tp_size  # Megatron prints the sizes of one rank's kernel
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return f"{type(self).__name__}({listed}, bias={self.use_bias}, TP={self.tp_size})"
-
-
-def _expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
-    """Return the stream from which an expert's kernel is drawn, as ``params``."""
-    if EXPERT_PARALLEL_RNG in rngs:
-        return nnx.Rngs(params=rngs[EXPERT_PARALLEL_RNG]())
-    # crc32, not hash(): Python's hash of a string differs from process to process.
-    return nnx.Rngs(params=jax.random.fold_in(rngs.params(), zlib.crc32(EXPERT_PARALLEL_RNG.encode())))
 
 
 def check_stride(stride: int) -> None:

@@ -6,9 +6,11 @@ from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
 from jax_te.models.megatron_gpt import MegatronGPTModel
 from jax_te.models.options import Execution, Multipliers, RelativePositions, RotaryPositions
-from jax_te.models.stack import UNROLL_LIMIT, run_layers, runs_scanned
+from jax_te.models.stack import UNROLL_LIMIT, check_recompute_policy, run_layers, runs_scanned
+from jax_te.models.stack_hook import StackCall, call_of_stack, replace_stack
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "POSITION_EMBEDDINGS",
     "T5_POSITION_EMBEDDINGS",

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import batch_ranks
+from jax_te.sharding import auto_region, batch_ranks
 from jax_te.typing import Array
 
 _RANKS = {

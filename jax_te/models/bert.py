@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config import TransformerConfig
-from jax_te.config.internal import activation_parts
-from jax_te.layers import Embedding, Linear, keep_in_high_precision
-from jax_te.layers.internal import parameter
+from jax_te.config import TransformerConfig, activation_parts
+from jax_te.layers import Embedding, Linear, keep_in_high_precision, parameter
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution

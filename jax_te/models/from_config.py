@@ -10,10 +10,8 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import TransformerLayer, keep_in_high_precision
-from jax_te.layers.internal import check_context_size
-from jax_te.megatron import recipe_from_config
-from jax_te.megatron.internal import layer_options, layer_precision
+from jax_te.layers import TransformerLayer, check_context_size, keep_in_high_precision
+from jax_te.megatron import layer_options, layer_precision, recipe_from_config
 from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {

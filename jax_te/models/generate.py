@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import check_positive, checked
 from jax_te.models.gpt import Cache, GPTModel
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import whole_sequences
+from jax_te.sharding import auto_region, whole_sequences
 from jax_te.typing import Array, Key
 
 

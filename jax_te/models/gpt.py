@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config import TransformerConfig
-from jax_te.config.internal import POSITION_EMBEDDINGS
+from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel

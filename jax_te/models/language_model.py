@@ -11,8 +11,17 @@ from flax import nnx
 
 from jax_te._validation import check_positive
 from jax_te.config import TransformerConfig
-from jax_te.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm
-from jax_te.layers.internal import TrainingMode, check_context_size, parameter
+from jax_te.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    TrainingMode,
+    check_context_size,
+    dropout,
+    make_norm,
+    parameter,
+)
 from jax_te.models.from_config import check_config
 from jax_te.models.options import Execution, Multipliers
 from jax_te.ops import (
@@ -24,7 +33,7 @@ from jax_te.ops import (
     softmax_cross_entropy,
     use_backend,
 )
-from jax_te.quantize.internal import precision_of
+from jax_te.quantize import precision_of
 from jax_te.sharding import constrain
 from jax_te.typing import Array, LogicalAxes
 

@@ -8,8 +8,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.layers import Embedding, Rotary
-from jax_te.layers.internal import parameter
+from jax_te.layers import Embedding, Rotary, parameter
 from jax_te.megatron import MegatronModule, TENorm, TransformerLayer
 from jax_te.models.options import Execution
 from jax_te.models.stack import run_layers

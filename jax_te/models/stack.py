@@ -17,9 +17,8 @@ from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.models.stack_hook import stack_of_layers
-from jax_te.ops.internal import residuals_are_stacked
-from jax_te.quantize import QuantizerState
-from jax_te.quantize.internal import as_float32_inside, with_max_gradients_inside
+from jax_te.ops import residuals_are_stacked
+from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
 

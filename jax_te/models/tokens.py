@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jax_te.config import TransformerConfig
 from jax_te.ops import reorder_to_zigzag, undo_zigzag
-from jax_te.sharding import auto_region, constrain
-from jax_te.sharding.internal import axis_ranks
+from jax_te.sharding import auto_region, axis_ranks, constrain
 from jax_te.typing import Array, LogicalAxes
 
 

@@ -18,7 +18,11 @@ from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions
+from jax_te.ops.moe.grouped_dense import grouped_dense
+from jax_te.ops.moe.row_groups import RowGroups, group_alignment, row_bound
+from jax_te.ops.stacked import residuals_are_stacked
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "BACKENDS",
     "OPS",
@@ -35,6 +39,7 @@ __all__ = [
     "MaskType",
     "MlpOptions",
     "NormSpec",
+    "RowGroups",
     "Segments",
     "SoftmaxType",
     "Window",
@@ -43,12 +48,15 @@ __all__ = [
     "dense",
     "dot_product_attention",
     "explain_backend",
+    "group_alignment",
+    "grouped_dense",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
     "linear_cross_entropy",
     "quantize_kernel",
     "reorder_to_zigzag",
+    "row_bound",
     "segments_from_cu_seqlens",
     "softmax_cross_entropy",
     "undo_zigzag",

@@ -72,8 +72,8 @@ def explain_backend(
     """Return what would run ``op`` here and why, without running it.
 
     Args:
-        op: ``"dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``, ``"activation"``,
-            ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
+        op: ``"dense"``, ``"grouped_dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``,
+            ``"activation"``, ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
         activation: of an op that has one: the reason says if TE's backend computes it in JAX.
@@ -119,6 +119,7 @@ def _in_jax(activation: ActivationLike | None) -> str:
 
 OPS = (
     "dense",
+    "grouped_dense",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",

@@ -6,14 +6,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
-from jax_te.quantize.internal import Gemm, Quantization
-from jax_te.sharding.internal import Dims
+from jax_te.quantize import Gemm, Quantization
+from jax_te.sharding import Dims
 from jax_te.typing import Array, DTypeLike
 
 
 @runtime_checkable
-class Backend(Protocol):
-    """The primitives that ops are made of. A backend is a module with these functions.
+class GemmBackend(Protocol):
+    """The primitives of a linear layer's three GEMMs. Those of grouped layers have the same, on rows of several groups.
 
     An *operand* is an array, or where a quantizer is given the form that the backend's GEMMs read best: ``te`` has TE's
     tensor classes with rowwise and transposed values (Hopper's FP8 GEMM contracts the last axis of both operands only),
@@ -27,18 +27,8 @@ class Backend(Protocol):
         """Return ``x`` as an operand of both GEMMs that read it, rows ending at ``axis``, and its amax."""
         ...
 
-    def quantize_dbias(
-        self, g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
-    ) -> tuple[Any, Array | None, Array | None]:
-        """Return the output's gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax."""
-        ...
-
-    def all_gather_operand(self, operand: Any, dims: Dims) -> Any:
-        """Return an operand with one scale, all-gathered along mesh axes of each leading dimension."""
-        ...
-
-    def all_gather_kernel(self, kernel: Any, dims: Dims, gemm: Gemm) -> Any:
-        """Return a kernel with one scale all-gathered, in the form that ``"fprop"`` or ``"dgrad"`` reads."""
+    def statistics(self, x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+        """Return `jax_te.quantize.quantization_statistics` of ``x``, rows ending at ``axis``."""
         ...
 
     def residual_for_wgrad(self, x: Any) -> Any:
@@ -59,6 +49,25 @@ class Backend(Protocol):
 
     def gemm_wgrad(self, x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Array:
         """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+        ...
+
+
+@runtime_checkable
+class Backend(GemmBackend, Protocol):
+    """The primitives that ops are made of. A backend is a module with these functions."""
+
+    def quantize_dbias(
+        self, g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
+    ) -> tuple[Any, Array | None, Array | None]:
+        """Return the output's gradient as an operand, the bias gradient (None for ``bias_dtype`` None), the amax."""
+        ...
+
+    def all_gather_operand(self, operand: Any, dims: Dims) -> Any:
+        """Return an operand with one scale, all-gathered along mesh axes of each leading dimension."""
+        ...
+
+    def all_gather_kernel(self, kernel: Any, dims: Dims, gemm: Gemm) -> Any:
+        """Return a kernel with one scale all-gathered, in the form that ``"fprop"`` or ``"dgrad"`` reads."""
         ...
 
     def norm(self, x: Array, scale: Array, bias: Array | None, norm: NormSpec) -> tuple[Array, Any]:

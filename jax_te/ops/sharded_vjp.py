@@ -15,10 +15,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.first_order import refuse_derivatives
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
-from jax_te.quantize.internal import OpaqueTree
-from jax_te.remat.internal import WITNESS
-from jax_te.sharding import auto_region
-from jax_te.sharding.internal import MeshAxes, free_axes, reshard
+from jax_te.quantize import OpaqueTree
+from jax_te.remat import WITNESS
+from jax_te.sharding import MeshAxes, auto_region, free_axes, reshard
 from jax_te.typing import LogicalAxes
 
 

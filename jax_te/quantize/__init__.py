@@ -1,22 +1,54 @@
 """Quantized arrays, quantizers, statistics of what they lose, and the state of delayed scaling."""
 
-from jax_te.quantize.block import BlockQuantizer, MXQuantizer
+from jax_te.quantize.block import BLOCK, MX_BLOCK, BlockQuantizer, MXQuantizer
+from jax_te.quantize.group_tiles import GroupTiles
+from jax_te.quantize.guard import Guard
 from jax_te.quantize.kernel import QuantizedKernel
-from jax_te.quantize.nvfp4 import NVFP4Quantizer
-from jax_te.quantize.observe import STATISTICS, Observer, observe_quantization, quantization_statistics
-from jax_te.quantize.precision import GemmState, quantizer_for
-from jax_te.quantize.quantizer import Quantizer, TensorQuantizer, quantize
+from jax_te.quantize.nvfp4 import NVFP4Quantizer, rounding_key
+from jax_te.quantize.observe import (
+    STATISTICS,
+    Observer,
+    ambient_observer,
+    observe_quantization,
+    quantization_statistics,
+    stacked_statistics,
+)
+from jax_te.quantize.padding import pad_rows, padded_size, unpad_rows
+from jax_te.quantize.precision import (
+    ROLES,
+    Gemm,
+    GemmState,
+    Precision,
+    TensorRole,
+    check_state,
+    precision_of,
+    quantizer_for,
+)
+from jax_te.quantize.quantizer import (
+    Quantization,
+    Quantizer,
+    TensorQuantizer,
+    quantize,
+    quantize_operand,
+    quantize_tiles,
+)
+from jax_te.quantize.scaling import amax
 from jax_te.quantize.state import (
     QuantizerState,
     as_float32,
+    as_float32_inside,
     frozen_scales,
     init_gemm_state,
     merge_quantizers,
+    quantizer_variables,
+    scales_are_frozen,
     with_max_gradients,
+    with_max_gradients_inside,
     write_back,
 )
-from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
+from jax_te.quantize.tensor import OpaqueTree, Operand, QuantizedOperand, QuantizedTensor, as_matrix, same_values
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "STATISTICS",
     "BlockQuantizer",

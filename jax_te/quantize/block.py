@@ -12,7 +12,7 @@ from jax_te._validation import checked
 from jax_te.quantize.quantizer import Quantizer, check_fp8
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe import fp8_max
 from jax_te.typing import Array
 
 BLOCK = 128

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_te._validation import checked
+from jax_te.quantize.guard import Guard
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
 from jax_te.quantize.tensor import OpaqueTree, QuantizedTensor
 from jax_te.typing import Array, DTypeLike
@@ -22,17 +23,23 @@ class QuantizedKernel:
 
     A layer caches its kernel so between microbatches, and a parameter is stored so under ``fp8_param``.
 
+    ``jax.tree.map`` reaches the codes and scales of a parameter, and arithmetic on them means nothing. Where it changes
+    a dtype (``0.5 * (a + b)``, a moving average) it raises a TypeError. Where it changes none (``a + b``, a cast back),
+    the kernel's values are nan from then on.
+
     Args:
         form: a `QuantizedOperand`, as in a parameter, or an `OpaqueTree` of a backend's own operand, on a mesh one for
             each device. TE's tensor classes fail when JAX unflattens them with placeholder leaves.
         quantizer: the quantizer that made it.
-        amax: fp32 ``[]``, of the kernel it was made from; None where the recipe takes none.
+        amax: fp32 ``[]``, of the kernel it was made from, or ``[e]`` of experts'; None where the recipe takes none.
+        guard: of a parameter, by which arithmetic is noticed; None in a cache.
         shape: of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
         dtype: of the kernel before quantization.
     """
 
     form: Any
     amax: Any
+    guard: Guard | None = None
     quantizer: Quantizer = field(metadata={"static": True})
     shape: tuple[int, ...] = field(metadata={"static": True})
     dtype: DTypeLike = field(metadata={"static": True})
@@ -55,7 +62,9 @@ class QuantizedKernel:
     @property
     def operand(self) -> Any:
         """The operand that the backend's GEMMs take."""
-        return self.form.unpack() if isinstance(self.form, OpaqueTree) else self.form
+        if isinstance(self.form, OpaqueTree):
+            return self.form.unpack()
+        return jax.tree.map(self._checked, self.form, is_leaf=lambda node: isinstance(node, QuantizedTensor))
 
     @property
     def lacks_shards(self) -> str | None:
@@ -73,7 +82,8 @@ class QuantizedKernel:
         else:
             # Values lie as the kernel does; a scale of the whole tensor is the same on every device.
             form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
-        return replace(self, form=form, amax=None if self.amax is None else PartitionSpec())
+        amax, guard = jax.tree.map(lambda _: PartitionSpec(), (self.amax, self.guard))
+        return replace(self, form=form, amax=amax, guard=guard)
 
     @checked
     def of_layer(self, ndim: int) -> QuantizedKernel:
@@ -93,7 +103,7 @@ class QuantizedKernel:
             stacked = tensor.scale_inv.ndim > (0 if tensor.block is None else 2)
             return jax.vmap(of_layers)(tensor) if stacked else tensor.dequantize()
 
-        return of_layers(self.form.rowwise)
+        return of_layers(self._checked(self.form.rowwise))
 
     @checked
     def taken_over(self, exact: Array) -> Array:
@@ -108,4 +118,16 @@ class QuantizedKernel:
                 return jax.vmap(of_layers)(tensor, exact)
             return jnp.where(tensor.holds(exact), exact, tensor.values())
 
-        return of_layers(self.form.rowwise, exact)
+        return of_layers(self._checked(self.form.rowwise), exact)
+
+    def _checked(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Return one of its tensors, with nan as scale if arithmetic was done on its arrays."""
+        if self.guard is None:
+            return tensor
+        name = "scale_inv" if tensor.tensor_scale_inv is None else "tensor_scale_inv"
+        scale = getattr(tensor, name)
+        blocks = 2 if name == "scale_inv" and tensor.block is not None else 0
+        # A kernel has two axes or more behind those of a stack.
+        layers = min(scale.ndim - blocks, tensor.ndim - 2)
+        intact = self.guard.intact(layers)
+        return replace(tensor, **{name: jnp.where(intact[..., *(None,) * blocks], scale, jnp.nan)})

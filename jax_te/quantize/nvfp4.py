@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 
 from jax_te._validation import checked, dtype_name
 from jax_te.quantize.block import block_amax, directed_block
+from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.quantize.quantizer import Quantizer
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
-from jax_te.recipe.internal import E2M1_MAX, E4M3_MAX
+from jax_te.recipe import E2M1_MAX, E4M3_MAX
 from jax_te.typing import Array, DTypeLike
 
 NVFP4_BLOCK = 16
@@ -62,13 +65,32 @@ class NVFP4Quantizer(Quantizer):
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
-        block = directed_block((NVFP4_BLOCK if self.two_dimensional else 1, NVFP4_BLOCK), columnwise)
-        rotated = self.hadamard and columnwise
         matrix = as_matrix(x, axis)
-        if rotated:
-            # The weight gradient reads this form. Its other operand is rotated alike, so the rotation cancels out.
-            matrix = hadamard_rows(matrix)
-        tensor_scale = jnp.minimum(E2M1_MAX * E4M3_MAX / amax(matrix), _LARGEST)
+        rotated = self._rotated(matrix, columnwise)
+        bits = _random_bits(matrix, columnwise) if self.stochastic_rounding else None
+        return self._quantize(x, rotated, amax(rotated), bits, axis=axis, columnwise=columnwise), None
+
+    def quantize_tiles(
+        self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        matrices = x.reshape(*x.shape[:2], -1)
+        rotated = jax.vmap(lambda matrix: self._rotated(matrix, columnwise))(matrices)
+        amaxes = tiles.amax(amax(rotated, axis=(1, 2)))[tiles.group]
+        bits = _random_bits_of_tiles(matrices, tiles, columnwise) if self.stochastic_rounding else None
+        return jax.vmap(functools.partial(self._quantize, axis=1, columnwise=columnwise))(
+            x, rotated, amaxes, bits
+        ), None
+
+    def _rotated(self, matrix: Array, columnwise: bool) -> Array:
+        # The weight gradient reads this form. Its other operand is rotated alike, so the rotation cancels out.
+        return hadamard_rows(matrix) if self.hadamard and columnwise else matrix
+
+    def _quantize(
+        self, x: Array, matrix: Array, tensor_amax: Array, bits: Array | None, *, axis: int, columnwise: bool
+    ) -> QuantizedTensor:
+        """Quantize ``matrix``, which is ``x`` or its rotation, under the amax of its whole tensor."""
+        block = directed_block((NVFP4_BLOCK if self.two_dimensional else 1, NVFP4_BLOCK), columnwise)
+        tensor_scale = jnp.minimum(E2M1_MAX * E4M3_MAX / tensor_amax, _LARGEST)
         tensor_scale = jnp.where(tensor_scale == 0.0, 1.0, tensor_scale)  # an amax of inf; nan stays nan
         # Without the barrier XLA merges these constants with those below under jit, which rounds differently.
         tensor_scale, block_inv = jax.lax.optimization_barrier(
@@ -80,7 +102,6 @@ class NVFP4Quantizer(Quantizer):
         scales = jnp.minimum(1.0 / (block_inv * tensor_scale_inv), _LARGEST)
         scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
         scaled = jnp.clip(scaled, -E2M1_MAX, E2M1_MAX)
-        bits = _random_bits(as_matrix(x, axis), columnwise) if self.stochastic_rounding else None
         rounded = _round_e2m1(scaled, bits)
         return QuantizedTensor(
             data=rounded.astype(self.dtype).reshape(x.shape),
@@ -89,8 +110,8 @@ class NVFP4Quantizer(Quantizer):
             dtype=x.dtype,
             block=block,
             axis=axis,
-            rotated=rotated,
-        ), None
+            rotated=self.hadamard and columnwise,
+        )
 
 
 def _round_e4m3(x: Array) -> Array:
@@ -120,20 +141,65 @@ def rounding_key(x: Array) -> Array:
     With a key that is a function of the tensor there is no random state, recomputation rounds as the first pass did,
     and the sharding changes nothing.
     """
+    rows = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
+    return _key_of(*(jnp.sum(words, dtype=jnp.uint32) for words in _checked_words(x, rows)))
+
+
+def _checked_words(x: Array, rows: Array) -> tuple[Array, Array]:
+    """Return what two checksums of ``x [R, C]`` add up: uint32, in its shape. ``rows`` are the numbers of its rows."""
     words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (0, 1))
+    columns = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
     words = _mixed(_mixed(words + rows * jnp.uint32(0x9E3779B1)) + columns * jnp.uint32(0x85EBCA77))
+    # Sums modulo 2^32 do not depend on the order of additions. Two of them make an accidental agreement unlikely.
+    return words, words * words
+
+
+def _key_of(*checksums: Array) -> Array:
+    """Return the key that two checksums, uint32 ``[]``, give."""
     # threefry, whatever the default is: the bits of rbg depend on the sharding.
     key = jax.random.key(0, impl="threefry2x32")
-    # Sums modulo 2^32 do not depend on the order of additions. Two of them make an accidental agreement unlikely.
-    for checksum in (words, words * words):
-        key = jax.random.fold_in(key, jnp.sum(checksum, dtype=jnp.uint32))
+    for checksum in checksums:
+        key = jax.random.fold_in(key, checksum)
     return key
 
 
 def _random_bits(x: Array, columnwise: bool) -> Array:
     """uint16 like ``x [R, C]``."""
     return jax.random.bits(jax.random.fold_in(rounding_key(x), columnwise), x.shape, jnp.uint16)
+
+
+def _random_bits_of_tiles(x: Array, tiles: GroupTiles, columnwise: bool) -> Array:
+    """uint16 like ``x [tiles, t, C]``: of each group the bits that `_random_bits` gives its rows alone."""
+    _, t, columns = x.shape
+    rows = (tiles.first[:, None] + jnp.arange(t, dtype=tiles.first.dtype)[None]).astype(jnp.uint32)
+    # A GEMM's operand has a multiple of `alignment` rows, see `jax_te.quantize.padding`. Zeros count in the checksum.
+    whole = -(-jnp.maximum(tiles.rows, 1) // NVFP4Quantizer.alignment) * NVFP4Quantizer.alignment
+    counted = (rows < whole[tiles.group][:, None].astype(jnp.uint32))[:, :, None]
+    checksums = []
+    for words in jax.vmap(_checked_words)(x, jnp.broadcast_to(rows[:, :, None], x.shape)):
+        checksums.append(tiles.sum(jnp.sum(jnp.where(counted, words, 0), axis=(1, 2), dtype=jnp.uint32)))
+    keys = jax.vmap(lambda *sums: jax.random.fold_in(_key_of(*sums), columnwise))(*checksums)
+
+    def of_tile(key: Array, rows: Array) -> Array:
+        # As `jax.random.bits` does with ``jax_threefry_partitionable``, JAX's default: the bits of an element are those
+        # of its place in the whole array, which a tile is a part of.
+        high, low = _place(rows, columns)
+        words = threefry_2x32(key, jnp.concatenate([high.ravel(), low.ravel()]))  # type: ignore[arg-type]
+        return (words[: t * columns] ^ words[t * columns :]).astype(jnp.uint16).reshape(t, columns)
+
+    return jax.vmap(of_tile)(jax.random.key_data(keys)[tiles.group], rows)
+
+
+def _place(rows: Array, columns: int) -> tuple[Array, Array]:
+    """Return ``row * columns + column`` of each element of some rows, uint32 ``[t]``: upper and lower 32 bits."""
+    column = jnp.arange(columns, dtype=jnp.uint32)
+    # Four products of 16 bits by 16 bits, whose sums carry into the upper half.
+    low, outer = (rows & 0xFFFF) * (columns & 0xFFFF), (rows >> 16) * (columns >> 16)
+    inner = (rows & 0xFFFF) * (columns >> 16), (rows >> 16) * (columns & 0xFFFF)
+    carry = ((low >> 16) + sum(part & 0xFFFF for part in inner)) >> 16
+    start_high, start_low = outer + sum(part >> 16 for part in inner) + carry, rows * jnp.uint32(columns)
+    place = start_low[:, None] + column[None]
+    return start_high[:, None] + (place < column[None]).astype(jnp.uint32), place
 
 
 def _mixed(words: Array) -> Array:

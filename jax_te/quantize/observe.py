@@ -33,25 +33,35 @@ class Observer:
         records: ``{(module, role): [one dict of STATISTICS for each time it was quantized]}``, module a path such as
             ``"layers.0.self_attention.qkv"`` and role ``"x"``, ``"kernel"`` or ``"grad"``.
         formats: name of the format that each tensor was quantized to, with the same keys.
+        group_amaxes: amaxes of the groups of a tensor that has several (experts), where a record has the largest, with
+            the same keys: one list for each record.
     """
 
     records: dict[tuple[str, str], list[dict[str, float]]] = field(default_factory=dict)
     formats: dict[tuple[str, str], str] = field(default_factory=dict)
+    group_amaxes: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
 
     @checked
-    def record(
-        self, name: str | None, role: str, x: Array, quantizer: Quantizer, scale: Array | None, *, axis: int
-    ) -> None:
-        """Record a tensor that is about to be quantized; while tracing, too: numbers arrive when the program runs."""
+    def record(self, name: str | None, role: str, quantizer: Quantizer, statistics: dict[str, Array]) -> None:
+        """Record a tensor that is about to be quantized; while tracing, too: numbers arrive when the program runs.
+
+        Args:
+            name, role: of its layer, and in it.
+            quantizer: how it is quantized.
+            statistics: of the tensor, by the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
+                has several groups.
+        """
         key = (name or "unnamed", role)
         self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
         # One array, so that a tensor costs one call to the host.
-        values = jnp.stack(list(quantization_statistics(x, quantizer, scale, axis=axis).values()))
-        jax.debug.callback(self._append, values, key=_Static(key))
+        values = jnp.stack([statistics[statistic] for statistic in STATISTICS])
+        jax.debug.callback(self._append, values, statistics.get("group_amaxes"), key=_Static(key))
 
-    def _append(self, values: Any, *, key: _Static) -> None:
+    def _append(self, values: Any, group_amaxes: Any, *, key: _Static) -> None:
         row: dict[str, float] = dict(zip(STATISTICS, np.asarray(values).tolist(), strict=True))
         self.records.setdefault(key.value, []).append(row)
+        if group_amaxes is not None:
+            self.group_amaxes.setdefault(key.value, []).append(np.asarray(group_amaxes).tolist())
 
 
 @dataclass(frozen=True)
@@ -118,20 +128,37 @@ def quantization_statistics(
     (0.5, 0.0)
     """
     q, _ = quantizer.quantize(x, scale, axis=column_axis(x, axis), columnwise=False)
-    wide, values = x.astype(jnp.float32), q.values()
+    return _statistics(x, q.data, q.values(), _inverse_scales(q), x.size)
+
+
+def stacked_statistics(x: Array, q: QuantizedTensor, elements: Array | int) -> dict[str, Array]:
+    """Return `quantization_statistics` of several tensors, taken together as one with several scales.
+
+    Args:
+        x: the tensors, stacked along a first axis.
+        q: quantized, each by itself, their arrays stacked likewise.
+        elements: number of the elements of ``x`` that count; all others are zeros.
+    """
+    values, inverse = jax.vmap(lambda q: (q.values(), _inverse_scales(q)))(q)
+    return _statistics(x, q.data, values, inverse, elements)
+
+
+def _statistics(x: Array, data: Array, values: Array, inverse: Array, elements: int | Array) -> dict[str, Array]:
+    """Return the statistics of ``x``, of whose values ``elements`` count and the others are zeros."""
+    wide = x.astype(jnp.float32)
     nonzero = wide != 0.0
-    inverse = _inverse_scales(q)
     # NVFP4's scale rounds to 0 for a block that is tiny compared with the tensor's amax, and the whole block with it.
-    gone = (q.data.astype(jnp.float32) == 0.0) | (inverse == 0.0)
-    largest = inverse * jnp.finfo(q.data.dtype).max.astype(jnp.float32)
+    gone = (data.astype(jnp.float32) == 0.0) | (inverse == 0.0)
+    largest = inverse * jnp.finfo(data.dtype).max.astype(jnp.float32)
     lost = jnp.sum(nonzero & gone) / jnp.maximum(jnp.sum(nonzero), 1)
-    error = jnp.mean(jnp.square(values - wide))
-    power = jnp.mean(jnp.square(wide))
+    saturated = ((jnp.abs(wide) > largest) & (inverse > 0.0)).astype(jnp.float32)
+    error = jnp.sum(jnp.square(values - wide)) / elements
+    power = jnp.sum(jnp.square(wide)) / elements
     return {
         "amax": amax(x),
         "scale": _largest_scale(inverse, nonzero),
         "underflow": lost.astype(jnp.float32),
-        "saturation": jnp.mean(((jnp.abs(wide) > largest) & (inverse > 0.0)).astype(jnp.float32)),
+        "saturation": jnp.sum(saturated) / elements,
         "mse": error,
         # The error of a tensor of zeros is 0, not 0 / 0.
         "relative_mse": error / jnp.where(power > 0.0, power, 1.0),

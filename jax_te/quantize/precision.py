@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -15,6 +16,7 @@ from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
 from jax_te.quantize.scaling import AmaxRule, AmaxState, next_amax_state, scale_in_use
 from jax_te.recipe import (
+    GEMMS,
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -23,7 +25,6 @@ from jax_te.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from jax_te.recipe.internal import GEMMS
 from jax_te.typing import Array
 
 TensorRole = Literal["x", "kernel", "grad"]
@@ -32,6 +33,9 @@ ROLES: tuple[TensorRole, ...] = ("x", "kernel", "grad")
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 """The forward GEMM, that of the input's gradient and that of the kernel's gradient."""
+
+_ROW_TILE = 16
+"""Least number of rows that a grouped GEMM multiplies by one kernel at once."""
 
 _READERS: dict[TensorRole, tuple[int, int]] = {"x": (0, 2), "kernel": (0, 1), "grad": (1, 2)}
 
@@ -89,6 +93,13 @@ class Precision:
     alignment: int = 1
     shard_multiple: int | None = 1
     recipe_name: str | None = None
+
+    @property
+    def group_alignment(self) -> int:
+        """What groups of rows in one array start at multiples of, so that no two share a block or a tile of a GEMM."""
+        quantizers = [getattr(self, role).quantizer for role in ROLES]
+        blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
+        return math.lcm(_ROW_TILE, self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
         """Return the error of a size that is no multiple of ``alignment``.

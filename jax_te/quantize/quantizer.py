@@ -7,13 +7,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 
 from jax_te._validation import checked, dtype_name
+from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
-from jax_te.recipe.internal import AmaxScope, fp8_max
-from jax_te.sharding.internal import MeshAxes, reduce_max
+from jax_te.recipe import AmaxScope, fp8_max
+from jax_te.sharding import MeshAxes, reduce_max
 from jax_te.typing import Array, DTypeLike
 
 
@@ -43,6 +45,32 @@ class Quantizer(abc.ABC):
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
         """Quantize ``x``, see the function `quantize`."""
+
+    def quantize_tiles(
+        self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        """Quantize the rows of several groups, each as `quantize` does its rows alone, behind which are zeros.
+
+        Args:
+            x: ``[tiles, t, *c]``.
+            tiles: the group of each tile.
+            scale: fp32 ``[e]``, for delayed scaling only.
+            columnwise: as in `quantize`.
+
+        Returns:
+            The tensor of each tile, their arrays stacked along a first axis ``[tiles]``; and the amax of each group's
+            rows (fp32 ``[e]``), where the quantizer takes one, else None.
+
+        Raises:
+            ValueError: if blocks of scales would reach beyond a tile, or a scale depends on more than its block.
+        """
+        if self.shard_multiple is None or x.shape[1] % self.shard_multiple:
+            raise ValueError(
+                f"{type(self).__name__} cannot quantize rows of several groups in tiles of {x.shape[1]}: it has "
+                f"shard_multiple={self.shard_multiple}. A quantizer whose scales are those of blocks within a tile "
+                "says how many rows these have by shard_multiple; another one overrides quantize_tiles"
+            )
+        return jax.vmap(lambda tile: self.quantize(tile, None, axis=1, columnwise=columnwise))(x)
 
 
 def check_fp8(dtype: DTypeLike) -> None:
@@ -107,6 +135,17 @@ class TensorQuantizer(Quantizer):
         # The product in fp32, so that values are rounded once; clipped, because a cast to FP8 does not saturate.
         data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(self.dtype)
         return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
+
+    def quantize_tiles(
+        self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
+    ) -> tuple[QuantizedTensor, Array | None]:
+        amaxes = tiles.amax(amax(x, axis=tuple(range(1, x.ndim))))
+        scales = self.scale_for(amaxes, scale)[tiles.group]
+        with_scale = dataclasses.replace(self, scaling="delayed")
+        quantized, _ = jax.vmap(lambda tile, scale: with_scale.quantize(tile, scale, axis=1, columnwise=columnwise))(
+            x, scales
+        )
+        return quantized, amaxes
 
     def _quantize_parts(self, x: Array, scale: Array, axis: int) -> tuple[QuantizedTensor, Array]:
         """Each of ``d`` equal parts of the leading axis with its own scale, ``scale [d]``; amaxes ``[d]``."""
@@ -205,3 +244,14 @@ def quantize_operand(
         return QuantizedOperand(rowwise=rowwise, columnwise=None), x_amax
     columnwise, _ = quantizer.quantize(x, scale, axis=axis, columnwise=True)
     return QuantizedOperand(rowwise=rowwise, columnwise=columnwise), x_amax
+
+
+def quantize_tiles(
+    x: Array, quantizer: Quantizer, tiles: GroupTiles, scale: Array | None = None
+) -> tuple[QuantizedOperand, Array | None]:
+    """Return the rows of several groups quantized for both GEMMs that read them, see `Quantizer.quantize_tiles`."""
+    rowwise, amaxes = quantizer.quantize_tiles(x, tiles, scale, columnwise=False)
+    if not quantizer.directional:
+        return QuantizedOperand(rowwise=rowwise, columnwise=None), amaxes
+    columnwise, _ = quantizer.quantize_tiles(x, tiles, scale, columnwise=True)
+    return QuantizedOperand(rowwise=rowwise, columnwise=columnwise), amaxes

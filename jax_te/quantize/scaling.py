@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.recipe import DelayedScaling
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe import DelayedScaling, fp8_max
 from jax_te.typing import Array, DTypeLike
 
 _MANTISSA = 0x7FFFFF

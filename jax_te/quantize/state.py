@@ -20,7 +20,7 @@ from flax.linen.fp8_ops import fp32_max_grad
 from jax_te._validation import brief, check_axes, check_leaves, checked
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
-from jax_te.sharding.internal import batch_ranks
+from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
 
 _TOGETHER = 32
@@ -58,10 +58,18 @@ class QuantizerState(nnx.Variable):
 
 
 @checked
-def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
+def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> GemmState | None:
     """Return fresh state for one linear layer: scales 1, histories 0. None if the recipe has no state.
 
     With ``tp_only_amax_red`` its shapes depend on the mesh in use: the state fits meshes that shard the batch alike.
+
+    Args:
+        recipe: the recipe of the layer.
+        groups: number ``e`` of layers that `jax_te.ops.grouped_dense` runs as one, whose arrays are ``[e]`` and
+            ``[e, n]``. None: one layer.
+
+    Raises:
+        ValueError: for ``groups`` under ``tp_only_amax_red``, on a mesh that splits the batch.
 
     >>> from jax_te.recipe import DelayedScaling
     >>> init_gemm_state(DelayedScaling(amax_history_len=4))["x"]["amax_history"].shape
@@ -70,10 +78,16 @@ def init_gemm_state(recipe: Recipe | None) -> GemmState | None:
     if not isinstance(recipe, DelayedScaling):
         return None
     parts = (batch_ranks(),) if recipe.tp_only_amax_red and batch_ranks() > 1 else ()
+    each = () if groups is None else (groups,)
+    if each and parts:
+        raise ValueError(
+            f"experts have a scale for each of their {groups} kernels' inputs, and tp_only_amax_red=True one for each "
+            f"of {parts[0]} parts of the batch, which is that of one layer; use DelayedScaling(tp_only_amax_red=False)"
+        )
     entries = {}
     for role in ROLES:
         # A kernel has no batch axis, so it has one scale on every mesh.
-        lead = () if role == "kernel" else parts
+        lead = each or (() if role == "kernel" else parts)
         entries[role] = {
             "scale": jnp.ones(lead, jnp.float32),
             "amax_history": jnp.zeros((*lead, recipe.amax_history_len), jnp.float32),

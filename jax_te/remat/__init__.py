@@ -1,8 +1,9 @@
 """Rematerialization: which arrays backward reads as forward saved them, and which it computes again."""
 
-from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, RecomputePolicy, recompute_policy, remat
-from jax_te.remat.selective import selective_recompute
+from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, WITNESS, RecomputePolicy, recompute_policy, remat
+from jax_te.remat.selective import ambient_modules, recomputed, run_recomputed, selective_recompute
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "CHECKPOINT_NAMES",
     "POLICIES",

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_te._validation import checked
-from jax_te.config.internal import RECOMPUTE_POLICIES
+from jax_te.config import RECOMPUTE_POLICIES
 from jax_te.remat.sharded_input import remat_with_sharded_input
 from jax_te.typing import Array, Words
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_te.sharding import constrain, current_mesh, logical_to_spec
-from jax_te.sharding.internal import ranks_of
+from jax_te.sharding import constrain, current_mesh, logical_to_spec, ranks_of
 from jax_te.typing import Array, LogicalAxes
 
 

@@ -1,13 +1,46 @@
 """Meshes, logical axes, where arrays live on a mesh, and code that runs on each device of it."""
 
+from jax_te.sharding.collectives import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
 from jax_te.sharding.communication import CommunicationReport, communication_report
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.mesh import make_mesh
 from jax_te.sharding.network import CollectiveCount, Network
-from jax_te.sharding.placement import shardings_of
+from jax_te.sharding.placement import (
+    check_divides,
+    create_sharded,
+    leaves_with_axes,
+    log_whole_parameters,
+    shardings_of,
+    variable_axes,
+)
 from jax_te.sharding.report import ArrayPlacement, ShardingReport, sharding_report
-from jax_te.sharding.rules import ShardingRules, current_mesh, logical_to_spec, named_sharding, use_rules
+from jax_te.sharding.rules import (
+    Dims,
+    MeshAxes,
+    ShardingRules,
+    activation_axis,
+    axis_ranks,
+    batch_ranks,
+    current_mesh,
+    current_rules,
+    flat,
+    free_axes,
+    gathered_axes,
+    known_names,
+    local_shape,
+    logical_to_spec,
+    mesh_dims,
+    named_sharding,
+    partition_spec,
+    ranks_of,
+    replica_axes,
+    row_axis,
+    summed_axes,
+    use_rules,
+    whole_sequences,
+)
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "ArrayPlacement",
     "CollectiveCount",

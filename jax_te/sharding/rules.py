@@ -14,8 +14,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_te._validation import checked
-from jax_te.config import MESH_AXES
-from jax_te.config.internal import check_mesh_axis
+from jax_te.config import MESH_AXES, check_mesh_axis
 from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
@@ -67,6 +66,7 @@ class ShardingRules:
         replicas: what masters and optimizer state are split over besides, along the axis of ``fsdp``, by
             ``create_train_state(distributed_optimizer=True)``: the data axis, whose devices hold the same parameters.
             The names are ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
+        expert: the first axis of experts' kernels, over nothing: every device has all experts.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
         components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
             shard of every component, and any number of devices shards in the same way.
@@ -87,6 +87,7 @@ class ShardingRules:
     vocab: MeshAxes = ("tensor",)
     fsdp: MeshAxes = ("fsdp", "pipeline")
     replicas: MeshAxes = ("data",)
+    expert: MeshAxes = ()
     norm: MeshAxes = ()
     components: MeshAxes = ()
 

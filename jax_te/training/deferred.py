@@ -12,8 +12,8 @@ from flax import nnx
 from jax.tree_util import Partial
 
 from jax_te._validation import checked, float_dtype
-from jax_te.layers.internal import quantizable_kernels, set_grad_sinks
-from jax_te.ops.internal import Probe, Summands, deferred_sink, deferred_wgrad
+from jax_te.layers import quantizable_kernels, set_grad_sinks
+from jax_te.ops.linear import Probe, Summands, deferred_sink, deferred_wgrad
 from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
 from jax_te.training.kernel_gradients import Path, SummandPlace

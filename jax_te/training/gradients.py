@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te._validation import checked
-from jax_te.layers.internal import drop_cached_kernels, quantize_kernels, set_grad_sinks, use_cached_kernels
+from jax_te.layers import drop_cached_kernels, quantize_kernels, set_grad_sinks, use_cached_kernels
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -23,8 +23,7 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
-from jax_te.sharding import constrain, current_mesh
-from jax_te.sharding.internal import leaves_with_axes, variable_axes
+from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.layers import name_modules, prepare_quantization, quantizable_modules
-from jax_te.layers.internal import natural_order
-from jax_te.quantize import STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
-from jax_te.quantize.internal import ROLES
+from jax_te.layers import name_modules, natural_order, prepare_quantization, quantizable_modules
+from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
 from jax_te.training.global_batch import check_global, from_first
@@ -92,6 +91,13 @@ def inspect_precision(
     >>> [(tensor.role, tensor.format) for tensor in found]
     [('x', 'e4m3'), ('kernel', 'e4m3'), ('grad', 'e5m2')]
     """
+    return _statistics(_observed(model, loss_fn, batch, key, loss_scale))
+
+
+def _observed(
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, key: Array | None, loss_scale: float | Array
+) -> Observer:
+    """Return what was observed in a loss and its gradients; raises as `inspect_precision`."""
     graphdef, params, quantizers, rest = split_model(model)
     if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
         raise ValueError(
@@ -107,7 +113,7 @@ def inspect_precision(
             "nothing was quantized; call it inside `with autocast(recipe):`, and have at least one layer of "
             "jax_te.layers that is not kept in high precision"
         )
-    return _statistics(observer)
+    return observer
 
 
 @checked
@@ -141,7 +147,9 @@ def make_inspection(
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
         check_global(batch, state.step)
         params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
-        observer.records.clear()  # of the call before
+        # Of the call before.
+        observer.records.clear()
+        observer.group_amaxes.clear()
         with observe_quantization(observer):
             for index in range(microbatches):
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)
@@ -193,7 +201,10 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     # On a model that shares the arrays: a loss that fails leaves the caller's as it was.
     trial = prepare_quantization(nnx.merge(*nnx.split(model)), recipe)
     with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
-        found = {(tensor.module, tensor.role): tensor.amax for tensor in inspect_precision(trial, loss_fn, batch)}
+        observer = _observed(trial, loss_fn, batch, None, 1.0)
+    found = {(tensor.module, tensor.role): tensor.amax for tensor in _statistics(observer)}
+    # Experts have a history each. NumPy's maximum keeps nan.
+    found |= {key: np.maximum.reduce(amaxes) for key, amaxes in observer.group_amaxes.items()}
     prepare_quantization(model, recipe)
     for path, module in quantizable_modules(model):
         for kernel, attribute in module.kernels.items():
@@ -240,10 +251,18 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
 def _share(observer: Observer, params: PyTree) -> None:
     """Give every process of the parameters' mesh the records, which arrive in that of its first device alone."""
     text = from_first(
-        json.dumps([[*key, observer.formats[key], rows] for key, rows in observer.records.items()]), params
+        json.dumps(
+            [
+                [*key, observer.formats[key], rows, observer.group_amaxes.get(key)]
+                for key, rows in observer.records.items()
+            ]
+        ),
+        params,
     )
-    for module, role, name, rows in json.loads(text):
+    for module, role, name, rows, group_amaxes in json.loads(text):
         observer.records[module, role], observer.formats[module, role] = rows, name
+        if group_amaxes is not None:
+            observer.group_amaxes[module, role] = group_amaxes
 
 
 def _exact_parameters(state: TrainState) -> nnx.State:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_te.layers.internal import quantizable_kernels
+from jax_te.layers import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding import constrain, current_mesh
-from jax_te.sharding.internal import (
+from jax_te.sharding import (
     Dims,
     MeshAxes,
+    constrain,
+    current_mesh,
     free_axes,
     gathered_axes,
     mesh_dims,

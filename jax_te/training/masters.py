@@ -9,12 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jax_te.layers import quantizable_modules, quantize_parameters
-from jax_te.layers.internal import quantizable_kernels
-from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import same_values
-from jax_te.sharding import auto_region, constrain, current_mesh, logical_to_spec
-from jax_te.sharding.internal import axis_ranks, replica_axes, variable_axes
+from jax_te.layers import quantizable_kernels, quantizable_modules, quantize_parameters
+from jax_te.quantize import QuantizedKernel, same_values
+from jax_te.sharding import (
+    auto_region,
+    axis_ranks,
+    constrain,
+    current_mesh,
+    logical_to_spec,
+    replica_axes,
+    variable_axes,
+)
 from jax_te.typing import PyTree
 
 

@@ -24,7 +24,8 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
 
     Args:
         params: nested dictionaries, or a state of Variables as `make_train_step` gives it to the optimizer. Of layers
-            that ``nnx.vmap`` stacked a Variable's logical axes say which axes are the kernel's.
+            that ``nnx.vmap`` stacked, and of experts in one array, a Variable's logical axes say which axes are the
+            kernel's.
 
     Source: Jordan 2024, "Muon: an optimizer for hidden layers in neural networks".
 
@@ -43,7 +44,8 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
         axes = None if variable is None else variable.get_metadata().get("logical_axes")
         # Inside of Muon the parameters that are Adam's have no value, hence the 0.
         count = getattr(value, "ndim", 0)
-        own = count if axes is None else min(count, len(axes))
+        # An axis of experts counts matrices of their own, as those of a stack of layers.
+        own = count if axes is None else min(count, len(axes)) - (axes[0] == "expert")
         head = {"output_kernel", "output_layer"} & {*names}
         kernel = bool(names) and names[-1].endswith("kernel") and not head and own > 1
         numbers = MuonDimensionNumbers(-own, -1) if kernel else None

@@ -10,8 +10,7 @@ from flax import nnx
 
 from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
-from jax_te.sharding import current_mesh
-from jax_te.sharding.internal import log_whole_parameters
+from jax_te.sharding import current_mesh, log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created, was_scaled
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, rounded, select, store_quantized, taken_over, updated

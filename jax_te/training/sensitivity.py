@@ -13,8 +13,7 @@ import yaml
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.layers import quantizable_modules
-from jax_te.layers.internal import quantizable_kernels, use_cached_kernels
+from jax_te.layers import quantizable_kernels, quantizable_modules, use_cached_kernels
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast

@@ -13,12 +13,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jax_te._validation import checked
-from jax_te.layers import prepare_quantization
-from jax_te.layers.internal import quantizable_kernels
+from jax_te.layers import prepare_quantization, quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import Recipe, autocast
-from jax_te.sharding import auto_region, shardings_of
-from jax_te.sharding.internal import leaves_with_axes, log_whole_parameters
+from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters, shardings_of
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
 from jax_te.training.transformation import Transformation, as_transformation, initial

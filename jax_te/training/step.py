@@ -16,8 +16,16 @@ from flax import nnx
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
 from jax_te.quantize import frozen_scales, write_back
-from jax_te.sharding import ShardingRules, auto_region, constrain, current_mesh, logical_to_spec, use_rules
-from jax_te.sharding.internal import current_rules, ranks_of
+from jax_te.sharding import (
+    ShardingRules,
+    auto_region,
+    constrain,
+    current_mesh,
+    current_rules,
+    logical_to_spec,
+    ranks_of,
+    use_rules,
+)
 from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import (
     LossFn,

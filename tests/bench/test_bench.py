@@ -88,6 +88,7 @@ def model_rows(capsys, *argv):
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
 
+@pytest.mark.costly
 def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     steps = []
 
@@ -113,6 +114,7 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     assert states[0].step.is_deleted()
 
 
+@pytest.mark.costly
 def test_train_steps_on_a_mesh(capsys, states):
     """With a batch of one's own."""
     mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--num-layers", "2", "--batch-size", "4"]
@@ -138,6 +140,7 @@ def test_forms_of_a_train_step_on_replicas(capsys, states):
     assert "data" in state.masters["embedding"]["embedding"].get_value().sharding.spec
 
 
+@pytest.mark.costly
 def test_train_steps_are_profiled(capsys, states, tmp_path):
     forms = ["--recipes", "none", "--stack", "unrolled", "scanned"]
     status, found, shown = model_rows(capsys, *forms, "--profile", str(tmp_path))
@@ -149,6 +152,7 @@ def test_train_steps_are_profiled(capsys, states, tmp_path):
         assert json.loads(kept.read_text())["kinds"].keys() == row["kinds"].keys()
 
 
+@pytest.mark.costly
 def test_checkpoints(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
     assert main(["bench", "checkpoint", str(folder), *SIZES, "--recipes", "delayed"]) == 0
@@ -188,6 +192,7 @@ def test_what_a_row_stands_for():
     assert (block.recompute_granularity, block.recompute_method, block.recompute_num_layers) == ("full", "block", 3)
 
 
+@pytest.mark.costly
 def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, monkeypatch):
     """One that cannot be compiled, and one that takes the state with it when it runs."""
     begin, steps = bench_contestants.CompiledStep._begin, bench_contestants.CompiledStep._steps
@@ -293,6 +298,7 @@ def test_what_is_refused(capsys, argv, message):
     assert_refused(main(["bench", *argv]), capsys.readouterr().err, message)
 
 
+@pytest.mark.costly
 def test_context_parallelism(capsys):
     sizes = ["--head-dim", "16", "--num-query-groups", "4"]
     found = rows(capsys, "attention", *sizes, "--mesh", "context=4")

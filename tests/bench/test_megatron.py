@@ -274,8 +274,8 @@ def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
         ended.append([process.poll() is not None for process in processes])
         return create(*args)
 
-    create = train_steps.created
-    monkeypatch.setattr(train_steps, "created", created)
+    create = train_steps.create_bench_state
+    monkeypatch.setattr(train_steps, "create_bench_state", created)
     monkeypatch.setenv("STAND_IN_FREE", str(free))
     status, rows, said = bench(capsys, "--recipes", "none")
     assert status == 0
@@ -319,7 +319,6 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
 
 
 @pytest.mark.costly
-@pytest.mark.costly
 def test_stages_of_a_pipeline(capsys, stand_in, processes):
     options = [
         "--preset",
@@ -349,6 +348,7 @@ def test_stages_of_a_pipeline(capsys, stand_in, processes):
     assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction").values())
 
 
+@pytest.mark.costly
 def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
     options = ["--preset", "gpt-125m", "--mesh", "pipeline=2", "--microbatches", "2"]
     status, _, _ = bench(capsys, "--recipes", "none", *options)
@@ -388,7 +388,7 @@ def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
 def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     """The others may wait for it in a collective: they do not answer."""
     monkeypatch.setenv("STAND_IN", "out of memory")
-    monkeypatch.setattr(megatron, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(megatron, "PATIENCE_S", 2.0)
     status, rows, _ = bench(capsys, "--recipes", "none", "--mesh", "tensor=2")
     assert status == 0
     error = "RuntimeError: Megatron-Core: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -533,7 +533,7 @@ def test_a_package_that_ends_the_process(capsys, tmp_path):
 def test_a_process_that_does_not_end_by_itself(tmp_path, monkeypatch, processes, hangs, status):
     with (tmp_path / "path" / "torch" / "__init__.py").open("a") as file:
         file.write(f"\n{hangs}\n")
-    monkeypatch.setattr(megatron, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(megatron, "PATIENCE_S", 2.0)
     process = MegatronProcess(0, 1)
     process.receive()
     megatron.close_all([process])

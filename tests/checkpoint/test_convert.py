@@ -129,6 +129,7 @@ FORMS = {f"{s} {f}": {"stacked": s == "stacked", "fused": f == "fused"}
          for s in ("unrolled", "stacked") for f in ("fused", "separate")}  # fmt: skip
 
 
+@pytest.mark.costly("unrolled fused-stacked separate")
 @pytest.mark.wide("unrolled fused-stacked separate", "unrolled separate-stacked fused")
 @pytest.mark.parametrize("target", FORMS)
 @pytest.mark.parametrize("source", FORMS)
@@ -316,6 +317,7 @@ HALVES = {
 }
 
 
+@pytest.mark.costly("all-explicit-another form")
 @pytest.mark.wide("context-auto-same form", "all-explicit-another form")
 @pytest.mark.parametrize("form", [{}, {"stacked": True, "fused": False}], ids=["same form", "another form"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

@@ -289,6 +289,7 @@ def start(script, *arguments, **options):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_9_during_saves_leaves_the_last_good_checkpoint(tmp_path, kills):
     """At moments spread over a save. The newest checkpoint is whole, and no older than the last but one started."""

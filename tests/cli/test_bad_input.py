@@ -140,6 +140,7 @@ def test_an_output_of_another_text(run, tmp_path, capsys):
     assert contents(run) == before
 
 
+@pytest.mark.costly
 def test_a_text_may_move(run, tmp_path, capsys):
     shutil.copy(TEXT, tmp_path / "text")
     assert main(["train", "--output", str(run), "--data", str(tmp_path / "text")]) == 0

@@ -206,6 +206,7 @@ def test_options_that_do_not_go_together(argv, text, folder, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.costly
 def test_unknown_fields_are_ignored_by_name(folder, tmp_path, capsys):
     """In training, when the run is read again, and in evaluation."""
     noted = tmp_path / "noted"

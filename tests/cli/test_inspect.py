@@ -90,6 +90,7 @@ def test_recipes_and_why(quantized, tmp_path, capsys):
     assert as_json(capsys, quantized, "recipes", "--precision-config", file)["rules"][3]["matcher"] == "rule"
 
 
+@pytest.mark.costly
 def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
     found = as_json(capsys, quantized, "precision", "--precision-config", rules(tmp_path, "*qkv"))
     assert {tensor["module"] for tensor in found["tensors"]} == {
@@ -119,6 +120,7 @@ def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
     assert {module["why"] for module in modules} == {"its own rule", "the ambient recipe"}
 
 
+@pytest.mark.costly
 def test_sensitivity_as_a_table(quantized, capsys):
     capsys.readouterr()
     assert inspect(quantized, "sensitivity", "--batches", "1", "--keep-bf16", "1") == 0
@@ -150,6 +152,7 @@ def test_what_is_refused(quantized, report, argv, texts, capsys):
     assert_refused(status, error, *texts)
 
 
+@pytest.mark.costly
 def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     for report in ("precision", "sensitivity"):
         status = inspect(trained, report)

@@ -35,7 +35,7 @@ def calls(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cuda", ["12", "13"])
 def test_runs_the_recipe(cuda, calls, monkeypatch, capsys):
-    monkeypatch.setattr(install_te, "_problems", lambda system: [])
+    monkeypatch.setattr(install_te, "problems_of_installing", lambda system: [])
     assert install_te.main(["--cuda", cuda]) == 0
     first, second, third = calls()
     assert first == [None, ["install", *install_te.REQUIREMENTS[cuda]]]
@@ -48,7 +48,7 @@ def test_runs_the_recipe(cuda, calls, monkeypatch, capsys):
 
 
 def test_a_step_that_fails_ends_it(calls, monkeypatch, capsys):
-    monkeypatch.setattr(install_te, "_problems", lambda system: [])
+    monkeypatch.setattr(install_te, "problems_of_installing", lambda system: [])
     monkeypatch.setenv("FAKE_STATUS", "7")
     assert install_te.main([]) == 7
     assert len(calls()) == 1
@@ -86,6 +86,7 @@ def test_the_extras_and_the_page_have_the_same_versions():
     assert "safetensors" not in str(extras)
 
 
+@pytest.mark.costly("wheels2-None-None", "wheels1-mine-mine")
 @pytest.mark.parametrize(
     ("wheels", "given", "seen"),
     [

@@ -210,6 +210,7 @@ def test_killed_under_a_recipe(tmp_path, recipe):
     assert records(tmp_path / "killed") == records(tmp_path / "unbroken")
 
 
+@pytest.mark.costly
 def test_sigterm_saves_and_says_so(tmp_path, unbroken):
     status, out, error = signal_when(recorded(8), signal.SIGTERM, tmp_path, *LONG)
     assert status == 128 + signal.SIGTERM

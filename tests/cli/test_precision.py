@@ -102,7 +102,6 @@ def test_inspection_leaves_the_run_as_it_is(tmp_path, capsys):
     assert not (tmp_path / "plain" / PRECISION_FILE).exists()
 
 
-@pytest.mark.costly
 @pytest.mark.slow
 def test_inspection_may_begin_with_a_resume(tmp_path):
     run = tmp_path / "run"
@@ -111,6 +110,7 @@ def test_inspection_may_begin_with_a_resume(tmp_path):
     assert sorted({record["step"] for record in read_precision(run)}) == [4, 6]
 
 
+@pytest.mark.costly
 def test_the_rules_are_reported(tmp_path, capsys):
     text = RULES + '  none: {enabled: true, type: glob, pattern: "*.fc1", config: bf16}\n'
     assert train(tmp_path / "run", "--precision-config", write_rules(tmp_path, text), "--inspect-every", "6") == 0

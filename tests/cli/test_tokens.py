@@ -54,6 +54,7 @@ def test_a_run_records_its_tokenizer_and_keeps_a_copy(run, words):
     assert records(run)[-1]["heldout_loss"] < math.log(128)
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_with_its_own_tokenizer_alone(run, words, tmp_path, capsys):
     output = shutil.copytree(run, tmp_path / "run")
     other = write_tokenizer(tmp_path / "other.json", WORDS[:-1])

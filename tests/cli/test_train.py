@@ -150,6 +150,7 @@ def test_half_precision_and_options_of_the_model(tmp_path, capsys):
     assert shown.index("layers   scanned: --scan-layers yes\n") < shown.index("layers   unrolled: 1 layer, not more")
 
 
+@pytest.mark.costly
 def test_sample_continues_the_prompt_beyond_the_context(trained, capsys):
     argv = ["sample", "--output", str(trained), "--prompt", "import ", "--length", "70", "--top-k", "5"]
     with bytes_read() as read:

@@ -9,9 +9,8 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from jax_te.data import Tokenizer, TrainBatches, heldout_batches, load_text
+from jax_te.data import Tokenizer, TrainBatches, heldout_batches, load_text, read_tokens, whole_batches
 from jax_te.data import batches as batches_module
-from jax_te.data.internal import read_tokens, whole_batches
 from tests.support.tokenizers import WORDS, write_megatron, write_tokenizer
 
 A, THE = WORDS.index("a") + 2, WORDS.index("the") + 2
@@ -56,7 +55,7 @@ def test_a_bad_line_is_named(line, match, tmp_path):
 
 
 def test_a_line_beyond_the_limit_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_te.data.sources._MAX_LINE", 20)
+    monkeypatch.setattr("jax_te.data.sources.MAX_LINE", 20)
     (tmp_path / "d.jsonl").write_text('{"text": "' + "x" * 100 + '"}')
     with pytest.raises(ValueError, match="line 1: it has more than 20 bytes"):
         load_text(tmp_path / "d.jsonl", seq_len=2)
@@ -215,7 +214,7 @@ def test_tokens_outside_of_the_vocabulary_are_named():
 
 
 def test_the_checksum_of_a_large_map_reads_pieces_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(batches_module, "_PIECE", 64)
+    monkeypatch.setattr(batches_module, "PIECE", 64)
     tokens = np.arange(20_000, dtype=np.uint16)
     np.save(tmp_path / "t.npy", tokens)
     state = TrainBatches(load_text(tmp_path / "t.npy", seq_len=4).train, batch_size=1, seq_len=4, seed=0).get_state()
@@ -235,7 +234,7 @@ def test_the_checksum_of_a_large_map_reads_pieces_alone(tmp_path, monkeypatch):
 
 
 def test_positions_beyond_32_bits_are_spaced(monkeypatch):
-    monkeypatch.setattr(batches_module, "_MAX_POSITIONS", 10)
+    monkeypatch.setattr(batches_module, "MAX_POSITIONS", 10)
     batches = TrainBatches(np.arange(36, dtype=np.uint8), batch_size=8, seq_len=4, seed=1)
     starts = sorted(next(batches)["tokens"][:, 0].tolist())
     assert starts == [*range(0, 32, 4)]

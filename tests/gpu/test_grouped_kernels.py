@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows, supported
+from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from tests.ops.test_grouped_kernels import group_slices
+from tests.ops.test_scaled_quantize import check as check_bits
+from tests.ops.test_scaled_quantize import expected, operands
 from tests.support.numerics import draw, relative_l2
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +33,15 @@ SIZES = {
     "many": [128] * 60,
 }
 ROWS = 7680
+SHAPES = (2048, 4096), (272, 400)
+# Every dtype with uneven groups, and all sizes of groups in one dtype of each kind.
+CASES = pytest.mark.parametrize(
+    ("sizes", "shape", "dtypes", "split"),
+    [
+        *(("uneven", shape, dtypes, split) for shape in SHAPES for dtypes in DTYPES for split in (False, True)),
+        *((sizes, (272, 400), dtypes, False) for sizes in SIZES for dtypes in ("bf16", "E5 E4") if sizes != "uneven"),
+    ],
+)
 WITHIN = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-8, E5M2: 2.0**-8}
 
 
@@ -53,10 +65,7 @@ def check(actual, expected, dtype):
         assert relative_l2(actual, expected) < WITHIN[dtype]
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("dtypes", list(DTYPES))
-@pytest.mark.parametrize("shape", [(2048, 4096), (272, 400)], ids=str)
-@pytest.mark.parametrize("sizes", list(SIZES))
+@CASES
 def test_rows_times_their_groups_matrix(sizes, shape, dtypes, split):
     sizes, (k, n), (of_a, of_b) = SIZES[sizes], shape, DTYPES[dtypes]
     transposed, scale = of_a in (E4M3, E5M2), jnp.linspace(0.5, 2.0, len(sizes), dtype=jnp.float32)
@@ -74,10 +83,7 @@ def test_rows_times_their_groups_matrix(sizes, shape, dtypes, split):
     np.testing.assert_array_equal(actual, run(jnp.array(sizes)))  # the order of sums is fixed
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("dtypes", list(DTYPES))
-@pytest.mark.parametrize("shape", [(2048, 4096), (272, 400)], ids=str)
-@pytest.mark.parametrize("sizes", list(SIZES))
+@CASES
 def test_sums_over_each_groups_rows(sizes, shape, dtypes, split):
     sizes, (m, n), (of_a, of_b) = SIZES[sizes], shape, DTYPES[dtypes]
     last, scale = of_a in (E4M3, E5M2), jnp.linspace(0.5, 2.0, len(sizes), dtype=jnp.float32)
@@ -88,3 +94,18 @@ def test_sums_over_each_groups_rows(sizes, shape, dtypes, split):
     ))(jnp.array(sizes))  # fmt: skip
     expected = [product(a[rows].T, b[rows]) * float(s) for rows, s in zip(group_slices(sizes), scale, strict=True)]
     check(actual, np.stack(expected), of_a)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("high", [jnp.float32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_scaled_quantize(high, dtype):
+    x, scale = operands(high)
+    check_bits(scaled_quantize(x, scale, dtype), expected(x, scale, dtype))
+
+
+def test_nan_and_inf_are_seen():
+    x, scale = operands(BF16)
+    _, _, amax = scaled_quantize(x.at[0, 3, 5].set(jnp.nan).at[1, 200, 300].set(-jnp.inf), scale, E4M3)
+    assert np.isnan(amax[0, 0])
+    assert np.isinf(amax[1, 1])
+    assert np.isfinite(np.asarray(amax)[[0, 1], [1, 0]]).all()

@@ -22,7 +22,7 @@ import pytest
 
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.ops import NormSpec, activation
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.support.calls import layernorm_mlp
 from tests.support.cases import make_case

@@ -24,8 +24,7 @@ import pytest
 import jax_te.ops.pallas.operand as hopper
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.ops import NormSpec, activation, layernorm
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, init_gemm_state
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from tests.support.calls import dense, layernorm_mlp
 from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp

@@ -114,6 +114,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     assert_close(quick_jit(lambda layer, *a: layer(a[0], encoder_output=a[1]))(layer, x, encoded), expected, TOLERANCE)
 
 
+@pytest.mark.costly("qk norm, then rope", "separate kernels", "learnable softmax")
 @pytest.mark.wide("qk norm, then rope", "separate kernels", "block output", "learnable softmax")
 @pytest.mark.parametrize(
     ("options", "form"),
@@ -195,6 +196,7 @@ def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
         other(x[:, :1], cache=cache)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("recipe1")
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=2), Float8BlockScaling()])
 def test_a_decoder_under_a_recipe(recipe: Any) -> None:

@@ -48,7 +48,7 @@ def forward(layer, x, **options):
     return y[0] if isinstance(y, tuple) else y
 
 
-@pytest.mark.costly("nvfp4-LayerNormLinear")
+@pytest.mark.costly("nvfp4-LayerNormLinear", "nvfp4-returning the norm", "delayed-LayerNormMLP")
 @pytest.mark.wide
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
@@ -203,6 +203,7 @@ def test_save_original_input_through_the_layer():
     assert not hasattr(LayerNormLinear(32, 64, rngs=nnx.Rngs(0)), "save_original_input")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_running_model_changes_its_recipe(held):
     """bf16, then delayed scaling, in one run; or FP8, then delayed scaling, then NVFP4. Parameters and optimizer state

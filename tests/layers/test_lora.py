@@ -224,6 +224,7 @@ def mlp_formula(p: dict[str, Any], x: Any) -> Any:
     return reference.mlp_block(jnp, base, reference.norm(jnp, x, base["scale"], base["ln_bias"], form), form)
 
 
+@pytest.mark.costly("auto")
 def test_an_mlps_two_kernels_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
     layer = adapted(mlp(sequence_parallel=mesh_mode == "explicit"), freeze_base=False)
     x, g = draw("x", (B, S, H)), draw("g", (B, S, H))

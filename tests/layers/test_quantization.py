@@ -57,6 +57,7 @@ def output_and_gradient(layer: Any, x: jax.Array, g: jax.Array, recipe: Recipe |
         return _run(layer, x, constrain(g, AXES))
 
 
+@pytest.mark.costly("explicit")
 @pytest.mark.wide("explicit")
 def test_gradient_of_the_state_is_its_next_value(mesh_mode: str) -> None:
     layer = shard(build(DELAYED))

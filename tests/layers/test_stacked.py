@@ -13,8 +13,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_te.layers import Linear, parameter_axes, prepare_quantization, quantize_parameters
-from jax_te.layers.internal import quantize_kernels, use_cached_kernels
+from jax_te.layers import (
+    Linear,
+    parameter_axes,
+    prepare_quantization,
+    quantize_kernels,
+    quantize_parameters,
+    use_cached_kernels,
+)
 from jax_te.megatron import sharded_state_dict
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
@@ -74,6 +80,7 @@ def of_layers(tree: Any) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *layers.values()) if 0 in layers else layers
 
 
+@pytest.mark.costly("delayed-explicit-one_after_the_other")
 @pytest.mark.wide("block-no mesh-side_by_side", "delayed-explicit-one_after_the_other")
 @pytest.mark.parametrize(
     ("recipe", "mode", "run"),

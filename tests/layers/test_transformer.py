@@ -79,6 +79,7 @@ def check(form: Form, actual: Any) -> None:
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly("auto-llama")
 @pytest.mark.wide
 @pytest.mark.parametrize("form", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_forward_and_gradients_follow_the_formulas_on_every_mesh(form: Form, mesh_mode: str) -> None:
@@ -94,6 +95,7 @@ def test_forward_and_gradients_follow_the_formulas_on_every_mesh(form: Form, mes
         assert gradients["self_attention"]["proj"]["kernel"].sharding.spec[0] == ("tensor", "fsdp")
 
 
+@pytest.mark.costly("residual post norm")
 @pytest.mark.wide("residual post norm", "output norm")
 @pytest.mark.parametrize(
     "form",
@@ -145,6 +147,7 @@ def test_recomputing_core_attention_changes_nothing() -> None:
         assert_close(a, e, TOLERANCE)
 
 
+@pytest.mark.costly
 def test_dropout_follows_its_key_and_is_the_same_on_every_mesh() -> None:
     layer = randomize(build(GPT2, hidden_dropout=0.5, attention_dropout=0.5))
     x = draw("x", (B, S, H))

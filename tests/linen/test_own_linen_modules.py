@@ -120,8 +120,15 @@ def loss_of(model: nn.Module) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, Float8BlockScaling()], ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("equation", EQUATIONS)
+# With state, and with scales along the sums, for one that sums over two axes.
+OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling())]
+
+
+@pytest.mark.parametrize(
+    ("equation", "recipe"),
+    [*((equation, CURRENT) for equation in EQUATIONS), *OTHERS],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_an_einsum_of_a_module_is_the_gemm_of_flax_s(equation, recipe):
     shape, x = EQUATIONS[equation]
     model = OneEinsum(equation, shape)

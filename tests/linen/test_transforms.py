@@ -63,6 +63,7 @@ def value_and_grad(apply):
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.costly("remat")
 @pytest.mark.wide("remat")
 @pytest.mark.parametrize("transform", [nn.remat, nn.jit], ids=["remat", "jit"])
 def test_remat_and_jit(transform):
@@ -119,6 +120,7 @@ def test_scan_without_what_it_needs():
             scanned(metadata=False).init(jax.random.key(0), X, None)
 
 
+@pytest.mark.costly
 def test_dropout_takes_the_stream_of_that_name():
     layer = te.TransformerLayer(32, 32, 4, hidden_dropout=0.5, attention_dropout=0.0)
     variables = jax.jit(layer.init)(jax.random.key(0), X)
@@ -153,6 +155,7 @@ def test_dropout_takes_the_stream_of_that_name():
     assert (one != two).any()  # each layer has a key of its own
 
 
+@pytest.mark.costly("explicit")
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_shardings_from_logical_axes_and_the_same_numbers_on_every_mesh(mode):

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_te import layers
 from jax_te.config import CudaGraphConfig, ParallelConfig, TransformerConfig
 from jax_te.errors import QuantizerStateError
-from jax_te.layers.internal import CachedKernel
+from jax_te.layers import CachedKernel
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, recipe_from_config
 from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast
@@ -213,6 +213,7 @@ def quantized(request: pytest.FixtureRequest) -> Iterator[TransformerConfig]:
         yield made
 
 
+@pytest.mark.costly("delayed")
 def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, x: jax.Array):
     """Gradients of all arrays, and with them delayed scaling's next state, on a first and on a later microbatch."""
     block = captured(Block(quantized), x, microbatches=2)

@@ -21,8 +21,7 @@ from jax_te.megatron import (
     TERowParallelLinear,
     recipe_from_config,
 )
-from jax_te.quantize import TensorQuantizer
-from jax_te.quantize.internal import precision_of
+from jax_te.quantize import TensorQuantizer, precision_of
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,

@@ -48,7 +48,7 @@ def assert_close(one, other):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * max(np.abs(left).max(), 1e-3))
 
 
-@pytest.mark.costly("delayed-auto", "none-explicit")
+@pytest.mark.costly
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
@@ -111,7 +111,7 @@ def masked(model):
     return model.encode(TOKENS[:, :-1], lengths=jnp.arange(1, B + 1))
 
 
-@pytest.mark.costly("bert")
+@pytest.mark.costly("bert", "t5")
 @pytest.mark.parametrize(
     ("build", "call"),
     [

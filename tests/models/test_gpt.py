@@ -82,6 +82,7 @@ def expected(form: str) -> tuple[np.ndarray, Any, Any]:
     return reference.gpt(np, p, tokens, FORMS[form][2]), value, gradient
 
 
+@pytest.mark.costly("explicit-llama")
 @pytest.mark.wide("no mesh-gpt2", "explicit-llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mode: str) -> None:
@@ -127,6 +128,7 @@ def gemma(**options: Any) -> GPTModel:
     return model
 
 
+@pytest.mark.costly
 def test_gemmas_form_is_the_same_on_a_mesh_and_scanned() -> None:
     """Scanned, the pair of rotary embeddings is a constant of the loop, from which each layer takes its own."""
     loss, gradient = loss_and_gradient(gemma(), *batch())
@@ -136,6 +138,7 @@ def test_gemmas_form_is_the_same_on_a_mesh_and_scanned() -> None:
     jax.tree.map(lambda a, e: assert_close(a, e, TOLERANCE), *map(parameters, (actual_gradient, gradient)))
 
 
+@pytest.mark.costly
 def test_layers_with_a_window_have_rotary_positions_of_their_own() -> None:
     model = gemma()
     tokens = batch()[0]
@@ -147,6 +150,7 @@ def test_layers_with_a_window_have_rotary_positions_of_their_own() -> None:
     np.testing.assert_array_equal(call(model, tokens), call(shared, tokens))
 
 
+@pytest.mark.costly
 def test_a_softcap_bounds_logits_and_needs_them_whole() -> None:
     model, (tokens, labels, _) = gemma(), batch()
     logits = call(model, tokens)
@@ -294,6 +298,7 @@ def with_dropout() -> Any:
     return loss_and_gradient(model, *batch(), jax.random.key(5))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("{'recompute_granularity': 'selective'}")
 @pytest.mark.parametrize("recompute", [{}, FULL, {"recompute_granularity": "selective"}], ids=str)
 def test_quantizer_state_gets_its_next_value_through_recomputation(recompute: dict[str, Any]) -> None:

@@ -115,6 +115,7 @@ def loss_and_gradient(model: Any) -> Any:
     return jax.value_and_grad(lambda model: model.loss(TOKENS, TOKENS[:, ::-1]))(model)
 
 
+@pytest.mark.costly("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_modules_have_megatrons_names_and_classes(form: str):
     model = build(form)
@@ -157,7 +158,7 @@ def test_options_of_gemma_and_qwen_are_followed_as_in_gpt():
     assert "decoder.layers.0.self_attention_norm.weight" in models[0].state_dict()
 
 
-@pytest.mark.costly("gpt2")
+@pytest.mark.costly
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     gpt, model = plain(form), build(form)
@@ -200,7 +201,7 @@ def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
         assert_close(state, same, 64 * EPS, what=str(path))
 
 
-@pytest.mark.costly("llama-delayed-auto", "gpt2-none-auto", "gpt2-none-explicit")
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize(("form", "recipe"), [("llama", "delayed"), ("gpt2", "none")])
 def test_on_a_mesh_of_tensor_and_sequence_parallelism(form: str, recipe: str, mode: Any):
@@ -286,6 +287,7 @@ def test_rules_are_for_megatrons_names():
     assert model.decoder.layers[1].mlp.linear_fc1.module_recipe is None
 
 
+@pytest.mark.costly("mlp", "activation")
 @pytest.mark.parametrize("module", ["core_attn", "layernorm", "activation", "mlp", "full"])
 def test_backward_recomputes_what_the_configuration_says(module: str):
     """The same loss and gradients, from more operations."""
@@ -340,7 +342,7 @@ def stages(form: str, **fields: Any) -> tuple[Any, list[Any]]:
     return build(form, **options), [build(form, **options, **stage) for stage in STAGES]
 
 
-@pytest.mark.costly("gpt2-delayed")
+@pytest.mark.costly
 @pytest.mark.wide("gpt2-delayed", "llama-none")
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("form", FORMS)
@@ -437,6 +439,7 @@ def test_calls_are_captured():
         model(TOKENS[:, :4])
 
 
+@pytest.mark.costly
 def test_a_cache_and_max_logits_and_clipping_work_as_a_gpts():
     config = dataclasses.replace(LLAMA, qk_layernorm=False, qk_clip=True, qk_clip_threshold=0.01)
     model, gpt = build(config=config), plain("llama", qk_layernorm=False, qk_clip=True, qk_clip_threshold=0.01)

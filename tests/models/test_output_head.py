@@ -143,7 +143,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         assert float(history[0]) == float(amax)
 
 
-@pytest.mark.costly("auto-gpt, tied")
+@pytest.mark.costly("auto-gpt, tied", "auto-gpt")
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt"])
 def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
     with autocast(DELAYED):
@@ -164,7 +164,7 @@ def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
         assert float(states["output_layer", "quantizers", role, "amax_history"].get_value()[0]) == float(amax)
 
 
-@pytest.mark.costly("gpt, tied")
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_without_the_option_or_a_recipe_nothing_changes(kind: str) -> None:
     on, off = build(kind), build(kind, OFF)
@@ -198,7 +198,7 @@ def test_a_tied_tables_gradient_is_the_sum_of_the_embeddings_and_the_heads() -> 
     assert_close(one["embedding"]["embedding"][...], expected, 2 * TOLERANCE["float32"])
 
 
-@pytest.mark.costly("gpt, tied")
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_microbatches_read_a_kernel_that_is_quantized_once(kind: str) -> None:
     seen = []
@@ -245,6 +245,7 @@ def test_a_run_learns_as_with_a_head_in_high_precision(recipe: Any) -> None:
     assert losses != expected
 
 
+@pytest.mark.costly
 def test_recipes_change_and_checkpoints_restore(tmp_path: Path) -> None:
     _, state = train(recipe=None, steps=0)
     state = change_recipe(state, DELAYED)
@@ -308,6 +309,7 @@ def test_meshes_give_one_devices_losses_and_states(kind: str, mesh: str, axis_ty
             assert float(value[...][0]) > 0.0
 
 
+@pytest.mark.costly
 def test_inspection_sees_the_head() -> None:
     with autocast(CURRENT):
         found = {tensor.module for tensor in inspect_precision(build("gpt"), loss_fn, TOKENS)}
@@ -336,7 +338,7 @@ def test_what_is_refused_says_what_to_change() -> None:
             build(kind, execution=Execution(loss_chunks=2))
 
 
-@pytest.mark.costly("gpt, tied", "gpt")
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt", "megatron"])
 def test_adapters_on_the_head_train(kind: str) -> None:
     def adapted(rngs: nnx.Rngs) -> Any:

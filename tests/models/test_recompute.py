@@ -20,8 +20,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.remat import RecomputePolicy
 from tests.support.meshes import shard, use_mesh
-from tests.support.numerics import _quick_options as quick_options
-from tests.support.numerics import assert_bitwise, assert_close, quick_jit
+from tests.support.numerics import assert_bitwise, assert_close, quick_jit, quick_options
 from tests.support.reference import randomize
 
 B, S, V = 2, 8, 16
@@ -119,7 +118,6 @@ CASES = [
 
 
 @pytest.mark.costly
-@pytest.mark.costly("delayed-uniform 2", "delayed-save_quantized")
 @pytest.mark.wide("delayed-uniform 2", "delayed-all modules", "delayed-save_quantized")
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:
@@ -129,6 +127,7 @@ def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:
     same(leaves(run(recipe, model)), leaves(without(recipe)))
 
 
+@pytest.mark.costly
 def test_the_dropout_of_the_comparison_is_there() -> None:
     loss, _ = run("none", build("none"), 6)
     assert abs(loss - without("none")[0]) > 1e-3
@@ -169,6 +168,7 @@ def on_a_mesh(mode: str, recipe: str, way: str) -> Any:
         return leaves(quick_jit(jax.value_and_grad(loss))(model))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str) -> None:

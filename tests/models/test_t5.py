@@ -80,6 +80,7 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) ->
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly
 def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
     source, target, labels, mask = batch()
     ignored, smoothed = jnp.where(mask, labels, -100), LossOptions(label_smoothing=0.2)
@@ -116,7 +117,7 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     assert_close(logits[:1], alone, TOLERANCE)
 
 
-@pytest.mark.costly("full")
+@pytest.mark.costly
 @pytest.mark.wide("full", "scanned")
 @pytest.mark.parametrize(
     ("fields", "options"),
@@ -146,7 +147,6 @@ def without_either() -> Any:
     return with_dropout(DROPOUT)
 
 
-@pytest.mark.costly
 @pytest.mark.slow  # tests/layers/test_decoder.py and tests/models/test_gpt.py have its parts
 def test_sequence_parallelism_changes_no_number() -> None:
     split = dataclasses.replace(CONFIG, tensor_model_parallel_size=2, sequence_parallel=True)
@@ -159,6 +159,7 @@ def test_sequence_parallelism_changes_no_number() -> None:
         assert relative_l2(jax.device_get(a), jax.device_get(e)) < TOLERANCE
 
 
+@pytest.mark.costly
 def test_it_trains_under_delayed_scaling() -> None:
     source, target = (jnp.tile(tokens[:1], (16, 1)) for tokens in batch()[:2])
     source, target = jnp.tile(source, (1, 2)), jnp.pad(target, ((0, 0), (0, 10)))
@@ -203,6 +204,7 @@ def test_the_encoder_counts_its_own_layers() -> None:
     assert windows(model.decoder_layers) == [(4, 0), None]
 
 
+@pytest.mark.costly
 def test_dropout_follows_its_key() -> None:
     model = T5Model(dataclasses.replace(CONFIG, hidden_dropout=0.5), **SIZES, rngs=nnx.Rngs(0))
     call = quick_jit(lambda model, key: model(*batch()[:2], dropout_key=key))

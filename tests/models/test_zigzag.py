@@ -54,6 +54,7 @@ def one_device(position: str, dropped: bool) -> Any:
     return loss_and_gradients(rates, dropped, {"position_embedding_type": position})
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit-p2p-learned_absolute-options1-False")
 @pytest.mark.parametrize(
     ("mode", "kind", "position", "options", "dropped"),
@@ -137,6 +138,7 @@ def test_each_position_drops_what_it_drops_in_natural_order() -> None:
     np.testing.assert_array_equal(undo_zigzag(np.asarray(reordered), 2), natural)
 
 
+@pytest.mark.costly
 def test_what_cannot_be_reordered_is_refused() -> None:
     tokens, labels, _ = batch()
     with jax.set_mesh(make_mesh(ParallelConfig(context=4))):

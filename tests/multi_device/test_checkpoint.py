@@ -140,6 +140,7 @@ def restore_parts(folder):
     return found
 
 
+@pytest.mark.costly
 def test_each_process_reads_the_parts_of_its_devices(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     with TrainCheckpointer(tmp_path / "one device") as checkpointer:
@@ -162,6 +163,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.costly
 def test_a_sharded_state_comes_back_on_one_device(saved):
     """The checksums are the same."""
     with TrainCheckpointer(saved / "devices") as checkpointer:
@@ -170,6 +172,7 @@ def test_a_sharded_state_comes_back_on_one_device(saved):
     assert np.array_equal(restored["params"]["both"], np.arange(64.0).reshape(8, 8) + 2)
 
 
+@pytest.mark.costly
 def test_damage_is_agreed_upon(saved, tmp_path):
     for case in CASES:
         shutil.copytree(saved / "host", tmp_path / case)

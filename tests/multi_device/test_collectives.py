@@ -25,7 +25,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import split_model
 from tests.support.meshes import shardings
-from tests.support.numerics import NO_DROPOUT, _quick_options, draw, quick_jit
+from tests.support.numerics import NO_DROPOUT, draw, quick_jit, quick_options
 
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
@@ -82,6 +82,7 @@ def forward_and_backward(
 ACTIVATION = 4 * B * S * H
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_a_mesh_there_are_none(recipe: str) -> None:
@@ -96,6 +97,7 @@ def test_tensor_parallelism_sums_once_a_block_and_direction(recipe: str, mode: s
     assert forward_and_backward(mode, RECIPES[recipe], tensor=4) == (expected, expected)
 
 
+@pytest.mark.costly("current-explicit")
 @pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -147,7 +149,7 @@ def test_memory_of_a_scanned_stack_under_fsdp_is_that_of_one_layers_kernels(reci
         )
         rows = named_sharding(("batch", "sequence", "hidden"), mesh)
         x = jax.ShapeDtypeStruct((ranks, 2, hidden), jnp.float32, sharding=rows)
-        gradient = jax.jit(jax.grad(loss), out_shardings=[place] * count, compiler_options=_quick_options())
+        gradient = jax.jit(jax.grad(loss), out_shardings=[place] * count, compiler_options=quick_options())
         with frozen_scales():
             return gradient.lower([part] * count, rest, x).compile().memory_analysis().temp_size_in_bytes
 

@@ -92,6 +92,7 @@ def test_dropout_shows_in_the_losses() -> None:
     assert max(losses) - min(losses) > 100 * TOLERANCE * losses[0]
 
 
+@pytest.mark.costly
 @pytest.mark.wide("1x1x2x2x2-auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("shape", every_mesh(), ids=lambda shape: "x".join(map(str, shape)))

@@ -108,6 +108,7 @@ def batches_of_processes():
     return found
 
 
+@pytest.mark.costly
 def test_processes_give_parts_of_a_global_batch():
     state, _, evaluate = made()
     loss = float(evaluate(state, WHOLE))

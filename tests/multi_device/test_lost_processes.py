@@ -14,9 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import Signs, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
-from jax_te.checkpoint.internal import Signs
 from jax_te.cli.launch import Launch
 from jax_te.cli.meeting import meet
 from tests.support.process_runs import ended, started, when_recorded
@@ -168,6 +167,7 @@ def save_with_a_fault(folder, fault):
     os._exit(0)  # as docs/checkpoints.md says: Orbax's threads wait still
 
 
+@pytest.mark.costly("hangs-")
 @pytest.mark.parametrize(("fault", "expected"), [("size", "File too large"), ("hangs", "")])
 def test_a_process_that_cannot_write_its_part_is_an_error_in_all(tmp_path, fault, expected):
     with pytest.raises(FileNotFoundError):  # the harness misses the results of processes that end at once
@@ -207,6 +207,7 @@ def save_slowly(folder, seconds):
     return time.monotonic() - begin
 
 
+@pytest.mark.costly
 def test_a_save_of_three_times_its_bound_that_gets_on_is_whole(tmp_path):
     finished = run_processes(2, save_slowly, (tmp_path, 6.0))
     assert min(process.result for process in finished) > 6.0
@@ -215,6 +216,7 @@ def test_a_save_of_three_times_its_bound_that_gets_on_is_whole(tmp_path):
 # Runs of jax-te train.
 
 
+@pytest.mark.costly("output")
 @pytest.mark.parametrize("bounded", ["start", "output"])
 def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
     if bounded == "start":
@@ -232,6 +234,7 @@ def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
     assert not any(path.name.startswith(".") for path in (tmp_path / "one").iterdir())
 
 
+@pytest.mark.costly("stopped")
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tmp_path, number):
     """Saves are under way at almost every moment."""
@@ -247,6 +250,7 @@ def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tm
     assert re.fullmatch(rf"(jax-te: waiting for .*\n)*{line}", error), error
 
 
+@pytest.mark.costly
 def test_a_run_whose_process_cannot_write_ends_in_all_with_its_reason(tmp_path):
     with started(2, tmp_path, *LONG, "--save-every", "20") as running:
         when_recorded(5, tmp_path, running)
@@ -268,6 +272,7 @@ def test_a_first_compilation_longer_than_the_bound_does_not_end_the_run(tmp_path
         assert "Gloo" not in out
 
 
+@pytest.mark.costly
 def test_texts_that_differ_in_the_held_out_part_alone_are_refused(tmp_path):
     """As on two hosts: one name, and another file behind it in each process."""
     folders = {index: tmp_path / str(index) for index in range(2)}

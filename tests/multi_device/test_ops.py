@@ -26,7 +26,7 @@ from jax_te.ops import (
     layernorm_mlp,
     softmax_cross_entropy,
 )
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.cases import CASES, GEMM_CASES, make_case

@@ -273,6 +273,7 @@ def first_step(layer: type[Own], mesh: ParallelConfig | None) -> list[float]:
     return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
 
+@pytest.mark.costly("Own")
 @pytest.mark.parametrize("layer", [Own, Partitioned])
 def test_layers_of_ones_own_do_what_they_do_without_a_pipeline(layer):
     found = first_step(layer, ParallelConfig(pipeline=2))
@@ -389,6 +390,7 @@ def test_numbers_of_layers_make_no_difference_but_in_layers_of_ones_own():
         lower(scaled)
 
 
+@pytest.mark.costly
 def test_kernels_that_are_stored_quantized():
     # Each stage sums fp32 gradients in the shape of its kernels, of which it has a stack.
     half = gpt(num_layers=2, params_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)

@@ -35,6 +35,7 @@ def run(x, w, g, recipe, state):
     return y, *vjp(g)
 
 
+@pytest.mark.costly
 def test_an_amax_spans_context_and_tensor_ranks():
     """As in Megatron, whose group for it is tensor and context ranks: one scale for each part of the batch."""
     x, w, g = operands()
@@ -47,6 +48,7 @@ def test_an_amax_spans_context_and_tensor_ranks():
         assert_bitwise(np.asarray(after[role]["amax_history"][:, 0]), parts, what=role)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_dense_equals_each_part_alone(mode):
@@ -81,6 +83,7 @@ def test_dense_equals_each_part_alone(mode):
     assert len(np.unique(np.asarray(after["x"]["scale"]))) == PARTS
 
 
+@pytest.mark.costly
 def test_training_and_meshes_that_split_the_batch_otherwise():
     tx = optax.adam(1e-2)
 

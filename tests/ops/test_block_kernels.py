@@ -12,7 +12,7 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
-from jax_te.ops.pallas.block_quantize import _power_of_two
+from jax_te.ops.pallas.block_quantize import exponent_scale
 from tests.support.numerics import assert_bitwise, assert_close, draw, equations, without_type_checker
 
 F32 = np.float32
@@ -150,7 +150,7 @@ def test_powers_of_two_are_the_exact_quotients_with_the_mantissa_cleared(dtype):
     exact = limit * 2.0 ** np.arange(-110, 100)
     amax = np.concatenate([exact, exact / 1.75, np.exp(np.random.default_rng(0).uniform(-85, 88, 10000))]).astype(F32)
     amax = np.concatenate([amax, np.nextafter(amax, F32(0)), np.nextafter(amax, F32(np.inf))])
-    assert_bitwise(_power_of_two(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
+    assert_bitwise(exponent_scale(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
 
 
 @pytest.mark.costly("(208, 272, 400)-square-square", "(208, 272, 400)-row-row")
@@ -166,7 +166,7 @@ def test_gemm(shape, forms):
     assert_close(out, expected_product(*operands), 2.0**-20)
 
 
-@pytest.mark.costly("E4M3 E5M2-float32")
+@pytest.mark.costly("E4M3 E5M2-float32", "E4M3 E5M2-float16")
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
@@ -181,6 +181,7 @@ def test_gemm_dtypes_and_bias(dtypes, out_dtype):
     assert_close(out, expected, {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[out_dtype])
 
 
+@pytest.mark.costly
 @interpreted
 def test_quantized_operands_fit_the_gemm():
     x, w = draw("x", (144, 256)), draw("w", (256, 272))
@@ -218,6 +219,7 @@ def test_each_block_leaves_the_tensor_cores_before_it_is_added(square):
         assert (names.count("wgmma_ref"), len(derefs)) == (1, 1)
 
 
+@pytest.mark.costly("(400, 272, 912)")
 @pytest.mark.wide("(400, 272, 912)")
 @interpreted
 @pytest.mark.parametrize("shape", [(16, 16, 16), (400, 272, 912)], ids=str)

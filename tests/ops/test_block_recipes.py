@@ -201,6 +201,7 @@ def on_one_device(name, recipe):
     return quick_jit(lambda *a: with_vjp(lambda a: case.run(a, recipe=RECIPES[recipe][0]), *a))((case.args,), case.g)
 
 
+@pytest.mark.costly("layernorm_mlp swiglu-block-auto", "dense-block-auto")
 @pytest.mark.parametrize(
     ("name", "recipe", "mode"),
     [(name, "block", mode) for name in ("dense", "layernorm_mlp swiglu") for mode in ("auto", "explicit")]
@@ -228,6 +229,7 @@ def test_meshes(name, recipe, mode):
                 assert gradients[key].sharding.is_equivalent_to(named_sharding(case.axes[key], mesh), gradient.ndim)
 
 
+@pytest.mark.costly
 def test_stochastic_rounding_of_a_layer_is_the_same_on_a_mesh():
     x, kernel, _, g = inputs("bfloat16")
     run = quick_jit(lambda *a: with_vjp(lambda x: dense(x, kernel, recipe=NVFP4BlockScaling(), backend="xla"), *a))

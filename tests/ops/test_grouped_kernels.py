@@ -142,6 +142,21 @@ def test_what_does_not_fit_is_refused(error, words, a, b, options):
         grouped_gemm(a, b, jnp.array([128]), **{"out_dtype": BF16, **options})
 
 
+@pytest.mark.parametrize(
+    ("words", "a", "b", "rows_last"),
+    [
+        ("go together", zeros(128, 64), zeros(256, 64), False),
+        ("multiple of 128", zeros(64, 64), zeros(64, 64), False),
+        ("summed over last", zeros(128, 64, dtype=E4M3), zeros(128, 64, dtype=E4M3), False),
+        ("go together", zeros(64, 128), zeros(64, 256), True),
+    ],
+    ids=["shapes", "rows", "fp8", "rows last"],
+)
+def test_what_does_not_fit_over_rows_is_refused(words, a, b, rows_last):
+    with pytest.raises(ValueError, match=words):
+        grouped_gemm_over_rows(a, b, jnp.array([128]), out_dtype="float32", rows_last=rows_last)
+
+
 @pytest.mark.skipif(not OLD, reason="these versions of JAX run the kernels")
 def test_old_jax_is_told():
     with pytest.raises(BackendUnavailableError, match=r"JAX 0\.11"):

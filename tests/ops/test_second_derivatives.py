@@ -104,6 +104,9 @@ TWICE: dict[str, Callable[[Loss, Any, jax.Array], Any]] = {
 }
 
 
+@pytest.mark.costly(
+    "Hessian, reverse over reverse-layernorm_mlp-block", "linear in the cotangent-layernorm_linear-nvfp4"
+)
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layer", LAYERS)
@@ -116,6 +119,7 @@ def test_a_recipe_refuses_them(twice: str, layer: str, recipe: str) -> None:
             TWICE[twice](loss, params, x)
 
 
+@pytest.mark.costly("linear in the cotangent-vmap-False")
 @pytest.mark.wide
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("around", AROUND)
@@ -248,6 +252,7 @@ WITHOUT: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, ...]]
 }
 
 
+@pytest.mark.costly("transformer_layer")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())

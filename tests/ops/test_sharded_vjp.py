@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_te.config import ParallelConfig
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.quantize import with_max_gradients
-from jax_te.sharding import make_mesh
-from jax_te.sharding.internal import device_mesh
+from jax_te.sharding import device_mesh, make_mesh
 from tests.support.numerics import assert_bitwise, draw
 
 

@@ -39,6 +39,7 @@ def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
         assert_close(actual, wanted, tolerance)
 
 
+@pytest.mark.costly("layernorm_mlp gelu-block")
 @pytest.mark.wide(
     "dense-delayed",
     "dense row-none",
@@ -70,6 +71,7 @@ def test_scan(name, recipe):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
+@pytest.mark.costly("dense-nvfp4")
 @pytest.mark.wide(
     "dense-nvfp4",
     "layernorm_dense-delayed",

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, quantize
-from jax_te.quantize.internal import hadamard_rows, quantize_operand
+from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, quantize, quantize_operand
+from jax_te.quantize.hadamard import hadamard_rows
 from tests.support import formulas, oracles
 from tests.support.numerics import assert_bitwise, assert_close, draw, without_type_checker
 from tests.support.oracles import E4M3, E5M2, F32
@@ -281,6 +281,7 @@ def test_the_same_tensor_always_rounds_the_same_and_another_differently(high):
         assert 0.2 < different < 0.45, f"{what}: {different}"
 
 
+@pytest.mark.costly
 def test_rounding_does_not_depend_on_the_mesh():
     quantizer = NVFP4Quantizer(stochastic_rounding=True, hadamard=True)
     x = draw("x", (64, 64), jnp.bfloat16)

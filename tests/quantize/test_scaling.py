@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_te.quantize import merge_quantizers
-from jax_te.quantize.internal import amax, compute_scale, next_amax_state, scale_in_use
+from jax_te.quantize import amax, merge_quantizers
+from jax_te.quantize.scaling import compute_scale, next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw

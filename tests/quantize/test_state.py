@@ -10,14 +10,16 @@ from jax_te.errors import QuantizerStateError
 from jax_te.layers import QuantizableModule, prepare_quantization
 from jax_te.ops import dense
 from jax_te.quantize import (
+    ROLES,
     QuantizerState,
     as_float32,
     init_gemm_state,
     merge_quantizers,
+    precision_of,
+    quantizer_variables,
     with_max_gradients,
     write_back,
 )
-from jax_te.quantize.internal import ROLES, precision_of, quantizer_variables
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from jax_te.training import split_model
 from tests.support import oracles

@@ -10,8 +10,15 @@ import pytest
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops import dense
-from jax_te.quantize import BlockQuantizer, MXQuantizer, NVFP4Quantizer, TensorQuantizer, init_gemm_state, quantizer_for
-from jax_te.quantize.internal import precision_of
+from jax_te.quantize import (
+    BlockQuantizer,
+    MXQuantizer,
+    NVFP4Quantizer,
+    TensorQuantizer,
+    init_gemm_state,
+    precision_of,
+    quantizer_for,
+)
 from jax_te.recipe import (
     RECIPES,
     CustomRecipe,

@@ -3,8 +3,7 @@ import pickle
 import jax.numpy as jnp
 import pytest
 
-from jax_te.recipe import RECIPES, DelayedScaling, Float8CurrentScaling, Format, Recipe, recipe_from_name
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe import RECIPES, DelayedScaling, Float8CurrentScaling, Format, Recipe, fp8_max, recipe_from_name
 from tests.support.numerics import without_type_checker
 
 

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import LayerNormLinear, TransformerLayer
-from jax_te.remat import selective_recompute
-from jax_te.remat.internal import recomputed, run_recomputed
+from jax_te.remat import recomputed, run_recomputed, selective_recompute
 from tests.support.numerics import NO_DROPOUT, compiled_text, draw, without_type_checker
 
 B, S, H, F, N = 2, 8, 16, 32, 4

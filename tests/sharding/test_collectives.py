@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_te.config import ParallelConfig
-from jax_te.quantize.internal import OpaqueTree
-from jax_te.sharding import make_mesh
-from jax_te.sharding.internal import (
+from jax_te.quantize import OpaqueTree
+from jax_te.sharding import (
     all_gather,
     device_mesh,
     flat,
     local_shape,
+    make_mesh,
     mesh_dims,
     partition_spec,
     reduce_max,

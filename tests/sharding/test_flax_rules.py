@@ -19,8 +19,7 @@ import jax_te.linen as te_linen
 from jax_te._validation import log_once
 from jax_te.config import ParallelConfig
 from jax_te.layers import LayerNormMLP
-from jax_te.sharding import ShardingRules, logical_to_spec, make_mesh, sharding_report, use_rules
-from jax_te.sharding.internal import whole_sequences
+from jax_te.sharding import ShardingRules, logical_to_spec, make_mesh, sharding_report, use_rules, whole_sequences
 from jax_te.training import Optimizer, abstract_train_state, create_train_state, make_train_step
 from tests.support.numerics import assert_bitwise
 
@@ -95,6 +94,7 @@ def test_layers_under_rules_that_only_flax_has(axis_type: str) -> None:
     np.testing.assert_allclose(y, alone(x), atol=32 * 2.0**-23)
 
 
+@pytest.mark.costly("model-explicit")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("built", [False, True], ids=["function", "model"])
 def test_flax_names_are_placed_as_in_flax(axis_type: str, built: bool) -> None:

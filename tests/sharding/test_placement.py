@@ -19,8 +19,7 @@ from jax_te.layers import LayerNormMLP, Linear
 from jax_te.models import GPTModel
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import Float8CurrentScaling, autocast
-from jax_te.sharding import make_mesh, shardings_of
-from jax_te.sharding.internal import create_sharded, leaves_with_axes
+from jax_te.sharding import create_sharded, leaves_with_axes, make_mesh, shardings_of
 from jax_te.training import create_train_state
 from tests.support.numerics import assert_bitwise
 

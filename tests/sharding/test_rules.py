@@ -8,6 +8,7 @@ from jax_te.config import ParallelConfig
 from jax_te.sharding import (
     ShardingRules,
     auto_region,
+    axis_ranks,
     constrain,
     current_mesh,
     logical_to_spec,
@@ -15,7 +16,6 @@ from jax_te.sharding import (
     named_sharding,
     use_rules,
 )
-from jax_te.sharding.internal import axis_ranks
 from tests.support.numerics import without_type_checker
 
 MESH = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te import ops
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, init_gemm_state
 from jax_te.recipe import Recipe
 from tests.support.numerics import draw
 

@@ -97,7 +97,7 @@ _QUICK = {
 
 
 @functools.cache
-def _quick_options() -> dict[str, Any]:
+def quick_options() -> dict[str, Any]:
     options = dict(_QUICK.get(jax.default_backend(), {}))
     while options:  # another XLA may lack one of them
         try:
@@ -111,7 +111,7 @@ def _quick_options() -> dict[str, Any]:
 
 def quick_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``jax.jit`` that compiles several times faster, to slower code: for tests about structure more than numbers."""
-    return jax.jit(fn, compiler_options=_quick_options() or None)
+    return jax.jit(fn, compiler_options=quick_options() or None)
 
 
 def optimized_jit(fn: Callable[..., Any]) -> Callable[..., Any]:

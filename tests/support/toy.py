@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.quantize import as_float32
-from jax_te.quantize.internal import quantizer_variables
+from jax_te.quantize import as_float32, quantizer_variables
 from jax_te.sharding import auto_region
 
 HISTORY = 4

@@ -24,14 +24,14 @@ CASES = {
 def test_packed_sequences_are_described_as_te_does_from_segment_numbers(case):
     from transformer_engine.jax.attention import AttnMaskType, QKVLayout, SequenceDescriptor
 
-    from jax_te.ops.te.attention import _packed_descriptor
+    from jax_te.ops.te.attention import packed_descriptor
 
     lengths, padded = CASES[case]
     segments = segments_from_cu_seqlens(lengths, None, padded)
     where = segment_positions(segments.q_offsets, segments.q_lengths, SIZE)
     theirs = SequenceDescriptor.from_segment_ids_and_pos((where.segment,) * 2, (where.position,) * 2)
     arguments = (AttnMaskType.PADDING_MASK, QKVLayout.THD_THD_THD, (-1, -1), 3)
-    ours, expected = (d.get_seqlens_and_offsets(*arguments) for d in (_packed_descriptor(segments), theirs))
+    ours, expected = (d.get_seqlens_and_offsets(*arguments) for d in (packed_descriptor(segments), theirs))
     (our_lengths, our_offsets), (their_lengths, their_offsets) = ours, expected
     for side in range(2):  # queries, keys; what TE writes for sequences that are not there varies
         there = np.asarray(their_lengths[side])[:, :3] > 0
@@ -66,10 +66,10 @@ def test_packed_sequences_are_described_as_te_does_from_segment_numbers(case):
 def test_what_te_lacks_on_any_gpu(options, reason):
     import dataclasses
 
-    from jax_te.ops.te.attention import _lacks
+    from jax_te.ops.te.attention import unsupported
 
     spec = attention_spec(tuple(draw(name, (1, 128, 2, 64), jnp.bfloat16) for name in "qkv"), "causal")
-    lacks = _lacks(dataclasses.replace(spec, **options))
+    lacks = unsupported(dataclasses.replace(spec, **options))
     assert lacks is None if reason is None else reason in lacks
     if reason is not None:
         assert explain_backend("dot_product_attention", attention=dataclasses.replace(spec, **options)).backend == "xla"

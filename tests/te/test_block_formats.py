@@ -19,7 +19,7 @@ from jax_te.errors import BackendUnavailableError
 from jax_te.ops import explain_backend
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.quantize import MXQuantizer, NVFP4Quantizer, quantize
-from jax_te.quantize.internal import hadamard_rows
+from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.support.cases import make_case
 from tests.support.numerics import (

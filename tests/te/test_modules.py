@@ -24,8 +24,8 @@ from transformer_engine.jax.flax import DenseGeneral, LayerNorm, LayerNormDenseG
 from transformer_engine.jax.sharding import MeshResource
 
 from jax_te.ops import NormSpec, layernorm
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import ROLES, scale_in_use
+from jax_te.quantize import ROLES, init_gemm_state
+from jax_te.quantize.scaling import scale_in_use
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.numerics import (

@@ -8,8 +8,8 @@ from transformer_engine.jax.quantize.helper import AmaxComputeAlgo
 
 from jax_te.ops.te import kernels
 from jax_te.ops.te.quantizer import inside_te
-from jax_te.quantize import TensorQuantizer, quantize
-from jax_te.quantize.internal import Quantization, next_amax_state, scale_in_use
+from jax_te.quantize import Quantization, TensorQuantizer, quantize
+from jax_te.quantize.scaling import next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests.support.numerics import assert_bitwise, draw
 

@@ -3,8 +3,7 @@
 import pytest
 from flax import nnx
 
-from jax_te.layers import quantize_parameters
-from jax_te.layers.internal import quantize_kernels, use_cached_kernels
+from jax_te.layers import quantize_kernels, quantize_parameters, use_cached_kernels
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
 from tests.layers.test_stacked import HIDDEN, RECIPES, Stack, side_by_side

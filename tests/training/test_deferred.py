@@ -116,6 +116,7 @@ def count(half: Call, *args: Any, name: str = "dot_general") -> int:
     return within(jax.make_jaxpr(half)(*args).jaxpr)
 
 
+@pytest.mark.costly("TransformerLayer-delayed")
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
 @pytest.mark.parametrize("name", LAYERS)
@@ -162,6 +163,7 @@ def mesh_cases() -> list[Any]:
     ]
 
 
+@pytest.mark.costly("auto-delayed-LayerNormMLP")
 @pytest.mark.parametrize(("mode", "recipe", "layer"), mesh_cases())
 def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
     with use_mesh(mode), autocast(recipe):
@@ -173,6 +175,7 @@ def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
         assert a.sharding.is_equivalent_to(e.sharding, a.ndim)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_where_the_compiler_partitions(mode: str) -> None:
     """NVFP4 has a scale of the whole tensor, so no device runs the GEMMs by itself."""
@@ -369,6 +372,7 @@ def test_stacked_by_one_scan_and_carried_by_another(mode: str) -> None:
         assert_near(carried(state, xs), expected, TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_pipeline_passes_input_gradients_first_and_computes_weight_gradients_afterwards() -> None:
     """Two stages of a layer with bf16 weights, four microbatches; weight gradients are added up in fp32."""
     with autocast(Float8CurrentScaling()):

@@ -46,7 +46,7 @@ def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
     return loss
 
 
-@pytest.mark.costly("explicit mesh")
+@pytest.mark.costly("explicit mesh", "parameters in FP8")
 @pytest.mark.wide("parameters in FP8", "explicit mesh")
 @pytest.mark.parametrize(
     ("dtype", "recipe", "fp8_param", "mesh"),
@@ -89,7 +89,7 @@ def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
             np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=bound, atol=1e-5)
 
 
-@pytest.mark.costly("muon")
+@pytest.mark.costly("muon", "adaptive clipping")
 @pytest.mark.parametrize(
     "tx",
     [
@@ -261,6 +261,7 @@ def test_next_quantizer_states_among_the_gradients_are_written_back():
     assert max(float(leaf.max()) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, QuantizerState)))) > 1
 
 
+@pytest.mark.costly("dynamic")
 @pytest.mark.parametrize("scaler", [DynamicLossScale(), ConstantLossScale(scale=8.0)], ids=["dynamic", "constant"])
 def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
     """Also behind a jit and a tree.map; a refused update changes nothing."""

@@ -216,6 +216,9 @@ CASES = {
     "gpipe, weighted",
     "zero bubble, blocks",
     "zero bubble",
+    "stages of stacks",
+    "delayed",
+    "explicit",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_same(case):
@@ -226,6 +229,7 @@ def test_gradients_are_the_same(case):
         np.testing.assert_allclose(once[path], grad, rtol=0, atol=TOLERANCE * np.abs(grad).max(), err_msg=str(path))
 
 
+@pytest.mark.costly("distributed-1f1b", "whole-zero_bubble", "distributed-zero_bubble")
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
 def test_devices_add_up_kernels_once(schedule, distributed):

@@ -57,6 +57,7 @@ def weighted_loss(model, batch, key):
     return WeightedMean(jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"]))
 
 
+@pytest.mark.costly("explicit")
 @pytest.mark.wide("explicit")
 def test_weighted_microbatches_give_the_mean_over_the_whole_batch(mesh_mode):
     """Weights differ between microbatches; in one of them no example counts."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_te.bench.internal import AttentionSizes, Settings, bench_attention
+from jax_te.bench import AttentionSizes, Settings, bench_attention
 from jax_te.cli.bench.options import BenchAttention
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits

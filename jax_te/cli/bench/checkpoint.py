@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_te.bench.internal import Row, Variant, bench_checkpoints, created
+from jax_te.bench import Row, Variant, bench_checkpoints, create_bench_state
 from jax_te.cli.bench.options import BenchCheckpoint
 from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
 from jax_te.cli.bench.rows import show_rows
@@ -44,5 +44,5 @@ def _config(options: BenchCheckpoint, recipe: str) -> RunConfig:
 def _rows(options: BenchCheckpoint, configs: list[RunConfig]) -> Iterator[Row]:
     for recipe, config in zip(options.recipes, configs, strict=True):
         variant = Variant(name=recipe, recipe=config.make_recipe(), build=build_model(config))
-        state = created(variant, sizes_of(config), "auto")
+        state = create_bench_state(variant, sizes_of(config), "auto")
         yield from bench_checkpoints(state, Path(options.folder), options.rounds, recipe)

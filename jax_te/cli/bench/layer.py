@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_te.bench.internal import Case, Row, Settings, bench_layer
+from jax_te.bench import Case, Row, Settings, bench_layer
 from jax_te.cli.bench.options import BenchLayer
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_te.bench.internal import Settings, bench_microbatches
+from jax_te.bench import Settings, bench_microbatches
 from jax_te.cli.bench.options import BenchMicrobatches
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te.bench.internal import Row, Settings, Variant, bench_train_steps, check_megatron
+from jax_te.bench import Row, Settings, Variant, bench_train_steps, check_megatron
 from jax_te.cli.bench.options import BenchModel
 from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
 from jax_te.cli.bench.rows import show_rows
@@ -18,7 +18,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.models import Execution
-from jax_te.ops.internal import te
+from jax_te.ops.te import available
 
 
 def run(options: BenchModel) -> int:
@@ -45,7 +45,7 @@ def _check_te(options: BenchModel) -> None:
         raise ValueError(
             f"--peer te is a GPT in GPT-2's form, and {options.preset} is not; take one of the gpt presets"
         )
-    ok, reason = te.available()
+    ok, reason = available()
     if not ok:
         raise ValueError(f"--peer te: {reason}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax_te.bench.internal import Sizes
+from jax_te.bench import Sizes
 from jax_te.cli.memory import check_fits, least_memory
 from jax_te.cli.options import POLICIES
 from jax_te.cli.resolve import new_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jax_te.bench.internal import Row
+from jax_te.bench import Row
 from jax_te.cli.compile_cache import keep_compiled_programs
 
 

@@ -13,7 +13,7 @@ from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, ru
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
 from jax_te.cli.table import table
-from jax_te.metrics.internal import plain_values
+from jax_te.metrics import plain_values
 from jax_te.recipe import autocast
 from jax_te.training import TensorStatistics, calibrate_delayed_scaling, exact_model, inspect_precision
 

@@ -15,8 +15,8 @@ from flax import nnx
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
-from jax_te.layers.internal import quantizable_kernels
-from jax_te.quantize import BlockQuantizer, QuantizedKernel
+from jax_te.layers import quantizable_kernels
+from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
 
 Choice = Literal["dequantize", "keep"]
 _BLOCK, _SCALE, _E4M3 = 128, "_scale_inv", np.dtype(ml_dtypes.float8_e4m3fn)
@@ -169,6 +169,9 @@ def reader(
     Raises:
         ValueError: for scales that are not those of whole blocks any more where our kernel has the values.
     """
+    _, guard, constant = path.rpartition("/guard/")
+    if guard:
+        return lambda index, dtype: np.asarray(getattr(Guard.new(), constant), dtype)[..., *index]
     name, kept, part = path.partition("/form/rowwise/")
     entry = entries[name]
     # The tensors of this parameter alone: what is multiplied out is in memory no longer than it is read.
@@ -223,7 +226,10 @@ def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Size
 
     Raises:
         ValueError: for blocks of ours that are no blocks of theirs.
+        TypeError: if arithmetic was done on the kernel's arrays.
     """
+    if kernel.guard is not None:
+        kernel.guard.check()
     stored = kernel.form.rowwise
     values = BlockScaled(stored.data.reshape(kernel.shape[0], -1), stored.scale_inv).scales().reshape(kernel.shape)
     return {name + _SCALE: _blocks(scales, path, kernel.shape, _INSTEAD) for name, scales in entry.write(values, sizes)}

@@ -14,8 +14,8 @@ from jax_te.config import (
     PrecisionConfig,
     RecomputeConfig,
     TransformerConfig,
+    activation_parts,
 )
-from jax_te.config.internal import activation_parts
 from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
 from jax_te.megatron import is_layer_window_attention

@@ -20,8 +20,7 @@ from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.folder import CONFIG, json_file, open_tensors
 from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes
 from jax_te.models import Execution
-from jax_te.sharding import shardings_of
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding import leaves_with_axes, shardings_of
 from jax_te.typing import Array, DTypeLike
 
 OnProgress = Callable[[int, int], None]
@@ -84,11 +83,11 @@ def load_huggingface(
     stored, files = open_tensors(folder)
     tensors = read_block_scaled(values, stored, block_scaled)
     architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
-    after = released(files, on_progress)
+    after = release_after_each(files, on_progress)
     return load_tensors(architecture, form, tensors, folder, after, dtype=dtype, config=config, execution=execution)
 
 
-def released(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
+def release_after_each(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
     """Return what `load_tensors` calls after each parameter: it drops what has been read of the files from memory."""
 
     def after(done: int, count: int) -> None:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jax_te._validation import check_positive, checked, float_dtype
-from jax_te.checkpoint.internal import say
+from jax_te.checkpoint import gather_texts
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.capabilities import Architecture, Form
@@ -26,7 +26,7 @@ from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
 from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
 
 _COMPANIONS = (
@@ -81,7 +81,7 @@ def save_huggingface(
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
-    name, form = said_form(model, known)
+    name, form = architecture_of(model, known)
     chosen, sizes = ARCHITECTURES[name], form.sizes()
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
@@ -141,7 +141,7 @@ def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator
         # Each tensor is gathered by all processes together, which would wait for ever for one that stops at an error.
         for _ in stream:
             pass
-        told = say("" if problem is None else f"{type(problem).__name__}: {problem}")[0]
+        told = gather_texts("" if problem is None else f"{type(problem).__name__}: {problem}")[0]
         if told and problem is None:
             problem = OSError(errno.EIO, f"the first process could not write: {told}", str(folder))
     if problem is not None:
@@ -158,7 +158,7 @@ def placed_arrays(
     """
     entries = {path: Entry.of(pieces) for path, pieces in table.items()}
     leaves = leaves_with_axes(nnx.state(model, nnx.Param))
-    arrays = {path: leaf for path, leaf, _ in leaves if path.partition("/form/")[0] not in held}
+    arrays = {path: leaf for path, leaf, _ in leaves if not any(path.startswith(f"{kernel}/") for kernel in held)}
     arrays |= {path: kernel.form.rowwise.data for path, kernel in held.items()}
     wrong = sorted(arrays.keys() ^ entries.keys())
     wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
@@ -170,7 +170,7 @@ def placed_arrays(
     return entries, arrays
 
 
-def said_form(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
+def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
     """Return the name of the first architecture that can say what the model is, and the model's form.
 
     Raises:

@@ -132,10 +132,10 @@ class Entry:
             begin = end
 
 
-def layers(table: Table, count: int, **names: str) -> Table:
+def layer_rows(table: Table, count: int, **names: str) -> Table:
     """Return the rows of all layers: ``{i}`` stands for a layer's number, ``names`` for other words.
 
-    >>> layers({"layers/{i}/a": {"h.{i}.b": "h -> h"}}, 2)
+    >>> layer_rows({"layers/{i}/a": {"h.{i}.b": "h -> h"}}, 2)
     {'layers/0/a': {'h.0.b': 'h -> h'}, 'layers/1/a': {'h.1.b': 'h -> h'}}
     """
     return {

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_te._validation import brief, checked
-from jax_te.interop.torch import read_torch_distributed
-from jax_te.interop.torch.internal import METADATA, Mapped, Record, StoredTensor, Tensor, joined
+from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
 ARGS = "jax_te_args"
@@ -147,7 +146,7 @@ def _distributed(path: Path) -> MegatronCheckpoint:
         other = name[:-1] + "v"
         if other not in tensors:
             raise ValueError(f"{path} has {name[:200]!r} without its other component")
-        tensors[name[:-2]] = joined([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
+        tensors[name[:-2]] = join_tensors([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
     return MegatronCheckpoint(tensors, *_said(common, path), found.files)
 
 
@@ -232,7 +231,7 @@ def _merged(name: str, ranks: list[dict[str, Any]], gated: bool | None, path: Pa
         raise ValueError(f"{what}: the file says no arguments; say with gated= whether it has two components")
     split = split_axis(name, bool(gated))
     if split is not None:
-        return joined(parts, *split, what)
+        return join_tensors(parts, *split, what)
     if not all(_bits(part) == _bits(parts[0]) for part in parts):
         raise ValueError(f"{what} must be the same on all tensor ranks, and differs")
     return parts[0]

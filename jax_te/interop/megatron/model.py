@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jax_te._validation import checked, float_dtype
-from jax_te.interop.huggingface.internal import (
+from jax_te.interop.huggingface import (
     REQUIRED,
     TIED,
     Architecture,
@@ -21,17 +21,16 @@ from jax_te.interop.huggingface.internal import (
     OnProgress,
     Options,
     Table,
-    layers,
+    architecture_of,
+    layer_rows,
     load_tensors,
     model_options,
     on_host,
     placed_arrays,
-    released,
-    said_form,
+    release_after_each,
 )
 from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
-from jax_te.interop.torch import write_torch_distributed, write_torch_file
-from jax_te.interop.torch.internal import Piece, StoredTensor, Tensor
+from jax_te.interop.torch import Piece, StoredTensor, Tensor, write_torch_distributed, write_torch_file
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions
@@ -90,7 +89,7 @@ def _table(form: Any) -> Table:
     return {
         "embedding/embedding": {"embedding.word_embeddings.weight": "v h -> v h"},
         **(positions if learned else {}),
-        **layers(layer, config.num_layers),
+        **layer_rows(layer, config.num_layers),
         **{f"final_norm/{ours}": {f"decoder.final_layernorm.{theirs}": "h -> h"} for ours, theirs in ends.items()},
         **({} if form.others[TIED] else {"output_kernel": {"output_layer.weight": "v h -> h v"}}),
     }
@@ -230,7 +229,7 @@ def load_megatron(
         given["norm_epsilon"] = given["layernorm_epsilon"]
     fields = Fields(given, f"the arguments of {path}", found.tensors)
     common: Any = {"dtype": dtype, "config": config, "execution": execution}
-    after = released(found.files, on_progress)
+    after = release_after_each(found.files, on_progress)
     return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
 
 
@@ -281,7 +280,7 @@ def save_megatron(
         )
     if single and whole:
         raise ValueError(f"torch_dist needs a folder, got {path}")
-    _, form = said_form(model, {_KIND: MEGATRON})
+    _, form = architecture_of(model, {_KIND: MEGATRON})
     tensors = _tensors(model, form, dtype)
     gated = form.sizes()["a"] == 2
     arguments = dict(MEGATRON.config_fields(form)) | {"tensor_model_parallel_size": tensor_parallel}

@@ -102,11 +102,11 @@ def _row(piece: Piece, index: int) -> np.ndarray:
     return piece.read()[index - piece.offsets[0]]
 
 
-def joined(tensors: Sequence[Tensor], axis: int, blocks: int, what: str) -> Tensor:
+def join_tensors(tensors: Sequence[Tensor], axis: int, blocks: int, what: str) -> Tensor:
     """Return tensors one behind another along an axis, each of which is cut into blocks: all first ones come first.
 
     >>> two = [np.array([0, 2]), np.array([1, 3])]
-    >>> np.asarray(joined(two, 0, 1, "a")).tolist(), np.asarray(joined(two, 0, 2, "a")).tolist()
+    >>> np.asarray(join_tensors(two, 0, 1, "a")).tolist(), np.asarray(join_tensors(two, 0, 2, "a")).tolist()
     ([0, 2, 1, 3], [0, 1, 2, 3])
 
     Raises:

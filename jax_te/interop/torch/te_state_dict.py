@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError
-from jax_te.megatron.internal import Layout, load_variables
+from jax_te.megatron import Layout, load_variables
 
 _NAMES = {"kernel": "weight", "scale": "weight", "wi_kernel": "fc1_weight", "wi_bias": "fc1_bias"}
 _NAMES |= {"wo_kernel": "fc2_weight", "wo_bias": "fc2_bias"}

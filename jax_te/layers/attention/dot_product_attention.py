@@ -15,8 +15,8 @@ from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.parameters import constant
 from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
-from jax_te.ops.internal import QKV, AttentionArrays, normal_window
-from jax_te.remat.internal import ambient_modules
+from jax_te.ops.attention import QKV, AttentionArrays, normal_window
+from jax_te.remat import ambient_modules
 from jax_te.typing import Array, Key
 
 

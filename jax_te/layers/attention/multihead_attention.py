@@ -32,8 +32,8 @@ from jax_te.layers.parameters import value_or_none
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import Window, layernorm
-from jax_te.ops.internal import normal_window
-from jax_te.sharding.internal import axis_ranks, row_axis
+from jax_te.ops.attention import normal_window
+from jax_te.sharding import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import check_annotations, check_positive, checked
 from jax_te.ops import Segments, segments_from_cu_seqlens
-from jax_te.ops.internal import check_boundaries, segment_positions
+from jax_te.ops.attention import check_boundaries, segment_positions
 from jax_te.typing import Array
 
 

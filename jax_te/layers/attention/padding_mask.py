@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import log_once
 from jax_te.ops import Window
-from jax_te.ops.internal import normal_window
+from jax_te.ops.attention import normal_window
 from jax_te.typing import Array
 
 

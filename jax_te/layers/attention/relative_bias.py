@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.config.internal import normal_init
+from jax_te.config import normal_init
 from jax_te.layers.parameters import parameter
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer

@@ -1,1 +1,17 @@
 """Quantization of models that are built of Flax's own layers, and of modules of people's own."""
+
+from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
+from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
+from jax_te.layers.flax.quantize_model import (
+    Rules,
+    check_flax,
+    check_inputs,
+    check_rules,
+    decide_layer,
+    decide_parameter,
+    other_module,
+    report_of,
+    rule_of_parameter,
+    training_recipe,
+)

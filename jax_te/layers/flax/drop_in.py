@@ -17,8 +17,7 @@ from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, dense, explain_backend
-from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
-from jax_te.recipe.internal import own_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, own_recipe
 from jax_te.typing import Array, DTypeLike
 
 

@@ -10,16 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_te.sharding.internal import (
-    Dims,
-    current_rules,
-    device_mesh,
-    flat,
-    free_axes,
-    known_names,
-    local_shape,
-    partition_spec,
-)
+from jax_te.sharding import Dims, current_rules, device_mesh, flat, free_axes, known_names, local_shape, partition_spec
 from jax_te.typing import Array
 
 

@@ -18,8 +18,7 @@ from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels, reach, watching
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule, natural_order
-from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe
-from jax_te.recipe.internal import first_rule, own_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def decide(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
+def decide_layer(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
     """Return what happens to a layer, and its own recipe, if a rule gives it one."""
     pattern = first_rule(rules, path)
     own = _own_recipe(rules, pattern)
@@ -303,7 +302,7 @@ def quantize_model(
     for parts, module in nnx.iter_modules(model):
         path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
         if layer is not None:
-            entry, own = decide(path, kind, rules, layer, gemms)
+            entry, own = decide_layer(path, kind, rules, layer, gemms)
             layers.append(entry)
             present = getattr(module, layer.op.attribute)
             given = present if isinstance(present, DotGeneral) and own is None else layer.op(own)

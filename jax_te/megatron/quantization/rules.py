@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_te._validation import brief, check_annotations, checked
 from jax_te.megatron.quantization.yaml_file import read_yaml
-from jax_te.recipe.internal import first_rule
+from jax_te.recipe import first_rule
 
 _logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from jax_te.ops.attention.spec import (
 )
 from jax_te.ops.backend import ambient_backend, primitives, select
 from jax_te.ops.primitives import Backend
-from jax_te.sharding import auto_region, constrain
-from jax_te.sharding.internal import current_rules, free_axes
+from jax_te.sharding import auto_region, constrain, current_rules, free_axes
 from jax_te.typing import Array, BackendName, Key, LogicalAxes
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.spec import LinearSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
-from jax_te.quantize.internal import OpaqueTree
-from jax_te.sharding.internal import ranks_of, reshard
+from jax_te.quantize import OpaqueTree
+from jax_te.sharding import ranks_of, reshard
 from jax_te.typing import Array
 
 

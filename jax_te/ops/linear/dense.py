@@ -16,7 +16,7 @@ from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding.internal import reduce_sum
+from jax_te.sharding import reduce_sum
 from jax_te.typing import Array, BackendName
 
 
@@ -114,9 +114,9 @@ def normed_operand(
     """Return the norm's output as the GEMMs read it, and the statistics that backward needs."""
     how = gemms.fused_quantization(spec, state, "x")
     if how is None:
-        y, stats = spec.backend.norm(x, scale, bias, norm)
+        y, stats = spec.primitives.norm(x, scale, bias, norm)
         return gemms.make_operand(spec, "x", y, state, axis=-1), stats
-    written, stats, amax = spec.backend.norm_quantize(x, scale, bias, norm, how)
+    written, stats, amax = spec.primitives.norm_quantize(x, scale, bias, norm, how)
     return gemms.adopt(spec, "x", written, (how.scale, amax)), stats
 
 
@@ -159,7 +159,7 @@ def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tupl
     (normed, saved), (linear,), dnorm = residuals, spec.layers, None
     dx, weights, sink = gemms.backward(linear, saved, *gemms.grad_operand(linear, g, saved.state), after=g)
     if spec.norm is not None:
-        dx, dnorm = norm_backward(linear.backend, linear.plan, normed, dx, spec.norm)
+        dx, dnorm = norm_backward(linear.primitives, linear.plan, normed, dx, spec.norm)
     return LinearArgs(dx, dnorm, (weights,)), (sink,)
 
 

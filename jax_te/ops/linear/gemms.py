@@ -15,11 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
-from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import ROLES, Gemm, Quantization, TensorRole, pad_rows, unpad_rows
-from jax_te.recipe.internal import GEMMS
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import all_gather, reduce_max, reduce_sum
+from jax_te.quantize import ROLES, Gemm, GemmState, Quantization, QuantizedKernel, TensorRole, pad_rows, unpad_rows
+from jax_te.recipe import GEMMS
+from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 Used = tuple[Array | None, Array | None]
@@ -94,18 +92,18 @@ def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Opera
     """Return the operand of a tensor that its op has written as one (see `fused_quantization`), all-gathered."""
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if dims:
-        written = spec.backend.all_gather_operand(written, dims)
+        written = spec.primitives.all_gather_operand(written, dims)
     unquantized = getattr(spec.precision, role).quantizer is None
     return Operand(unquantized=written, used=used) if unquantized else Operand(quantized=written, used=used)
 
 
-def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
+def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:
     """Return the input or the output's gradient as an operand, all-gathered.
 
     Args:
         spec: the layer.
         role: ``"x"`` or ``"grad"``.
-        x: the tensor; on a mesh this device's shard.
+        x: the tensor; on a mesh this device's shard. Or a tree of arrays, whatever else the spec's backend quantizes.
         state: the recipe's state.
         axis: rows of its matrix view end here.
     """
@@ -117,7 +115,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState 
         return _quantized(spec, role, all_gather(x, dims), state, axis=axis)
     # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
     shard = _quantized(spec, role, x, state, axis=axis)
-    return shard.map(lambda form: spec.backend.all_gather_operand(form, dims))
+    return shard.map(lambda form: spec.primitives.all_gather_operand(form, dims))
 
 
 def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None) -> tuple[Array, Any]:
@@ -175,7 +173,7 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
     residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
     if not dims:
         return operand, residual
-    return operand.map(lambda form: spec.backend.all_gather_kernel(form, dims, "fprop")), residual
+    return operand.map(lambda form: spec.primitives.all_gather_kernel(form, dims, "fprop")), residual
 
 
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
@@ -198,7 +196,9 @@ def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[O
         g = constrain(g, spec.options.out_axes)
     axis, how = g.ndim - spec.kernel_rank + 1, fused_quantization(spec, state, "grad")
     # The bias gradient sums unquantized values either way, as TE's fused kernel does.
-    written, dbias, amax = spec.backend.quantize_dbias(g, how or Quantization(), axis=axis, bias_dtype=spec.bias_dtype)
+    written, dbias, amax = spec.primitives.quantize_dbias(
+        g, how or Quantization(), axis=axis, bias_dtype=spec.bias_dtype
+    )
     if how is None:
         return make_operand(spec, "grad", g, state, axis=axis), dbias
     return adopt(spec, "grad", written, (how.scale, amax)), dbias
@@ -219,7 +219,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         # kernels of the model would be whole at once.
         kernel, _ = jax.lax.optimization_barrier((kernel, after))
         if spec.precision.kernel.one_scale:
-            kernel = spec.backend.all_gather_kernel(kernel, dims, "dgrad")
+            kernel = spec.primitives.all_gather_kernel(kernel, dims, "dgrad")
         else:
             # No state: what has it (delayed scaling) has one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
@@ -272,7 +272,7 @@ def show_overflow(x: Array) -> Array:
     return jnp.where(jnp.isinf(x), jnp.nan, x) if x.dtype == jnp.float16 else x
 
 
-def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | None, *, axis: int) -> Operand:
+def _quantized(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:
     """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
     precision, how = getattr(spec.precision, role), quantization(spec, state, role)
     unquantized = quantized = seen = None
@@ -282,6 +282,6 @@ def _quantized(spec: LinearSpec, role: TensorRole, x: Array, state: GemmState | 
         unquantized, _ = spec.backend.quantize_operand(x, Quantization(), axis=axis)
     if how.quantizer is not None and precision.read_quantized:
         if spec.observer is not None:
-            spec.observer.record(spec.options.name, role, x, how.quantizer, how.scale, axis=axis)
-        quantized, seen = spec.backend.quantize_operand(show_overflow(x), how, axis=axis)
+            spec.observer.record(spec.options.name, role, how.quantizer, spec.backend.statistics(x, how, axis=axis))
+        quantized, seen = spec.backend.quantize_operand(jax.tree.map(show_overflow, x), how, axis=axis)
     return Operand(unquantized, quantized, (how.scale, seen))

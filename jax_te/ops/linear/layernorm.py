@@ -13,8 +13,7 @@ from jax_te.ops.linear.plan import Plan, row_plan
 from jax_te.ops.linear.resolve import LinearArgs, check_norm
 from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import sharded_vjp
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import REPLICATED
+from jax_te.sharding import REPLICATED, constrain
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 

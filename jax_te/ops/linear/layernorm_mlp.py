@@ -122,8 +122,8 @@ def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
     assert spec.activation is not None
     how = gemms.fused_quantization(linear, state, "x")
     if how is None:
-        return gemms.make_operand(linear, "x", linear.backend.act(pre, spec.activation), state, axis=-1)
-    written, amax = linear.backend.act_quantize(pre, spec.activation, how)
+        return gemms.make_operand(linear, "x", linear.primitives.act(pre, spec.activation), state, axis=-1)
+    written, amax = linear.primitives.act_quantize(pre, spec.activation, how)
     return gemms.adopt(linear, "x", written, (how.scale, amax))
 
 
@@ -137,7 +137,7 @@ def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     dpre, dbias = _activation_backward(spec, pre, dz, wi_residuals.state)
     dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
     assert spec.norm is not None
-    dx, dnorm = norm_backward(wi.backend, wi.plan, normed, dy, spec.norm)
+    dx, dnorm = norm_backward(wi.primitives, wi.plan, normed, dy, spec.norm)
     return LinearArgs(_as_planned(spec, dx, shape[:-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
@@ -152,8 +152,8 @@ def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState |
         dz = constrain(dz, spec.layers[1].options.x_axes)
     how = gemms.fused_quantization(linear, state, "grad")
     if how is None:
-        return gemms.grad_operand(linear, linear.backend.act_backward(dz, pre, spec.activation), state)
-    back, dtype = linear.backend.act_backward_quantize, linear.bias_dtype
+        return gemms.grad_operand(linear, linear.primitives.act_backward(dz, pre, spec.activation), state)
+    back, dtype = linear.primitives.act_backward_quantize, linear.bias_dtype
     written, dbias, amax = back(dz, pre, spec.activation, how, bias_dtype=dtype)
     return gemms.adopt(linear, "grad", written, (how.scale, amax)), dbias
 

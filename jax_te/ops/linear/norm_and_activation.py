@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from jax_te._validation import check_annotations
-from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams
-from jax_te.config.internal import activation_parts
+from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams, activation_parts
 
 
 @dataclass(frozen=True, kw_only=True)

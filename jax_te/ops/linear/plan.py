@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import GemmState, QuantizedKernel
-from jax_te.quantize.internal import ROLES, Precision, ambient_observer
-from jax_te.sharding import current_mesh, logical_to_spec
-from jax_te.sharding.internal import (
+from jax_te.quantize import ROLES, GemmState, Precision, QuantizedKernel, ambient_observer
+from jax_te.sharding import (
     REPLICATED,
     Dims,
     MeshAxes,
     activation_axis,
+    current_mesh,
     device_mesh,
     flat,
     free_axes,
     gathered_axes,
     local_shape,
+    logical_to_spec,
     mesh_dims,
     partition_spec,
 )

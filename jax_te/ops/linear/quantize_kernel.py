@@ -13,11 +13,32 @@ from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
-from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, TensorQuantizer, as_float32
-from jax_te.quantize.internal import OpaqueTree, Quantization, ambient_observer, precision_of, quantize_operand
+from jax_te.ops.xla import grouped as xla_grouped
+from jax_te.quantize import (
+    GemmState,
+    Guard,
+    OpaqueTree,
+    Quantization,
+    QuantizedKernel,
+    Quantizer,
+    TensorQuantizer,
+    ambient_observer,
+    as_float32,
+    precision_of,
+    quantize_operand,
+)
 from jax_te.recipe import Recipe
-from jax_te.sharding import auto_region, current_mesh, logical_to_spec
-from jax_te.sharding.internal import device_mesh, free_axes, gathered_axes, local_shape, mesh_dims, reduce_max
+from jax_te.sharding import (
+    auto_region,
+    current_mesh,
+    device_mesh,
+    free_axes,
+    gathered_axes,
+    local_shape,
+    logical_to_spec,
+    mesh_dims,
+    reduce_max,
+)
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
@@ -29,6 +50,7 @@ def quantize_kernel(
     state: GemmState | None = None,
     kernel_axes: LogicalAxes | None = None,
     portable: bool = False,
+    grouped: bool = False,
     backend: BackendName | None = None,
 ) -> QuantizedKernel:
     """Return a kernel in the form that the GEMMs read, for several calls with the same values.
@@ -44,6 +66,7 @@ def quantize_kernel(
         kernel_axes: logical axes of the kernel; required on a mesh with Explicit axes.
         portable: make it of plain arrays, which any backend reads and a checkpoint holds, instead of what this backend
             reads fastest.
+        grouped: for `grouped_dense`: there are several kernels ``[e, k, *n]``, each quantized by itself.
         backend: of the calls; None for the ambient one.
 
     Raises:
@@ -65,16 +88,18 @@ def quantize_kernel(
     if (quantizer := precision.kernel.quantizer) is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
     kernel = show_overflow(kernel)
-    chosen = backend_for("dense", backend or ambient_backend.value, recipe)
+    op = "grouped_dense" if grouped else "dense"
+    chosen: Any = backend_for(op, backend or ambient_backend.value, recipe)
+    chosen = xla_grouped if grouped else chosen
     # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
     scale = precision.scale(as_float32(state), "kernel")
 
     def run(kernel: Array, scale: Array | None) -> tuple[Any, Array | None]:
-        if portable:
+        if portable and not grouped:  # whose operands are plain arrays in any case
             return quantize_operand(kernel, quantizer, scale, axis=1)
         return chosen.quantize_operand(kernel, Quantization(quantizer, scale), axis=1)
 
-    shards = None if portable else _shards(kernel, kernel_axes, quantizer, state)
+    shards = None if portable or grouped else _shards(kernel, kernel_axes, quantizer, state)
     if shards is not None:
         whole = precision.kernel.whole_amax
         group = shards.manual_axes if whole else gathered_axes(kernel_axes or (), shards.mesh)
@@ -83,7 +108,10 @@ def quantize_kernel(
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
         form = operand if portable else OpaqueTree.pack(operand)
-    return QuantizedKernel(form=form, amax=amax, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype)
+    guard = Guard.new() if portable else None
+    return QuantizedKernel(
+        form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
+    )
 
 
 def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:

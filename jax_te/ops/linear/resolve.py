@@ -18,19 +18,18 @@ from jax_te.ops.linear.plan import LinearOptions, Plan, linear_plan, rows_may_be
 from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, grad_sink_of
 from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import QuantizedKernel
-from jax_te.quantize.internal import (
+from jax_te.quantize import (
     ROLES,
     OpaqueTree,
     Precision,
+    QuantizedKernel,
     ambient_observer,
     check_state,
     precision_of,
     scales_are_frozen,
 )
-from jax_te.recipe import Recipe
-from jax_te.recipe.internal import GEMMS
-from jax_te.sharding.internal import REPLICATED, Dims
+from jax_te.recipe import GEMMS, Recipe
+from jax_te.sharding import REPLICATED, Dims
 from jax_te.typing import Array, BackendName, DTypeLike
 
 
@@ -101,8 +100,13 @@ def run_op(
     return op(spec, _shards(specs, weights), args, sinks, layers[-1].options.out_axes)
 
 
-def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, sinks: tuple[Any, ...]) -> None:
+def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any, ...]) -> None:
     """Raise for a derivative that would be wrong.
+
+    Args:
+        spec: `OpSpec`, or another with ``layers`` of `LinearSpec`.
+        args, perturbed: `LinearArgs`, or others with ``layers`` of `LinearWeights`, and bools in their places.
+        sinks: of the call.
 
     Raises:
         TypeError: if a kernel that was quantized before the call is differentiated and has no ``grad_sink``.
@@ -119,8 +123,8 @@ def check_differentiated(spec: OpSpec, args: LinearArgs, perturbed: LinearArgs, 
             raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
 
 
-def why_once(spec: OpSpec) -> str | None:
-    """Return why a linear op has no second derivatives; None if it has."""
+def why_once(spec: Any) -> str | None:
+    """Return why a linear op has no second derivatives; None if it has. ``spec`` as in `check_differentiated`."""
     for layer in spec.layers:
         operands = [getattr(layer.precision, role) for role in ROLES]
         if any(operand.quantizer is not None and operand.read_quantized for operand in operands):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec
 
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions, Plan
-from jax_te.ops.primitives import Backend
-from jax_te.quantize import GemmState, Observer, QuantizedKernel
-from jax_te.quantize.internal import OpaqueTree, Precision
-from jax_te.sharding.internal import Dims, MeshAxes, summed_axes
+from jax_te.ops.primitives import Backend, GemmBackend
+from jax_te.quantize import GemmState, Observer, OpaqueTree, Precision, QuantizedKernel
+from jax_te.sharding import Dims, MeshAxes, summed_axes
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 
@@ -65,7 +64,7 @@ class LinearSpec:
         frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 
-    backend: Backend
+    backend: GemmBackend
     precision: Precision
     plan: Plan
     options: LinearOptions
@@ -80,6 +79,11 @@ class LinearSpec:
     sink: GradSink | None = None
     observer: Observer | None = None
     frozen_scales: bool = False
+
+    @property
+    def primitives(self) -> Backend:
+        """The backend with all its primitives, which one layer has; several layers in groups have GEMMs alone."""
+        return cast(Backend, self.backend)
 
 
 class OpSpec(NamedTuple):

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax_te._validation import check_positive, checked
 from jax_te.ops.loss.cross_entropy import check_labels, cross_entropy_gradient, cross_entropy_value
 from jax_te.ops.loss.reduction import LossOptions, reduced_loss
-from jax_te.sharding import constrain
-from jax_te.sharding.internal import axis_ranks
+from jax_te.sharding import axis_ranks, constrain
 from jax_te.typing import Array, LogicalAxes
 
 _LOGITS: LogicalAxes = ("batch", "sequence", "vocab")

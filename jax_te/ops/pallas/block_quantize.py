@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_te.ops.pallas.support import BLOCK, check_float, check_jax, pad
-from jax_te.recipe.internal import fp8_max
+from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -88,11 +88,11 @@ def block_quantize_2d(
 def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
     """``max(dtype) / amax``, at most the largest fp32; 1 where the amax is 0 or inf."""
     usable = (amax > 0.0) & (amax <= _LARGEST)
-    scale = _power_of_two(amax, dtype) if power_of_two else jnp.minimum(fp8_max(dtype) / amax, _LARGEST)
+    scale = exponent_scale(amax, dtype) if power_of_two else jnp.minimum(fp8_max(dtype) / amax, _LARGEST)
     return jnp.where(usable, scale, jnp.float32(1.0))
 
 
-def _power_of_two(amax: Array, dtype: DTypeLike) -> Array:
+def exponent_scale(amax: Array, dtype: DTypeLike) -> Array:
     """The largest power of two that is at most ``max(dtype) / amax``, by exponents: a division would have to be exact.
 
     ``max(dtype)`` is 1.75 * 2^e, so the quotient's exponent is e - exponent(amax), less 1 where the mantissa of

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax_te.ops.pallas.block_gemm import block_gemm
 from jax_te.ops.pallas.block_quantize import block_quantize, block_quantize_2d
 from jax_te.ops.pallas.support import BLOCK, supported
-from jax_te.quantize import BlockQuantizer, QuantizedOperand, QuantizedTensor, Quantizer
-from jax_te.quantize.internal import as_matrix
+from jax_te.quantize import BlockQuantizer, QuantizedOperand, QuantizedTensor, Quantizer, as_matrix
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, DTypeLike
 

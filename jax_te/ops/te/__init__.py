@@ -35,6 +35,8 @@ def supports(
 
     On a mesh its kernels run on each device's arrays; ``unsharded`` says why that cannot be.
     """
+    if op == "grouped_dense":
+        return False, _NO_GROUPED_DENSE
     ok, reason = available()
     if not ok:
         return False, reason
@@ -47,6 +49,13 @@ def supports(
     if op == "dot_product_attention" and attention is not None:
         return primitives().attention_supports(attention)
     return True, "TE loads and has this op"
+
+
+# Read from Transformer Engine 2.20: gemm.cpp of its JAX half.
+_NO_GROUPED_DENSE = (
+    "its grouped GEMMs wait for the host in each GEMM and each quantization, or (the second version) need cuBLAS 13.3 "
+    "and take bf16 and MXFP8 alone"
+)
 
 
 def _recipe_supports(recipe: Recipe) -> tuple[bool, str]:

@@ -58,7 +58,7 @@ def _window(spec: AttentionSpec) -> tuple[int, int]:
 _SHORTEST = 128
 
 
-def _lacks(spec: AttentionSpec) -> str | None:
+def unsupported(spec: AttentionSpec) -> str | None:
     """Return why TE cannot run the call on any GPU, or None."""
     if spec.mask_type not in _MASKS:
         return f"TE's fused attention has no {spec.mask_type!r} mask"
@@ -79,7 +79,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
             f"{spec.kv_length} (cuDNN 9.19, Transformer Engine 2.20.2, H200)"
         )
     if spec.max_segments:
-        lacks = _lacks_packed(spec)
+        lacks = unsupported_if_packed(spec)
         if lacks is not None:
             return lacks
     if 1 < spec.q_length < _SHORTEST:
@@ -90,7 +90,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
     return None
 
 
-def _lacks_packed(spec: AttentionSpec) -> str | None:
+def unsupported_if_packed(spec: AttentionSpec) -> str | None:
     """Return why TE cannot run a call of packed sequences on any GPU, or None."""
     if spec.bias_type != "no_bias":
         # A sequence is an example to cuDNN, whose first query and key read the bias's first row and column.
@@ -112,7 +112,7 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     """Return whether cuDNN has a kernel for the call, and its answer if not."""
     if runs_as_plain_jax() or jax.default_backend() != "gpu":
         return False, "TE's fused attention needs a GPU"
-    lacks = _lacks(spec)
+    lacks = unsupported(spec)
     if lacks is not None:
         return False, lacks
     if _is_empty(spec):
@@ -280,7 +280,7 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
 
 def _descriptor(spec: AttentionSpec, arrays: AttentionArrays) -> SequenceDescriptor:
     if arrays.segments is not None:
-        return _packed_descriptor(arrays.segments)
+        return packed_descriptor(arrays.segments)
     if arrays.q_lengths is not None and arrays.kv_lengths is not None:
         return SequenceDescriptor.from_seqlens((arrays.q_lengths, arrays.kv_lengths))
     return SequenceDescriptor.from_seqlens(
@@ -291,7 +291,7 @@ def _descriptor(spec: AttentionSpec, arrays: AttentionArrays) -> SequenceDescrip
     )
 
 
-def _packed_descriptor(segments: Segments) -> SequenceDescriptor:
+def packed_descriptor(segments: Segments) -> SequenceDescriptor:
     """Return TE's descriptor: -1 marks absent sequences; rows of offsets have one entry more than rows of lengths."""
     # TE pairs the i-th length that is not -1, over all rows, with the i-th such offset: queries and keys must mark the
     # same sequences, so one without queries or without keys is absent on both sides.

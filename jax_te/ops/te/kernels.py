@@ -15,6 +15,7 @@ from jax_te.ops.te.gemm import (
 )
 from jax_te.ops.te.norm import norm, norm_backward, norm_quantize
 from jax_te.ops.te.quantizer import recipe_supports
+from jax_te.ops.xla.gemm import statistics
 
 NAME = "te"
 
@@ -42,4 +43,5 @@ __all__ = [
     "recipe_supports",
     "residual_for_dgrad",
     "residual_for_wgrad",
+    "statistics",
 ]

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
-from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer, TensorQuantizer
-from jax_te.quantize.internal import rounding_key
+from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer, TensorQuantizer, rounding_key
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from jax_te.typing import Array, DTypeLike
 

@@ -13,6 +13,7 @@ from jax_te.ops.xla.gemm import (
     quantize_operand,
     residual_for_dgrad,
     residual_for_wgrad,
+    statistics,
     sum_rows,
 )
 from jax_te.ops.xla.norm import norm, norm_backward, norm_quantize
@@ -41,5 +42,6 @@ __all__ = [
     "quantize_operand",
     "residual_for_dgrad",
     "residual_for_wgrad",
+    "statistics",
     "sum_rows",
 ]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_te.config import ActivationParams
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.xla.gemm import quantize_dbias, quantize_operand
-from jax_te.quantize.internal import Operand, Quantization
+from jax_te.quantize import Operand, Quantization
 from jax_te.typing import Array, DTypeLike
 
 _GELU = 2.0 * (2.0 / math.pi) ** 0.5

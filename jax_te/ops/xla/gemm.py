@@ -13,10 +13,17 @@ import jax.numpy as jnp
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK
-from jax_te.quantize import BlockQuantizer, QuantizedOperand, QuantizedTensor
-from jax_te.quantize.internal import Gemm, Operand, Quantization
-from jax_te.quantize.internal import quantize_operand as quantize_both
-from jax_te.sharding.internal import Dims, all_gather
+from jax_te.quantize import (
+    BlockQuantizer,
+    Gemm,
+    Operand,
+    Quantization,
+    QuantizedOperand,
+    QuantizedTensor,
+    quantization_statistics,
+)
+from jax_te.quantize import quantize_operand as quantize_both
+from jax_te.sharding import Dims, all_gather
 from jax_te.typing import Array, DTypeLike
 
 
@@ -29,6 +36,12 @@ def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Operand
     if isinstance(quantizer, BlockQuantizer) and hopper.runs_here(quantizer):
         return hopper.quantize_operand(x, quantizer, axis=axis), None
     return quantize_both(x, quantizer, scale, axis=axis)
+
+
+def statistics(x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+    """Return statistics of the quantization of ``x``; see `jax_te.ops.backend.Backend`."""
+    assert how.quantizer is not None
+    return quantization_statistics(x, how.quantizer, how.scale, axis=axis)
 
 
 def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.linear.norm_and_activation import NormSpec
 from jax_te.ops.xla.gemm import quantize_operand
-from jax_te.quantize.internal import Operand, Quantization
+from jax_te.quantize import Operand, Quantization
 from jax_te.typing import Array
 
 Stats = tuple[Array, Array]

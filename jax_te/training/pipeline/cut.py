@@ -14,9 +14,8 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
-from jax_te.models.internal import StackCall, replace_stack
-from jax_te.sharding import ShardingRules, constrain, current_mesh, logical_to_spec
-from jax_te.sharding.internal import current_rules, leaves_with_axes
+from jax_te.models import StackCall, replace_stack
+from jax_te.sharding import ShardingRules, constrain, current_mesh, current_rules, leaves_with_axes, logical_to_spec
 from jax_te.training.pipeline.schedule import split_layers
 from jax_te.typing import Array
 

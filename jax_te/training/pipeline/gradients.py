@@ -12,10 +12,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
-from jax_te.models.internal import replace_stack
+from jax_te.models import replace_stack
 from jax_te.quantize import merge_quantizers
-from jax_te.sharding import auto_region, current_mesh, use_rules
-from jax_te.sharding.internal import leaves_with_axes
+from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import like_full_precision

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import Literal
 
-from jax_te.layers.internal import quantize_kernels, use_cached_kernels
-from jax_te.models.internal import StackCall, call_of_stack, replace_stack
+from jax_te.layers import quantize_kernels, use_cached_kernels
+from jax_te.models import StackCall, call_of_stack, replace_stack
 from jax_te.quantize import QuantizerState
 from jax_te.training import gradients
 from jax_te.training.deferred import deferred_vjp, with_summands

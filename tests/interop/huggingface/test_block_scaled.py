@@ -206,7 +206,11 @@ def test_kernels_that_a_run_stores_quantized_are_written(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="must be 'keep' or None, got 'dequantize'"):
         save_huggingface(trained, tmp_path, block_scaled="dequantize")
     kernel = trained.layers[0].self_attention.proj.kernel
-    other = replace(kernel.get_value(), quantizer=BlockQuantizer(dtype=jnp.float8_e4m3fn))
+    value = kernel.get_value()
+    kernel.set_value(jax.tree.map(lambda leaf: leaf + leaf, value))
+    with pytest.raises(TypeError, match="arithmetic on a kernel that is stored quantized"):
+        save_huggingface(trained, tmp_path, block_scaled="keep")
+    other = replace(value, quantizer=BlockQuantizer(dtype=jnp.float8_e4m3fn))
     kernel.set_value(other)
     with pytest.raises(ValueError, match=r"proj/kernel is stored as BlockQuantizer.*two_dimensional=False"):
         save_huggingface(trained, tmp_path, block_scaled="keep")

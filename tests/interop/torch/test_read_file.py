@@ -15,8 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_te.interop.torch import read_torch_file, write_torch_file
-from jax_te.interop.torch.internal import open_torch_file
+from jax_te.interop.torch import open_torch_file, read_torch_file, write_torch_file
 from jax_te.interop.torch.pickles import Record, read_pickle
 
 DTYPES = ["float32", "float16", "bfloat16", "int64", "uint8", "bool", "uint16", "float8_e4m3fn", "float8_e5m2"]

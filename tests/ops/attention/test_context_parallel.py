@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
+@pytest.mark.costly("p2p-causal-natural")
 @pytest.mark.wide(
     "p2p-causal-natural",
     "p2p-causal-zigzag",
@@ -82,7 +83,7 @@ def test_every_way_gives_one_devices_numbers(kind: str, mask_type: str, zigzag: 
     compare(mesh, way(kind, mesh.shape["context"], zigzag=zigzag), {"mask_type": mask_type})
 
 
-@pytest.mark.costly("p2p-dropout")
+@pytest.mark.costly("p2p-dropout", "p2p-max logits", "all_gather-packed")
 @pytest.mark.wide(
     "p2p-window",
     "p2p-lengths, bottom right",
@@ -108,6 +109,7 @@ def test_options(kind: str, option: str) -> None:
     compare(context_mesh(context=size), way(kind, size, zigzag=True), OPTIONS[option])
 
 
+@pytest.mark.costly("alibi")
 @pytest.mark.wide("alibi", "dropout")
 @pytest.mark.parametrize("option", ["alibi", "learnable", "dropout", "max logits"])
 def test_heads_split_among_tensor_ranks_and_in_groups_of_context_ranks(option: str) -> None:
@@ -186,6 +188,7 @@ def barriers_hold() -> bool:
     return len(re.findall(r" sine\(", text)) == 2
 
 
+@pytest.mark.costly("a2a+p2p")
 @pytest.mark.wide("p2p", "a2a+p2p")
 @pytest.mark.parametrize("kind", WAYS)
 def test_what_is_communicated(kind: str) -> None:
@@ -213,6 +216,7 @@ def count(name: str, jaxpr: Any) -> int:
     return sum(inner) + sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
 
 
+@pytest.mark.costly
 def test_a_policy_that_keeps_the_context_runs_attention_once() -> None:
     """Seen by how often keys and values are sent around."""
     with jax.set_mesh(context_mesh(context=2)):
@@ -238,6 +242,7 @@ def test_a_policy_that_keeps_the_context_runs_attention_once() -> None:
             assert_close(host(a), host(b), TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_without_jit_and_inside_the_users_own_shard_map() -> None:
     qkv, g = operands(), draw("g", (B, S, N, D))
     expected = attend(qkv, g, {"mask_type": "causal"})
@@ -397,6 +402,9 @@ ON_DIAGONALS = [
 ]
 
 
+@pytest.mark.costly(
+    "a2a+p2p-causal", "all_gather-learnable", "p2p-max logits", "all_gather-packed, causal, window", "all_gather-causal"
+)
 @pytest.mark.wide(
     "p2p-causal",
     "p2p-no_mask",

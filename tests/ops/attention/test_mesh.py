@@ -56,7 +56,7 @@ def value_and_gradients(model: nnx.Module, x: Any, g: Any, positions: Any, key: 
     return quick_jit(lambda *args: with_vjp(run, args[:2], args[2]))(state, x, g)
 
 
-@pytest.mark.costly("p2p-auto")
+@pytest.mark.costly
 @pytest.mark.wide("p2p-auto", "a2a+p2p-explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", WAYS)
@@ -80,6 +80,7 @@ def test_a_layer_of_every_way_is_one_devices(kind: str, mode: str) -> None:
         assert_close(host(got), wanted, tolerance)
 
 
+@pytest.mark.costly
 def test_packed_sequences_in_zigzag_order() -> None:
     """Offsets and lengths are those of the row in natural order; positions are reordered with the tokens."""
     packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, 8], [0, 6, 8]]))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jax_te.ops import dense
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, init_gemm_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.support import oracles
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, value_and_vjp, wide

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jax_te.ops import layernorm
-from jax_te.quantize import frozen_scales, init_gemm_state
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, frozen_scales, init_gemm_state
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -87,6 +86,7 @@ def test_each_gemm_alone_is_in_high_precision(kind, flags):
         assert_bitwise(next_state[role]["amax_history"], expected["amax_history"].at[0].set(newest), what=role)
 
 
+@pytest.mark.costly("flags1", "flags0")
 @pytest.mark.parametrize(
     "flags", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
 )

@@ -4,8 +4,7 @@ import pytest
 
 from jax_te.config import ActivationParams
 from jax_te.ops import NormSpec
-from jax_te.quantize import init_gemm_state
-from jax_te.quantize.internal import ROLES
+from jax_te.quantize import ROLES, init_gemm_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support import oracles
 from tests.support.calls import layernorm_mlp

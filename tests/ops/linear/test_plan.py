@@ -11,8 +11,7 @@ import pytest
 from jax_te.config import ParallelConfig
 from jax_te.ops import LinearOptions, quantize_kernel
 from jax_te.ops.linear.plan import Plan, linear_plan, row_plan
-from jax_te.quantize import init_gemm_state, observe_quantization
-from jax_te.quantize.internal import precision_of
+from jax_te.quantize import init_gemm_state, observe_quantization, precision_of
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.sharding import make_mesh
 

@@ -7,8 +7,7 @@ import pytest
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops import quantize_kernel
-from jax_te.quantize import QuantizedOperand, frozen_scales
-from jax_te.quantize.internal import OpaqueTree
+from jax_te.quantize import OpaqueTree, QuantizedOperand, frozen_scales
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -43,6 +42,7 @@ def inputs(name="dense"):
     return case, case.args["x"], case.args.get("kernel")
 
 
+@pytest.mark.costly("False-nvfp4")
 @pytest.mark.wide
 @by_name
 @pytest.mark.parametrize("portable", [False, True])

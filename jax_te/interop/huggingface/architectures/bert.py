@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_te.interop.huggingface.capabilities import Architecture, Form, Options
 from jax_te.interop.huggingface.config_json import Fields, activation_name
-from jax_te.interop.huggingface.tensor_patterns import Table, layers
+from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
 from jax_te.models import BertModel
 
 _ONCE: Table = {
@@ -57,7 +57,7 @@ def _table(form: Form) -> Table:
     head = form.others["add_lm_head"]
     once = _ONCE | (_POOLER if form.others["add_pooler"] else {}) | (_HEAD if head else {})
     base = "bert." if head else ""
-    return layers(once, 1, base=base) | layers(_LAYER, form.config.num_layers, base=base)
+    return layer_rows(once, 1, base=base) | layer_rows(_LAYER, form.config.num_layers, base=base)
 
 
 def _read(given: Fields, options: Options) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, layer_windows, model_options
 from jax_te.interop.huggingface.config_json import FULL, WINDOW, Fields, activation_name, rotary_fields
-from jax_te.interop.huggingface.tensor_patterns import Table, layers
+from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
 from jax_te.models import GPTModel, Multipliers
 
 _MLP = "layers/{i}/layernorm_mlp"
@@ -40,7 +40,7 @@ def _gpt2_table(form: Form) -> Table:
     return {
         "embedding/embedding": {"transformer.wte.weight": "v h -> v h"},
         "position_embedding/embedding": {"transformer.wpe.weight": "s h -> s h"},
-        **layers(_GPT2_LAYER, form.config.num_layers),
+        **layer_rows(_GPT2_LAYER, form.config.num_layers),
         "final_norm/scale": {"transformer.ln_f.weight": "h -> h"},
         "final_norm/bias": {"transformer.ln_f.bias": "h -> h"},
         **_head(form),
@@ -157,7 +157,7 @@ def _llama_table(form: Form) -> Table:
     layer |= _OUTPUT_NORMS if config.block_output_layernorm else {}
     return {
         "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
-        **layers(layer, config.num_layers),
+        **layer_rows(layer, config.num_layers),
         "final_norm/scale": {"model.norm.weight": "h -> h"},
         **_head(form),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, model_options
 from jax_te.interop.huggingface.config_json import ACTIVATIONS, Fields, activation_name
-from jax_te.interop.huggingface.tensor_patterns import Table, layers
+from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
 from jax_te.models import Multipliers, RelativePositions, T5Model
 
 _STACK: Table = {
@@ -51,11 +51,11 @@ def _table(form: Form) -> Table:
     table = {"embedding/embedding": {"shared.weight": "v h -> v h"}}
     for ours, last in (("encoder", "1"), ("decoder", "2")):
         count = form.config.num_layers if ours == "decoder" else form.others["encoder_num_layers"]
-        table |= layers(stack, count, ours=ours, last=last)
+        table |= layer_rows(stack, count, ours=ours, last=last)
         table |= {f"{ours}_bias/embedding": {f"{ours}.{bias}": "b n -> b n"}}
         table |= {f"{ours}_norm/scale": {f"{ours}.final_layer_norm.weight": "h -> h"}}
     head = {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
-    return table | layers(_CROSS, form.config.num_layers) | head
+    return table | layer_rows(_CROSS, form.config.num_layers) | head
 
 
 def _read(given: Fields, options: Options) -> None:

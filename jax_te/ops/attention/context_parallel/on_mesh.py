@@ -19,7 +19,7 @@ from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import QKV, AttentionArrays, unpack
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
-from jax_te.sharding.internal import MeshAxes, reduce_max, reduce_sum
+from jax_te.sharding import MeshAxes, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax_te._validation import check_annotations, check_choice
 from jax_te.config import CP_COMM_TYPES
 from jax_te.ops.attention.spec import AttentionSpec, MaskType
-from jax_te.sharding.internal import MeshAxes, free_axes, mesh_dims
+from jax_te.sharding import MeshAxes, free_axes, mesh_dims
 from jax_te.typing import LogicalAxes
 
 

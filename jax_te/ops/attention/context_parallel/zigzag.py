@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te._validation import brief, check_positive, checked
-from jax_te.sharding.internal import axis_ranks
+from jax_te.sharding import axis_ranks
 from jax_te.typing import Array
 
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)

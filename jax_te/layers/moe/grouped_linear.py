@@ -1,0 +1,187 @@
+"""Linear layers of experts, in one array."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_te._validation import check_positive, checked, is_integer, log_hints
+from jax_te.config import normal_init
+from jax_te.layers.linear import kernel_logical_axes
+from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
+from jax_te.layers.results import layer_output
+from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule
+from jax_te.ops import LinearOptions, LinearWeights, RowGroups, grouped_dense
+from jax_te.sharding import activation_axis
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
+
+
+@checked
+class GroupedLinear(TensorParallelModule):
+    """``y = x @ kernel[g] + bias[g]`` for the rows of each group ``g``: linear layers of experts in one array.
+
+    Rows are sorted by group. Each group's GEMMs are quantized as those of a `Linear` that it has to itself: scales and
+    amaxes are its own, delayed scaling has a state for each, and results do not depend on other groups' rows. Sizes of
+    groups are values on the device, which the host does not wait for; a group may have no rows, or all.
+
+    Args:
+        num_gemms: ``e``, the number of groups.
+        in_features: ``k``, size of the input's last axis.
+        out_features: ``n``, size of the output's last axis, or sizes of several.
+        bias: learn an additive bias for each group.
+        init_method: initializer of one group's kernel, ``init(key, shape, dtype)`` with its shape ``(k, *n)``. None:
+            N(0, 0.023²).
+        tp_group: None or ``"tensor"``, as in `Linear`.
+        tp_size: as in `Linear`.
+        parallel_mode: ``"column"``, ``"row"`` or None, as in `Linear`. On a mesh the compiler partitions the layer.
+        fuse_wgrad_accumulation: stored, without effect, as in `Linear`.
+        return_bias: do not add the bias but return it beside the output, for a fused operation to add.
+        params_dtype: dtype of ``kernel [e, k, *n]`` and ``bias [e, *n]``.
+        kernel_axes: logical axes of the kernel, in place of ``"expert"`` and those that ``parallel_mode`` stands for.
+        rngs: the stream ``expert-parallel-rng`` draws the kernels, if there is one; else a stream that follows from
+            ``params``.
+
+    Attributes:
+        frozen: no gradient reaches the parameters, and none is computed for the kernels. False. `GroupedLoRA` sets it.
+        module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
+
+    Raises:
+        TypeError: for another ``tp_group``; when called, for sizes of groups that are no integers.
+        ValueError: for a size that is not positive, an unknown mode or dtype; when called, for sizes that do not fit
+            (FP8 needs features in multiples of 16), a mesh with another number of tensor devices than ``tp_size``.
+        QuantizerStateError: when called under a recipe with state, if the layer was built without it.
+
+    Source: ``transformer_engine.pytorch.GroupedLinear``.
+
+    >>> layer = GroupedLinear(2, 16, 32, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((5, 16)), jnp.array([4, 1])).shape, layer.kernel.shape
+    ((5, 32), (2, 16, 32))
+    """
+
+    kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        bias: bool = True,
+        *,
+        init_method: Initializer | None = None,
+        tp_group: TensorGroup = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: DTypeLike = jnp.float32,
+        kernel_axes: LogicalAxes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        features = out_features if isinstance(out_features, tuple) else (out_features,)
+        sizes = {f"out_features[{i}]": size for i, size in enumerate(features)}
+        check_positive(num_gemms=num_gemms, in_features=in_features, **sizes)
+        mode_axes = ("expert", *kernel_logical_axes(parallel_mode, 1 + len(features)))
+        self.num_gemms = self.groups = num_gemms
+        self.parallel_mode = None if parallel_mode is None else parallel_mode.lower()
+        self.tensor_parallel = TensorParallel(group=tp_group, size=tp_size, split=parallel_mode is not None)
+        self.kernel_shape = (num_gemms, in_features, *features)
+        self.kernel_axes = mode_axes if kernel_axes is None else kernel_axes
+        self.feature_axes = tuple(activation_axis(name) for name in self.kernel_axes[2:])
+        init = functools.partial(init_of_each, normal_init() if init_method is None else init_method)
+        self.kernel = parameter(init, expert_rngs(rngs), self.kernel_shape, params_dtype, self.kernel_axes)
+        bias_axes = (self.kernel_axes[0], *self.kernel_axes[2:])
+        self.bias = constant(0.0, (num_gemms, *features), params_dtype, bias_axes) if bias else None
+        self._init_quantization()
+        self.use_bias = bias
+        self.return_bias = return_bias
+        log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.frozen = False
+
+    def axes_of(self, kernel: str) -> LogicalAxes:
+        """Logical axes of the kernel."""
+        return self.kernel_axes
+
+    def __call__(
+        self,
+        x: Array,
+        group_sizes: Array | Sequence[int],
+        is_first_microbatch: bool | None = None,
+        *,
+        alignment: int = 1,
+    ) -> Array | tuple[Array | None, ...]:
+        """Apply the layer.
+
+        Args:
+            x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
+            group_sizes: int32 ``[e]`` (or integers), the number of rows of each group. Rows beyond them all are
+                padding.
+            is_first_microbatch: True: quantize the kernels and keep them for later calls; False: use what was kept;
+                None: what the attribute of that name says, by default neither.
+            alignment: each group starts at a multiple of it, behind the rows of padding of the group before, see
+                `jax_te.ops.RowGroups`. 1: at the end of that.
+
+        Returns:
+            ``y [rows, *n]``, zeros in rows of padding; with ``return_bias`` ``(y, bias)``, the biases ``[e, *n]`` in
+            the dtype of ``x`` (None if the layer has none).
+        """
+        with jax.named_scope("GroupedLinear"):
+            x = self.tensor_parallel.enter(x, (None, "hidden"))
+            groups = self.row_groups(x, group_sizes, alignment)
+            weights = self._weights(is_first_microbatch)
+            y = grouped_dense(
+                x,
+                weights.kernel,
+                None if self.return_bias else weights.bias,
+                groups=groups,
+                recipe=self.recipe,
+                state=weights.state,
+                grad_sink=weights.grad_sink,
+                options=self._options(),
+            )
+            if not self.return_bias:
+                return y
+            return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
+
+    def row_groups(self, x: Array, group_sizes: Array | Sequence[int], alignment: int = 1) -> RowGroups:
+        """Where the rows of each group lie in a call's ``x``; sizes that are known are checked.
+
+        Args:
+            x, group_sizes, alignment: as in a call.
+        """
+        if not isinstance(group_sizes, jax.Array):
+            sizes = list(group_sizes)
+            if not all(map(is_integer, sizes)):
+                raise TypeError(f"group_sizes must be integers, got {group_sizes!r}")
+            if any(size < 0 for size in sizes) or sum(sizes) > x.shape[0]:
+                raise ValueError(f"group_sizes must be >= 0 and add up to at most {x.shape[0]} rows, got {sizes}")
+            group_sizes = jnp.asarray(np.array(sizes, np.int32))
+        if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+            raise TypeError(f"group_sizes must be integers, got {group_sizes.dtype}")
+        if group_sizes.shape != (self.num_gemms,):
+            raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
+        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0], alignment=alignment)
+
+    def _options(self) -> LinearOptions:
+        # Rows are not named: on a mesh they are those of all devices.
+        return LinearOptions(
+            kernel_axes=self.kernel_axes,
+            out_axes=(None, *self.feature_axes),
+            name=self.module_name,
+            evaluation=self.deterministic,
+        )
+
+    def _weights(self, is_first_microbatch: bool | None) -> LinearWeights:
+        bias = None if self.bias is None else self.bias.get_value()
+        weights = self.linear_weights("kernel", bias, is_first_microbatch)
+        if not self.frozen:
+            return weights
+        # The state is left out: its next value leaves backward as its gradient, also of a frozen layer.
+        kernel, bias = jax.lax.stop_gradient((weights.kernel, weights.bias))
+        return LinearWeights(kernel, bias, weights.state)

@@ -1,0 +1,221 @@
+"""Linear layers of experts in Megatron's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from jax_te._validation import checked
+from jax_te.config import ModelParallelConfig
+from jax_te.layers import GroupedLinear, check_context_size
+from jax_te.megatron.te_kwargs import in_dtype_of
+from jax_te.megatron.te_layer import TELayer, TELayerOptions
+from jax_te.typing import Array, Initializer, NoProcessGroups
+
+
+@checked
+class TEGroupedLinear(TELayer, GroupedLinear):
+    """`jax_te.layers.GroupedLinear` with Megatron's arguments; a call gives ``(y, biases or None)``.
+
+    Arguments are Megatron's in name and order, followed by ``rngs``. In a state dict the experts' arrays are
+    ``weight0 [n, k]``, ``weight1``, …, ``bias0 [n]``, …; in the layer they are one, ``kernel [e, k, n]`` and
+    ``bias [e, n]``.
+
+    Args:
+        num_gemms: ``e``, the number of experts.
+        input_size: ``k``, of the global input, not of a shard.
+        output_size: ``n``, of the global output; or several sizes: with ``(2, f)`` gate and factor of a gated MLP have
+            an axis of their own.
+        parallel_mode: ``"column"``, ``"row"`` or None, as in `TELinear`; without effect for an expert.
+        config: `ModelParallelConfig` lists the fields that are read.
+        init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
+        bias: there are biases ``[e, n]``, initially 0.
+        skip_bias_add: with ``bias``, return the biases instead of adding them, for a fused operation to add.
+        is_expert: the layer is that of a mixture's experts, whose kernels the tensor axis does not shard (Megatron's
+            ``expert_tensor_parallel_size=1``).
+        tp_comm_buffer_name: any name or None, without effect.
+        pg_collection: None.
+        name: under which the rules of ``config.quant_recipe`` know the layer, as in `TELinear`.
+        rngs: its stream ``expert-parallel-rng`` draws the kernels, else one that follows from ``params``.
+
+    Attributes:
+        is_first_microbatch, module_recipe, deterministic, module_name: see `TELinear`.
+
+    Raises:
+        ValueError: for sequence parallelism of a layer that the tensor axis shards, since rows of experts have no
+            sequence; an unknown mode; a mesh in use whose tensor axis is not of the configured size.
+        AssertionError: for a size that the tensor axis does not divide.
+        TypeError: for an ``init_method`` that cannot be called.
+
+    Source: ``megatron.core.extensions.transformer_engine.TEGroupedLinear``.
+
+    >>> layer = TEGroupedLinear(
+    ...     2, 16, 32, parallel_mode="column", config=ModelParallelConfig(),
+    ...     init_method=jax.nn.initializers.normal(0.02), bias=False, skip_bias_add=True, is_expert=True,
+    ...     rngs=nnx.Rngs(0),
+    ... )
+    >>> y, bias = layer(jnp.ones((5, 16)), [4, 1])
+    >>> y.shape, bias, list(layer.state_dict())
+    ((5, 32), None, ['weight0', 'weight1'])
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int | tuple[int, ...],
+        *,
+        parallel_mode: str | None,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: NoProcessGroups = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        options = TELayerOptions(parallel_mode, bias, skip_bias_add, is_expert, tp_comm_buffer_name, None, None, name)
+        if config.sequence_parallel and options.sharded:
+            raise ValueError(
+                f"sequence_parallel=True with parallel_mode={parallel_mode!r} splits a sequence, and rows sorted by "
+                "expert have none; set is_expert=True, with which the tensor axis does not shard the layer"
+            )
+        self._describe((input_size, output_size), config, options)
+        keywords = self._keywords(config, init_method, options)
+        GroupedLinear.__init__(self, num_gemms, input_size, output_size, rngs=rngs, **keywords)
+        self._follow_rules(name)
+
+    def __call__(
+        self,
+        x: Array,
+        m_splits: Array | Sequence[int],
+        *,
+        is_first_microbatch: bool | None = None,
+        alignment: int = 1,
+    ) -> tuple[Array, Array | None]:
+        """Apply the layer.
+
+        Args:
+            x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
+            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. The host does not wait for them.
+            is_first_microbatch, alignment: as in `GroupedLinear`.
+
+        Returns:
+            ``(y [rows, n], None)`` with the biases, if any, added to ``y``; with ``skip_bias_add`` and ``bias``
+            ``(y, biases [e, n])``, both in the dtype of ``x``.
+        """
+        # A layer may be built without a mesh and called on one, so the size is checked again.
+        check_context_size(self.config.context_parallel_size)
+        x = in_dtype_of(x, self.kernel)
+        result: Any = super().__call__(x, m_splits, is_first_microbatch, alignment=alignment)
+        # Always a pair, so that callers need not know how the layer was built.
+        return result if self.te_return_bias else (result, None)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", f"(num_gemms={self.num_gemms}, ", 1)
+
+
+@checked
+class TEColumnParallelGroupedLinear(TEGroupedLinear):
+    """`TEGroupedLinear` of the mode ``"column"``.
+
+    Args:
+        num_gemms, input_size, output_size, config, init_method, bias, skip_bias_add, is_expert, tp_comm_buffer_name,
+            pg_collection, name, rngs: as in `TEGroupedLinear`.
+
+    Raises:
+        ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
+
+    Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear``.
+
+    >>> options = {"init_method": jax.nn.initializers.normal(0.02), "bias": False, "skip_bias_add": True}
+    >>> options |= {"is_expert": True, "rngs": nnx.Rngs(0)}
+    >>> TEColumnParallelGroupedLinear(2, 16, 32, config=ModelParallelConfig(), **options)
+    TEColumnParallelGroupedLinear(num_gemms=2, in_features=16, out_features=32, bias=False, TP=1)
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int | tuple[int, ...],
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: NoProcessGroups = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_gemms,
+            input_size,
+            output_size,
+            parallel_mode="column",
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            name=name,
+            rngs=rngs,
+        )
+
+
+@checked
+class TERowParallelGroupedLinear(TEGroupedLinear):
+    """`TEGroupedLinear` of the mode ``"row"``.
+
+    Args:
+        num_gemms, input_size, output_size, config, init_method, bias, skip_bias_add, is_expert, tp_comm_buffer_name,
+            pg_collection, name, rngs: as in `TEGroupedLinear`.
+
+    Raises:
+        ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
+
+    Source: ``megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear``.
+
+    >>> options = {"init_method": jax.nn.initializers.normal(0.02), "bias": True, "skip_bias_add": False}
+    >>> options |= {"is_expert": True, "rngs": nnx.Rngs(0)}
+    >>> TERowParallelGroupedLinear(2, 16, 32, config=ModelParallelConfig(), **options)
+    TERowParallelGroupedLinear(num_gemms=2, in_features=16, out_features=32, bias=True, TP=1)
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: NoProcessGroups = None,
+        name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_gemms,
+            input_size,
+            output_size,
+            parallel_mode="row",
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            name=name,
+            rngs=rngs,
+        )

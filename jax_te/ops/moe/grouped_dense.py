@@ -1,0 +1,206 @@
+"""Linear transformations of one shape, each of the rows of its own group."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_te._validation import COMPUTE_DTYPES, check_float
+from jax_te.errors import QuantizerStateError
+from jax_te.ops.backend import ambient_backend, backend_for
+from jax_te.ops.linear import gemms
+from jax_te.ops.linear.gemms import LinearResiduals
+from jax_te.ops.linear.plan import LinearOptions, Plan
+from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
+from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, grad_sink_of
+from jax_te.ops.moe.row_groups import RowGroups
+from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
+from jax_te.ops.pallas import grouped as hopper
+from jax_te.ops.sharded_vjp import sharded_vjp
+from jax_te.ops.stacked import named
+from jax_te.ops.xla import grouped
+from jax_te.quantize import (
+    GemmState,
+    OpaqueTree,
+    Precision,
+    QuantizedKernel,
+    ambient_observer,
+    precision_of,
+    scales_are_frozen,
+)
+from jax_te.recipe import Recipe
+from jax_te.sharding import constrain, device_mesh
+from jax_te.typing import Array, BackendName
+
+
+def grouped_dense(
+    x: Array,
+    kernel: Array | QuantizedKernel,
+    bias: Array | None = None,
+    *,
+    groups: RowGroups,
+    recipe: Recipe | None = None,
+    state: GemmState | None = None,
+    grad_sink: GivenSink | None = None,
+    options: LinearOptions = LinearOptions(),
+    backend: BackendName | None = None,
+) -> Array:
+    """Return ``x @ kernel[g] + bias[g]`` for the rows of each group ``g``, with the three GEMMs of each quantized.
+
+    Each group has what `dense` gives its rows alone: scales, amaxes and quantized values are the same bits, products
+    the same to the order of sums. Nothing depends on other groups, nothing waits for the host, and results are
+    deterministic.
+
+    Args:
+        x: ``[rows, k]`` fp32, bf16 or fp16: the compute dtype.
+        kernel: ``[e, k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same
+            quantized before the call, see `quantize_kernel`.
+        bias: ``[e, *n]`` or None.
+        groups: where the rows of each group lie. Rows of no group give zeros, whatever they hold, and have zero
+            gradients.
+        recipe: None for high precision. FP8 needs ``k`` and ``prod(n)`` to be multiples of 16 (``recipe.alignment``);
+            numbers of rows are free, and rows whose groups do not start at multiples of `group_alignment` are copied.
+        state: the recipe's state, if it has any, with a scale and an amax history for each group: ``[e]``, ``[e, n]``.
+            Its gradient is its next value. A group without rows keeps its scale.
+        grad_sink: ``[e, k, *n]``, as in `dense`.
+        options: logical axes of kernel and output, ``name`` and ``evaluation``, as in `dense`. On a mesh the compiler
+            partitions the op.
+        backend: None for the ambient one; Transformer Engine does not run it, see `explain_backend`.
+
+    Returns:
+        ``[rows, *n]`` in the dtype of ``x``. Gradients of kernels are accumulated in fp32 and have the kernels' dtype.
+
+    Raises:
+        ValueError: for shapes that do not fit, and for a quantizer of a ``CustomRecipe`` whose scales depend on more
+            than blocks of `group_alignment` rows.
+        QuantizerStateError: if the recipe has state, and none is given or it is not that of ``e`` groups.
+        TypeError: for an input that is not floating point; if a quantized kernel is differentiated and no
+            ``grad_sink`` is given.
+        BackendUnavailableError: for backend ``"te"``.
+
+    Source: ``transformer_engine.jax.dense.grouped_dense``, ``transformer_engine.pytorch.GroupedLinear``.
+
+    >>> import jax.numpy as jnp
+    >>> groups = RowGroups(sizes=jnp.array([2, 1]), rows=4)
+    >>> grouped_dense(jnp.ones((4, 3)), jnp.ones((2, 3, 5)) * jnp.array([1.0, 2.0])[:, None, None], groups=groups)[:, 0]
+    Array([3., 3., 6., 0.], dtype=float32)
+    """
+    weights = LinearWeights(kernel, bias, state, grad_sink)
+    precision = precision_of(recipe)
+    _check_call(x, weights, groups, precision, options)
+    usable = usable_weights(weights, precision, recipe)
+    mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
+    reason = None if mesh is None else "the rows of a group may lie on any device"
+    backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
+    how = tiling(groups, precision)
+    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, reason, options)
+    spec = _Spec((linear,), how, groups.rows, groups.alignment)
+    return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
+
+
+class _Args(NamedTuple):
+    x: Any
+    sizes: Any
+    layers: tuple[LinearWeights, ...]
+
+
+class _Spec(NamedTuple):
+    layers: tuple[LinearSpec, ...]
+    tiling: Tiling
+    rows: int
+    alignment: int
+
+    def groups(self, sizes: Array) -> TiledGroups:
+        return TiledGroups(RowGroups(sizes=sizes, rows=self.rows, alignment=self.alignment), self.tiling)
+
+
+def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
+    (linear,), (weights,), groups = spec.layers, args.layers, spec.groups(args.sizes)
+    rows = grouped.GroupedRows(x=groups.cut(args.x), tiles=groups.tiles)
+    operand = gemms.make_operand(linear, "x", rows, weights.state, axis=1)
+    y, saved = gemms.forward(linear, operand, weights._replace(bias=None))
+    y = groups.joined(y)
+    if weights.bias is not None:
+        bias = weights.bias.astype(y.dtype)
+        y = y + jnp.take(bias, groups.group_of_rows, axis=0, mode="fill", fill_value=0)
+    y = constrain(y, linear.options.out_axes) if linear.plan.constrained else y
+    return y, (args.sizes, LinearResiduals(*named(saved, "quantized", given=weights), weights.state))  # type: ignore[misc]
+
+
+def _bwd(spec: _Spec, residuals: tuple[Array, LinearResiduals], g: Array) -> tuple[_Args, Any]:
+    (sizes, saved), (linear,) = residuals, spec.layers
+    groups = spec.groups(sizes)
+    g = constrain(g, linear.options.out_axes) if linear.plan.constrained else g
+    rows = grouped.GroupedRows(x=groups.cut(g), tiles=groups.tiles)
+    dbias = None
+    if linear.bias_dtype is not None:
+        dbias = groups.sums(g, rows.x).astype(linear.bias_dtype)
+    operand = gemms.make_operand(linear, "grad", rows, saved.state, axis=1)
+    dx, weights, sink = gemms.backward(linear, saved, operand, dbias, after=g)
+    return _Args(groups.joined(dx), None, (weights,)), (sink,)
+
+
+_grouped = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)
+
+
+def _check_call(
+    x: Array, weights: LinearWeights, groups: RowGroups, precision: Precision, options: LinearOptions
+) -> None:
+    """Raise for arrays and options that do not go together."""
+    kernel, bias, state, _ = weights
+    for array in (x, kernel, bias):
+        if array is not None and jnp.dtype(array.dtype).name not in COMPUTE_DTYPES:
+            check_float("grouped_dense", array)
+    if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] != kernel.shape[1]:
+        raise ValueError(
+            f"grouped_dense: input {x.shape} and kernel {kernel.shape} do not go together; they must be [rows, k] and "
+            "[e, k, *n]"
+        )
+    e, k, *n = kernel.shape
+    if groups.count != e or groups.rows != x.shape[0]:
+        raise ValueError(
+            f"grouped_dense: groups are {groups.count} in {groups.rows} rows, and input and kernel have {e} and "
+            f"{x.shape[0]}"
+        )
+    if bias is not None and bias.shape != (e, *n):
+        raise ValueError(f"grouped_dense: bias {bias.shape} must have shape {(e, *n)}, that of kernel without k")
+    for name, size in {"input size": k, "output size": prod(n)}.items():
+        if size % precision.alignment:
+            raise precision.misfit("grouped_dense", name, size, f"input {x.shape}, kernel {kernel.shape}")
+    if options.save_original_input:
+        raise ValueError("grouped_dense keeps the quantized input for backward; save_original_input must be False")
+    if precision.amax_rule is not None and state is not None and state["x"]["scale"].shape != (e,):
+        raise QuantizerStateError(
+            f"grouped_dense has {e} groups, and the quantizer state has scales of shape {state['x']['scale'].shape}; "
+            f"make it by init_gemm_state(recipe, groups={e}), or prepare_quantization(model, recipe)"
+        )
+
+
+def _resolved(
+    x: Array, weights: LinearWeights, precision: Precision, tile: int, reason: str | None, options: LinearOptions
+) -> tuple[LinearSpec, Array | OpaqueTree | None]:
+    """Return the layer as the op runs it, and the arrays of its sink."""
+    kernel, bias, _, given_sink = weights
+    backend: Any = hopper if hopper.runs_here(x.dtype, tile, precision) else grouped
+    # The op constrains its rows itself: those of the tiles lie otherwise.
+    plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
+    sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
+    spec = LinearSpec(
+        backend=backend,
+        precision=precision,
+        plan=plan,
+        options=options,
+        x_dtype=x.dtype,
+        wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
+        kernel_rank=kernel.ndim,
+        lead=None,
+        stored_quantized=isinstance(kernel, QuantizedKernel),
+        bias_dtype=None if bias is None else bias.dtype,
+        sink=sink,
+        observer=ambient_observer.value,
+        frozen_scales=scales_are_frozen.value,
+    )
+    return spec, arrays

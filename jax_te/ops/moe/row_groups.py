@@ -1,0 +1,103 @@
+"""How the rows of several groups lie in one array: the contract between the permutation and the grouped GEMMs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_te._validation import check_positive, is_integer
+from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
+from jax_te.ops.pallas.support import supported
+from jax_te.quantize import Precision, padded_size, precision_of
+from jax_te.recipe import Recipe
+from jax_te.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RowGroups:
+    """Where the rows of each group lie in an array ``[rows, ...]``: one group after another, each from its own start.
+
+    Group ``g`` has the rows ``[starts[g], starts[g] + sizes[g])``; ``starts`` are the sums of the sizes before ``g``,
+    each rounded up to a multiple of ``alignment``. So no block of ``alignment`` rows is of two groups. All other rows,
+    between the groups and behind the last, are padding: whoever writes the array makes them zeros, and whoever reads it
+    gives zeros for them, in forward and in gradients. Sizes are values on the device; every shape is static.
+
+    Args:
+        sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
+        rows: of the array. `row_bound` is enough for any sizes of a known sum.
+        alignment: of the groups' starts, >= 1. An op whose recipe needs another one (`jax_te.ops.group_alignment`)
+            copies the rows.
+
+    Raises:
+        ValueError: for an alignment that is not positive, or a negative number of rows.
+
+    >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
+    >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
+    (16, [0, 4, 4], [0, 0, 0, 3, 2, 2, 2, 2, 3])
+    """
+
+    # Any: jax.tree fills the field with shapes, shardings and placeholders as well.
+    sizes: Any
+    rows: int = field(metadata={"static": True})
+    alignment: int = field(default=1, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_positive(alignment=self.alignment)
+        if not is_integer(self.rows) or self.rows < 0:
+            raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
+
+    @property
+    def count(self) -> int:
+        """Number of groups, ``e``."""
+        return self.sizes.shape[0]
+
+    @property
+    def starts(self) -> Array:
+        """First row of each group, int32 ``[e]``."""
+        taken = -(-self.sizes // self.alignment) * self.alignment
+        return jnp.cumsum(taken, dtype=jnp.int32) - taken
+
+    def of_rows(self) -> Array:
+        """Return the group of each row, int32 ``[rows]``; ``e`` for padding."""
+        row, starts = jnp.arange(self.rows, dtype=jnp.int32), self.starts
+        # The last group that starts at the row or before it: a group without rows starts where the next one does.
+        group = jnp.sum(row[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1
+        return jnp.where(row < (starts + self.sizes)[group], group, self.count)
+
+
+def row_bound(rows: int, groups: int, *, alignment: int) -> int:
+    """Return how many rows an array needs for ``rows`` rows in ``groups`` groups of any sizes: `RowGroups`'s ``rows``.
+
+    Each group leaves at most ``alignment - 1`` rows empty.
+
+    Raises:
+        ValueError: for a number of groups or an alignment that is not positive.
+
+    >>> row_bound(7, 3, alignment=4)
+    16
+    """
+    check_positive(groups=groups, alignment=alignment)
+    return padded_size(rows + groups * (alignment - 1), alignment)
+
+
+def group_alignment(recipe: Recipe | None) -> int:
+    """Return the alignment that the rows of groups need for `grouped_dense` to read them as they are under a recipe.
+
+    It is 32 under MXFP8 and NVFP4, 128 under block scaling, so that no block of scales is of two groups, and else 16;
+    on a Hopper GPU always a multiple of 128, so that no step of its kernels is of two groups.
+
+    >>> from jax_te.recipe import Float8BlockScaling
+    >>> group_alignment(None), group_alignment(Float8BlockScaling())
+    (16, 128)
+    """
+    return tile_of(precision_of(recipe))
+
+
+def tile_of(precision: Precision) -> int:
+    """Return how many rows at once are quantized and multiplied as of one group, on the device at hand."""
+    return math.lcm(precision.group_alignment, GROUP_ALIGNMENT if supported()[0] else 1)

@@ -1,0 +1,221 @@
+"""GEMMs of several linear layers of one shape, each on rows of its own, by Hopper's grouped kernels.
+
+The same primitives as `jax_te.ops.xla.grouped`, for operands in 16 bits and for FP8 with one scale a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, grouped_gemm, grouped_gemm_over_rows
+from jax_te.ops.pallas.scaled_quantize import scaled_quantize
+from jax_te.ops.pallas.support import BLOCK, supported
+from jax_te.ops.xla.grouped import GroupedRows, statistics
+from jax_te.quantize import Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
+from jax_te.sharding import current_mesh
+from jax_te.typing import Array, DTypeLike
+
+__all__ = ["GroupedRows", "statistics"]  # which are the same here
+
+NAME = "xla"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of all groups as the kernels read them.
+
+    Args:
+        rows: ``[R, c]``, 16 bits or FP8.
+        columns: the same transposed, ``[c, R]``; None for 16 bits, which the kernels read from ``rows``.
+        scale_inv: fp32 ``[e]``, for FP8.
+        sizes: ``[e]``, rows of each group with its padding, in fp32: operands of deferred kernel gradients are
+            cotangents, among which JAX has no integers.
+        dtype: before quantization.
+        features: shape of one row.
+    """
+
+    rows: Any
+    columns: Any
+    scale_inv: Any
+    sizes: Any
+    dtype: DTypeLike = field(metadata={"static": True})
+    features: tuple[int, ...] = field(metadata={"static": True})
+
+    @property
+    def group_sizes(self) -> Array:
+        """Rows of each group with its padding, int32 ``[e]``."""
+        return self.sizes.astype(jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """FP8 kernels of all groups as the kernels of this folder read them.
+
+    Args:
+        stored: ``[e, k, n]``, for the input's gradient.
+        transposed: ``[e, n, k]``, for forward; None in what backward keeps.
+        scale_inv: fp32 ``[e]``.
+        features: ``(k, *n)``.
+    """
+
+    stored: Any
+    transposed: Any
+    scale_inv: Any
+    features: tuple[int, ...] = field(metadata={"static": True})
+
+
+def runs_here(dtype: DTypeLike, tile: int, precision: Precision) -> bool:
+    """Return whether these primitives run a layer on the device at hand: on one Hopper GPU.
+
+    Args:
+        dtype: the compute dtype.
+        tile: rows of a tile.
+        precision: what each GEMM reads.
+    """
+    mesh = current_mesh()
+    quantizers = (precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer)
+    return (
+        (mesh is None or mesh.size == 1)
+        and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+        and all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
+        and tile % GROUP_ALIGNMENT == 0
+        and supported()[0]
+    )
+
+
+def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
+    """Return rows of groups, or each group's kernel ``[e, k, *n]``, as an operand, and the groups' amaxes ``[e]``."""
+    if isinstance(x, GroupedRows):
+        return _rows(x, how)
+    if how.quantizer is None:
+        return x, None
+    return _kernels(x, how)
+
+
+def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
+    tiles, (count, height, *features) = x.tiles, x.x.shape
+    matrix, quantizer = x.x.reshape(count * height, -1), how.quantizer
+    if quantizer is None:
+        rows, columns, scale_inv, amaxes = matrix, None, None, None
+    else:
+        assert isinstance(quantizer, TensorQuantizer)
+        seen = tiles.amax(amax(x.x, axis=tuple(range(1, x.x.ndim)))) if quantizer.scaling == "current" else None
+        scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+        of_blocks = jnp.repeat(scale[tiles.group], height // BLOCK)
+        (rows,), (columns,), of_blocks = _quantized(matrix[None], of_blocks[None], quantizer.dtype)
+        amaxes = tiles.amax(amax(of_blocks.reshape(count, -1), axis=1)) if seen is None else seen
+        scale_inv = 1.0 / scale
+    sizes = tiles.sum(jnp.full(count, height, jnp.float32))
+    parts = Rows(
+        rows=rows, columns=columns, scale_inv=scale_inv, sizes=sizes, dtype=x.x.dtype, features=tuple(features)
+    )
+    return parts, amaxes
+
+
+def _kernels(x: Array, how: Quantization) -> tuple[Kernels, Array]:
+    quantizer, (e, k, *_) = how.quantizer, x.shape
+    assert isinstance(quantizer, TensorQuantizer)
+    seen = amax(x, axis=tuple(range(1, x.ndim))) if quantizer.scaling == "current" else None
+    scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+    padded = -(-k // BLOCK)
+    stored, transposed, of_blocks = _quantized(
+        x.reshape(e, k, -1), jnp.broadcast_to(scale[:, None], (e, padded)), quantizer.dtype
+    )
+    kernels = Kernels(stored=stored, transposed=transposed, scale_inv=1.0 / scale, features=x.shape[1:])
+    return kernels, amax(of_blocks, axis=1) if seen is None else seen
+
+
+def _quantized(x: Array, scale: Array, dtype: DTypeLike) -> tuple[Array, Array, Array]:
+    """Return `scaled_quantize` of ``x [e, m, k]``, of any size."""
+    _, m, k = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -m % BLOCK), (0, -k % BLOCK))) if m % BLOCK or k % BLOCK else x
+    rows, columns, amaxes = scaled_quantize(padded, scale, dtype)
+    return rows[:, :m, :k], columns[:, :k, :m], amaxes
+
+
+def adopt(kernels: QuantizedOperand) -> Kernels:
+    """Return kernels that are quantized as plain arrays as these primitives read them."""
+    form = kernels.rowwise
+    e, *features = form.data.shape
+    stored = form.data.reshape(e, features[0], -1)
+    return Kernels(
+        stored=stored,
+        transposed=stored.swapaxes(1, 2),
+        scale_inv=form.scale_inv.reshape(e),
+        features=tuple(features),
+    )
+
+
+def residual_for_wgrad(x: Rows) -> Rows:
+    """Return the form of the rows that the GEMM of the kernels' gradients reads."""
+    rows = x.rows if x.columns is None else None
+    return Rows(rows=rows, columns=x.columns, scale_inv=x.scale_inv, sizes=x.sizes, dtype=x.dtype, features=x.features)
+
+
+def residual_for_dgrad(kernels: Any) -> Any:
+    """Return the form of the kernels that the GEMM of the input's gradient reads."""
+    if isinstance(kernels, QuantizedOperand):
+        kernels = adopt(kernels)
+    if not isinstance(kernels, Kernels):
+        return kernels
+    return Kernels(stored=kernels.stored, transposed=None, scale_inv=kernels.scale_inv, features=kernels.features)
+
+
+def gemm_fprop(x: Rows, kernels: Any, bias: None, split_accumulator: bool) -> Array:
+    """Return ``x [rows, k] @ kernels [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    if isinstance(kernels, QuantizedOperand):
+        kernels = adopt(kernels)
+    if isinstance(kernels, Kernels):
+        features = kernels.features[1:]
+        y = grouped_gemm(
+            x.rows,
+            kernels.transposed,
+            x.group_sizes,
+            x.scale_inv * kernels.scale_inv,
+            b_transposed=True,
+            split_accumulator=split_accumulator,
+            out_dtype=x.dtype,
+        )
+    else:
+        features, matrices = kernels.shape[2:], kernels.reshape(*kernels.shape[:2], -1)
+        y = grouped_gemm(x.rows, matrices.astype(x.dtype), x.group_sizes, out_dtype=x.dtype)
+    return y.reshape(-1, *features)
+
+
+def gemm_dgrad(g: Rows, kernels: Any, split_accumulator: bool) -> Array:
+    """Return ``g [rows, *n] @ kernels [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    if isinstance(kernels, Kernels):
+        return grouped_gemm(
+            g.rows,
+            kernels.stored,
+            g.group_sizes,
+            g.scale_inv * kernels.scale_inv,
+            b_transposed=True,
+            split_accumulator=split_accumulator,
+            out_dtype=g.dtype,
+        )
+    matrices = kernels.reshape(*kernels.shape[:2], -1).astype(g.dtype)
+    return grouped_gemm(g.rows, matrices, g.group_sizes, b_transposed=True, out_dtype=g.dtype)
+
+
+def gemm_wgrad(x: Rows, g: Rows, dtype: DTypeLike, split_accumulator: bool) -> Array:
+    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    if x.columns is None:
+        dkernels = grouped_gemm_over_rows(x.rows, g.rows, x.group_sizes, out_dtype=dtype)
+    else:
+        dkernels = grouped_gemm_over_rows(
+            x.columns,
+            g.columns,
+            x.group_sizes,
+            x.scale_inv * g.scale_inv,
+            rows_last=True,
+            split_accumulator=split_accumulator,
+            out_dtype=dtype,
+        )
+    return dkernels.reshape(*dkernels.shape[:2], *g.features)

@@ -1,0 +1,165 @@
+"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: a `Backend` beside ``xla``.
+
+Its other primitives are those of ``xla``, which treat each row by itself.
+
+Rows lie in tiles of one group each. A tile is quantized with its group's scales and multiplied by its group's kernel by
+the primitives of one layer, so each group has that layer's numbers. The tiles take turns in a loop whose length is
+static: no shape depends on the sizes of groups, the host waits for nothing, and what is multiplied beyond the groups'
+rows is the padding of their last tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_te.ops.xla import gemm
+from jax_te.ops.xla.gemm import residual_for_dgrad
+from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
+from jax_te.quantize import quantize_operand as quantize_both
+from jax_te.typing import Array, DTypeLike
+
+NAME: str = "xla"
+
+__all__ = ["residual_for_dgrad"]  # as for one layer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GroupedRows:
+    """Rows of several groups, in tiles of one group each: ``x [tiles, t, *c]``; rows of no group are zeros."""
+
+    x: Any
+    tiles: GroupTiles
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GroupedOperand:
+    """`GroupedRows` as the GEMMs read them.
+
+    Args:
+        form: the operand of each tile, their arrays stacked along a first axis ``[tiles]``.
+        group: the group of each tile ``[tiles]``, in fp32: operands of deferred kernel gradients are cotangents, among
+            which JAX has no integers.
+        count: number of groups.
+    """
+
+    form: Any
+    group: Any
+    count: int = field(metadata={"static": True})
+
+
+def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
+    """Return rows of groups, or a kernel of each group ``[e, k, *n]``, as an operand, and the groups' amaxes ``[e]``.
+
+    Args:
+        x: the rows or kernels.
+        how: its scale, if any, is fp32 ``[e]``.
+        axis: 1, where the columns of a tile and of one kernel begin.
+    """
+    quantizer, scale, _ = how
+    if not isinstance(x, GroupedRows):
+        return (x, None) if quantizer is None else _quantize_each(x, quantizer, scale)
+    form, amaxes = (x.x, None) if quantizer is None else _quantize_rows(x, quantizer, scale)
+    return GroupedOperand(form=form, group=x.tiles.group.astype(jnp.float32), count=x.tiles.count), amaxes
+
+
+def _quantize_rows(rows: GroupedRows, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:
+    """Return the operand of each tile, stacked, and the groups' amaxes ``[e]``."""
+    if rows.tiles.count == rows.x.shape[0] == 1:
+        return _quantize_each(rows.x, quantizer, scale)
+    return quantize_tiles(rows.x, quantizer, rows.tiles, scale)
+
+
+def _quantize_each(x: Array, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:
+    """Return matrices ``[e, k, *n]``, each quantized by itself, as an operand of stacked arrays, and amaxes ``[e]``."""
+
+    def one(x: Array, scale: Array | None) -> tuple[Any, Array | None]:
+        return quantize_both(x, quantizer, scale, axis=1)
+
+    if x.shape[0] == 1:
+        # Not by vmap, with which XLA may order the sums of the GEMM behind in another way.
+        return jax.tree.map(lambda leaf: leaf[None], one(*_only((x, scale))))
+    return jax.vmap(one)(x, scale)
+
+
+def statistics(x: GroupedRows | Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+    """Return statistics of the quantization of rows of groups or their kernels, together as of one tensor."""
+    quantizer, scale, _ = how
+    assert quantizer is not None
+    if isinstance(x, GroupedRows):
+        rows, tiles = x.x, x.tiles
+        q = _quantize_rows(x, quantizer, scale)[0].rowwise
+        amaxes = tiles.amax(amax(rows, axis=tuple(range(1, rows.ndim))))
+        elements: Any = jnp.maximum(jnp.sum(tiles.rows), 1).astype(jnp.float32) * prod(rows.shape[2:])
+    else:
+        rows, q, elements = x, _quantize_each(x, quantizer, scale)[0].rowwise, x.size
+        amaxes = amax(rows, axis=tuple(range(1, rows.ndim)))
+    return {**stacked_statistics(rows, q, elements), "group_amaxes": amaxes}
+
+
+def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
+    """Return the forms of the rows that the GEMM of the kernels' gradients reads."""
+    return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
+
+
+def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
+    """Return ``x [rows, k] @ kernel [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    assert bias is None  # the op adds it, to the rows of no padding alone
+    return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernel)
+
+
+def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array:
+    """Return ``g [rows, *n] @ kernel [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernel)
+
+
+def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
+    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    if _is_one_gemm(x):
+        only_x, only_g = _only((x.form, g.form))
+        return gemm.gemm_wgrad(only_x, only_g, dtype, split_accumulator)[None]
+
+    def product(tile: tuple[Any, Any]) -> Array:
+        return gemm.gemm_wgrad(*tile, jnp.float32, split_accumulator)
+
+    def add(sums: Array, tile: tuple[Any, Array]) -> tuple[Array, None]:
+        operands, group = tile[0], tile[1].astype(jnp.int32)
+        sum_ = _at(sums, group) + product(operands)
+        return jax.lax.dynamic_update_index_in_dim(sums, sum_, group, 0), None
+
+    first = jax.eval_shape(lambda operands: _at(operands, 0), (x.form, g.form))
+    shape = jax.eval_shape(product, first).shape
+    sums, _ = jax.lax.scan(add, jnp.zeros((x.count, *shape), jnp.float32), ((x.form, g.form), x.group))
+    return sums.astype(dtype)
+
+
+def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kernels: Any) -> Array:
+    """Return ``multiply(tile, kernel)`` of each tile and its group's kernel, as one array of rows."""
+    if isinstance(rows.form, jax.Array) and isinstance(kernels, jax.Array):
+        kernels = kernels.astype(rows.form.dtype)  # once, not for each tile
+    if _is_one_gemm(rows):
+        return multiply(_only(rows.form), _only(kernels))
+    y = jax.lax.map(lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group))
+    return y.reshape(-1, *y.shape[2:])
+
+
+def _is_one_gemm(rows: GroupedOperand) -> bool:
+    """Return whether there is one group in one tile, whose GEMM then is that of one layer, to the last bit."""
+    return rows.count == 1 and rows.group.shape == (1,)
+
+
+def _only(operand: Any) -> Any:
+    """Return the one operand of a stack of one."""
+    return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), operand)
+
+
+def _at(operand: Any, index: int | Array) -> Any:
+    """Return one of several operands whose arrays are stacked."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), operand)

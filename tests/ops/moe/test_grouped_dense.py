@@ -1,0 +1,403 @@
+"""Linear layers of several groups: each group has what `dense` gives its rows alone."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.errors import BackendUnavailableError, QuantizerStateError
+from jax_te.ops import (
+    LinearOptions,
+    RowGroups,
+    dense,
+    explain_backend,
+    group_alignment,
+    grouped_dense,
+    quantize_kernel,
+    row_bound,
+)
+from jax_te.quantize import (
+    BlockQuantizer,
+    TensorQuantizer,
+    frozen_scales,
+    init_gemm_state,
+    observe_quantization,
+    quantization_statistics,
+    with_max_gradients,
+)
+from jax_te.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from tests.support.meshes import MODES, use_mesh
+from tests.support.numerics import (
+    TOLERANCE,
+    assert_bitwise,
+    assert_close,
+    assert_same_rounding,
+    compiled_text,
+    draw,
+    equations,
+    quick_jit,
+    with_vjp,
+)
+
+
+def _mixed(role):
+    return TensorQuantizer(dtype=jnp.float8_e4m3fn) if role != "kernel" else BlockQuantizer(dtype=jnp.float8_e4m3fn)
+
+
+RECIPES = {
+    "high precision": None,
+    "delayed": DelayedScaling(amax_history_len=2),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+    "custom": CustomRecipe(qfactory=_mixed),
+}
+E, K, N = 3, 32, 64
+SIZES = (20, 0, 37)
+
+
+def layout(sizes=SIZES, alignment=1, more=3):
+    rows = row_bound(sum(sizes) + more, len(sizes), alignment=alignment)
+    return RowGroups(sizes=jnp.asarray(np.array(sizes, np.int32)), rows=rows, alignment=alignment)
+
+
+def arrays(groups, dtype=jnp.bfloat16, out=(N,)):
+    x, g = draw("x", (groups.rows, K), dtype), draw("g", (groups.rows, *out), dtype)
+    # Experts of different magnitudes: another's scale or amax would show.
+    size = jnp.asarray(4.0 ** np.arange(groups.count), jnp.float32)
+    kernel = draw("kernel", (groups.count, K, *out)) * size.reshape(-1, *(1,) * (1 + len(out)))
+    of_rows = jnp.minimum(groups.of_rows(), groups.count - 1)
+    x = x * size[of_rows][:, None].astype(dtype)
+    return x, kernel, draw("bias", (groups.count, *out)), g
+
+
+@functools.cache
+def program(recipe, rows, alignment, options):
+    """Output and gradients as one program, of which sizes are arguments: tests with the same shapes share it."""
+
+    def call(x, kernel, bias, state, sizes):
+        groups = RowGroups(sizes=sizes, rows=rows, alignment=alignment)
+        more = {"recipe": recipe, "state": state, "options": options, "backend": "xla"}
+        return grouped_dense(x, kernel, bias, groups=groups, **more)
+
+    return quick_jit(lambda args, sizes, g: with_vjp(lambda *args: call(*args, sizes), args, g))
+
+
+def run(groups, recipe, args, state, options=LinearOptions()):  # noqa: B008  # immutable
+    x, kernel, bias, g = args
+    return program(recipe, groups.rows, groups.alignment, options)((x, kernel, bias, state), groups.sizes, g)
+
+
+@functools.cache
+def program_of_dense(recipe):
+    return quick_jit(
+        functools.partial(
+            with_vjp, lambda x, kernel, bias, state: dense(x, kernel, bias, recipe=recipe, state=state, backend="xla")
+        )
+    )
+
+
+def alone(recipe, args, state, rows, group):
+    x, kernel, bias, g = args
+    return program_of_dense(recipe)((x[rows], kernel[group], bias[group], state), g[rows])
+
+
+def rows_of(groups, group):
+    start = int(groups.starts[group])
+    return slice(start, start + int(groups.sizes[group]))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_group_is_dense_on_its_rows(name, aligned):
+    recipe = RECIPES[name]
+    groups = layout(alignment=group_alignment(recipe) if aligned else 1)
+    args = arrays(groups)
+    y, (dx, dkernel, dbias, next_state) = run(groups, recipe, args, init_gemm_state(recipe, groups=E))
+    # NVFP4's products are sums of values that a rotation has mixed: nothing of them is exact.
+    close = assert_same_rounding if name == "nvfp4" else assert_close
+    for group in range(E):
+        rows = rows_of(groups, group)
+        own_y, own = alone(recipe, args, init_gemm_state(recipe), rows, group)
+        if own_y.size:
+            close(y[rows], own_y, TOLERANCE["bfloat16"], what="y")
+            close(dx[rows], own[0], TOLERANCE["bfloat16"], what="dx")
+            close(dkernel[group], own[1], TOLERANCE["float32"], what="dkernel")
+        else:
+            assert not np.asarray(dkernel[group]).any()
+        assert_close(dbias[group], own[2], TOLERANCE["float32"], what="dbias")
+        for mine, expected in zip(jax.tree.leaves(next_state), jax.tree.leaves(own[3]), strict=True):
+            assert_bitwise(mine[group], expected, what="state")
+    padding = np.asarray(groups.of_rows()) == E
+    assert padding.any()
+    assert not np.asarray(y)[padding].any()
+    assert not np.asarray(dx)[padding].any()
+
+
+@pytest.mark.costly("high precision", "current", "mxfp8", "custom")
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_group_is_dense_bitwise(name):
+    recipe = RECIPES[name]
+    for rows in (40, 1):
+        groups = layout((rows,), more=0)
+        args = arrays(groups)
+        y, (dx, dkernel, dbias, state) = run(groups, recipe, args, init_gemm_state(recipe, groups=1))
+        own_y, own = alone(recipe, args, init_gemm_state(recipe), slice(rows), 0)
+        for mine, expected in zip((y, dx), (own_y, own[0]), strict=True):
+            assert_bitwise(mine, expected)
+        for mine, expected in zip(jax.tree.leaves((dkernel, dbias, state)), jax.tree.leaves(own[1:]), strict=True):
+            assert_bitwise(mine[0], expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 1, 0), (0, 57, 0), (1, 1, 1)], ids=str)
+def test_sizes_at_the_edge(sizes):
+    recipe = RECIPES["delayed"]
+    groups = layout(sizes, more=57 - sum(sizes))
+    args = arrays(groups)
+    old = jax.tree.map(lambda leaf: leaf * 2.0, init_gemm_state(recipe, groups=E))
+    y, (dx, dkernel, dbias, state) = run(groups, recipe, args, old)
+    for group, size in enumerate(sizes):
+        if not size:
+            assert not np.asarray(dkernel[group]).any()
+            assert not np.asarray(dbias[group]).any()
+            for role in ("x", "grad"):
+                assert_bitwise(state[role]["scale"][group], old[role]["scale"][group], what="zero rows keep the scale")
+            continue
+        rows = rows_of(groups, group)
+        one = jax.tree.map(lambda leaf, group=group: leaf[group], old)
+        own_y, own = alone(recipe, args, one, rows, group)
+        assert_close(y[rows], own_y, TOLERANCE["bfloat16"])
+        assert_close(dx[rows], own[0], TOLERANCE["bfloat16"])
+        assert_close(dkernel[group], own[1], TOLERANCE["float32"])
+    empty = np.asarray(groups.of_rows()) == E
+    assert not np.asarray(y)[empty].any()
+    assert not np.asarray(dx)[empty].any()
+
+
+def test_an_input_without_rows():
+    groups = RowGroups(sizes=jnp.zeros(E, jnp.int32), rows=0)
+    y, (dx, dkernel, _, _) = run(groups, RECIPES["current"], arrays(groups), None)
+    assert (y.shape, dx.shape) == ((0, N), (0, K))
+    assert not np.asarray(dkernel).any()
+
+
+def test_padding_may_hold_anything_and_sizes_that_do_not_fit_are_cut_off():
+    groups = layout((20, 3, 37), alignment=16)
+    x, kernel, bias, g = arrays(groups)
+    padding = (groups.of_rows() == E)[:, None]
+    clean = run(groups, RECIPES["current"], (x, kernel, bias, g), None)
+    dirty = run(
+        groups, RECIPES["current"], (jnp.where(padding, jnp.nan, x), kernel, bias, jnp.where(padding, jnp.inf, g)), None
+    )
+    for mine, expected in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        assert_bitwise(mine, expected)
+    too_many = RowGroups(sizes=jnp.asarray([20, 3, 1000], jnp.int32), rows=groups.rows, alignment=16)
+    fits = RowGroups(sizes=jnp.asarray([20, 3, groups.rows - 48], jnp.int32), rows=groups.rows, alignment=16)
+    for mine, expected in zip(
+        *(run(sizes, None, arrays(groups), None)[1][:3] for sizes in (too_many, fits)), strict=True
+    ):
+        assert_bitwise(mine, expected)
+
+
+def test_nothing_depends_on_another_group():
+    groups = layout((20, 5, 32))
+    x, kernel, bias, g = arrays(groups)
+    first = rows_of(groups, 0)
+    other = (x.at[first].set(jnp.nan), kernel.at[0].set(jnp.inf), bias.at[0].set(jnp.nan), g.at[first].set(jnp.nan))
+    y, (dx, dkernel, dbias, _) = run(groups, RECIPES["current"], (x, kernel, bias, g), None)
+    changed_y, (changed_dx, changed_dkernel, changed_dbias, _) = run(groups, RECIPES["current"], other, None)
+    assert np.isnan(np.asarray(changed_dkernel[0])).any()
+    for mine, expected in ((changed_y, y), (changed_dx, dx)):
+        assert_bitwise(mine[20:], expected[20:])
+    for mine, expected in ((changed_dkernel, dkernel), (changed_dbias, dbias)):
+        assert_bitwise(mine[1:], expected[1:])
+
+
+def test_a_program_serves_all_sizes_and_has_no_callback():
+    traces = []
+
+    @jax.jit
+    def call(x, kernel, sizes):
+        traces.append(sizes)
+        return grouped_dense(x, kernel, groups=RowGroups(sizes=sizes, rows=x.shape[0]), recipe=RECIPES["current"])
+
+    groups = layout()
+    x, kernel, _, _ = arrays(groups)
+    for sizes in (SIZES, (57, 0, 0), (0, 0, 1)):
+        y = call(x, kernel, jnp.asarray(sizes, jnp.int32))
+        assert np.asarray(y)[: sum(sizes)].any(axis=1).all()
+        assert not np.asarray(y)[sum(sizes) :].any()
+    assert len(traces) == 1
+    found = {str(equation.primitive) for equation in equations(jax.make_jaxpr(call)(x, kernel, groups.sizes).jaxpr)}
+    assert "scan" in found
+    assert not {name for name in found if "callback" in name}
+    assert "f8e4m3fn[" in compiled_text(call, x, kernel, groups.sizes)
+
+
+def test_a_gated_kernel_has_an_axis_of_components():
+    groups = layout()
+    x, kernel, bias, g = arrays(groups, out=(2, 16))
+    y, (dx, dkernel, dbias, _) = run(groups, RECIPES["block"], (x, kernel, bias, g), None)
+    flat = (x, kernel.reshape(E, K, 32), bias.reshape(E, 32), g.reshape(-1, 32))
+    flat_y, (flat_dx, flat_dkernel, flat_dbias, _) = run(groups, RECIPES["block"], flat, None)
+    assert (y.shape, dkernel.shape, dbias.shape) == ((groups.rows, 2, 16), kernel.shape, bias.shape)
+    for mine, expected in ((y, flat_y), (dx, flat_dx), (dkernel, flat_dkernel), (dbias, flat_dbias)):
+        assert_close(mine.reshape(expected.shape), expected, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.costly("block")
+@pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
+def test_kernels_quantized_before_the_call_give_the_same_bits(name):
+    recipe = RECIPES[name]
+    groups, state = layout(), init_gemm_state(recipe, groups=E)
+    x, kernel, bias, g = arrays(groups)
+    y, (dx, dkernel, *_) = run(groups, recipe, (x, kernel, bias, g), state)
+    for portable in (False, True):
+        stored = quantize_kernel(kernel, recipe=recipe, state=state, grouped=True, portable=portable)
+
+        @quick_jit
+        def call(x, sink, stored=stored):
+            return with_vjp(
+                lambda x, sink: grouped_dense(
+                    x, stored, bias, groups=groups, recipe=recipe, state=state, grad_sink=sink
+                ),
+                (x, sink),
+                g,
+            )
+
+        with frozen_scales():  # the state is no argument of the call
+            again, (again_dx, sink) = call(x, kernel)
+        for mine, expected in ((again, y), (again_dx, dx), (sink, dkernel)):
+            assert_bitwise(mine, expected)
+
+
+def test_states_under_max_gradients_merge_uses():
+    recipe, groups = RECIPES["delayed"], layout()
+    x, kernel, _, _ = arrays(groups)
+
+    def loss(state):
+        y = grouped_dense(x, kernel, groups=groups, recipe=recipe, state=state)
+        again = grouped_dense(2 * x, kernel, groups=groups, recipe=recipe, state=state)
+        return jnp.sum(y.astype(jnp.float32)) + jnp.sum(again.astype(jnp.float32))
+
+    state = jax.jit(jax.grad(loss, allow_int=True))(with_max_gradients(init_gemm_state(recipe, groups=E)))
+    newest = jax.lax.convert_element_type(state["x"]["amax_history"], jnp.float32)[:, 0]
+    for group in range(E):
+        rows = np.asarray(x, np.float32)[rows_of(groups, group)]
+        assert newest[group] == (2 * np.abs(rows).max() if rows.size else 0.0)
+
+
+def test_gemms_that_a_recipe_keeps_in_high_precision():
+    recipe = Float8CurrentScaling(override_linear_precision=(False, True, True))
+    groups = layout()
+    args = arrays(groups)
+    y, (dx, dkernel, *_) = run(groups, recipe, args, None)
+    quantized = run(groups, RECIPES["current"], args, None)
+    plain = run(groups, None, args, None)
+    for mine, expected in ((y, quantized[0]), (dx, plain[1][0]), (dkernel, plain[1][1])):
+        assert_bitwise(mine, expected)
+
+
+def test_second_derivatives():
+    groups = layout((3, 0, 4), more=1)
+    x, kernel, _, _ = arrays(groups, jnp.float32)
+    group = np.asarray(groups.of_rows())
+    own = jnp.asarray(group[:, None] == np.arange(E), jnp.float32)
+
+    def loss(fn, x, kernel):
+        return jnp.sum(jnp.tanh(fn(x, kernel)))
+
+    def formula(x, kernel):
+        return jnp.einsum("re,rk,ekn->rn", own, x, kernel, precision="highest")
+
+    def twice(fn):
+        inner = jax.grad(functools.partial(loss, fn), argnums=(0, 1))
+        return jax.grad(lambda *args: sum(jnp.sum(jnp.sin(part)) for part in inner(*args)), argnums=(0, 1))(x, kernel)
+
+    call = functools.partial(grouped_dense, groups=groups)
+    for mine, expected in zip(twice(call), twice(formula), strict=True):
+        assert_close(mine, expected, 2.0**-18)
+    with pytest.raises(TypeError, match="second derivatives do not exist under recipe 'current'"):
+        twice(functools.partial(call, recipe=RECIPES["current"]))
+
+
+def test_statistics_are_of_all_groups_rows():
+    groups, quantizer = layout((20, 0, 12), alignment=16), TensorQuantizer(dtype=jnp.float8_e4m3fn)
+    x, kernel, _, _ = arrays(groups)
+    options = LinearOptions(name="experts")
+    with observe_quantization() as observer:
+        grouped_dense(x, kernel, groups=groups, recipe=RECIPES["current"], options=options)
+    (found,) = observer.records["experts", "x"]
+    parts = [x[rows_of(groups, group)] for group in (0, 2)]
+    each = [quantization_statistics(part, quantizer) for part in parts]
+    sizes = [part.size for part in parts]
+    mse = sum(float(one["mse"]) * size for one, size in zip(each, sizes, strict=True)) / sum(sizes)
+    assert found["mse"] == pytest.approx(mse, rel=1e-5)
+    assert found["amax"] == max(float(one["amax"]) for one in each)
+    assert found["scale"] == max(float(one["scale"]) for one in each)
+    (found,) = observer.records["experts", "kernel"]
+    assert found["amax"] == np.abs(np.asarray(kernel)).max()
+
+
+@pytest.mark.costly("high precision", "block")
+@pytest.mark.parametrize("name", ["high precision", "delayed", "block"])
+def test_a_mesh_changes_nothing(name):
+    recipe, groups = RECIPES[name], layout()
+    args, state = arrays(groups), init_gemm_state(recipe, groups=E)
+    y, (dx, dkernel, dbias, next_state) = run(groups, recipe, args, state)
+    options = LinearOptions(kernel_axes=("expert", "fsdp", "ffn"), out_axes=(None, "ffn"))
+    for mode in MODES[1:]:
+        with use_mesh(mode):
+            on_mesh, (*gradients, state_on_mesh) = run(groups, recipe, args, state, options=options)
+        for mine, other in zip((on_mesh, *gradients), (y, dx, dkernel, dbias), strict=True):
+            assert_close(mine, other, TOLERANCE["bfloat16"], what=mode)
+        for mine, other in zip(jax.tree.leaves(state_on_mesh), jax.tree.leaves(next_state), strict=True):
+            assert_bitwise(mine, other, what=mode)
+
+
+def test_the_backend_is_explained():
+    assert explain_backend("grouped_dense").backend == "xla"
+    with pytest.raises(BackendUnavailableError, match="wait for the host"):
+        explain_backend("grouped_dense", backend="te")
+    groups = layout()
+    x, kernel, _, _ = arrays(groups)
+    with pytest.raises(BackendUnavailableError, match="grouped_dense"):
+        grouped_dense(x, kernel, groups=groups, backend="te")
+
+
+def test_what_is_refused():
+    groups = layout()
+    x, kernel, bias, _ = arrays(groups)
+    delayed, current = RECIPES["delayed"], RECIPES["current"]
+
+    def refused(match, error=ValueError, x=x, kernel=kernel, bias=bias, groups=groups, **more):
+        with pytest.raises(error, match=match):
+            grouped_dense(x, kernel, bias, groups=groups, **more)
+
+    refused(r"must be \[rows, k\] and \[e, k, \*n\]", x=x[:, :16])
+    refused("groups are 3 in 60 rows, and input and kernel have 3 and 59", x=x[:59])
+    refused("groups are 3 in 60 rows, and input and kernel have 2 and 60", kernel=kernel[:2], bias=bias[:2])
+    refused(r"bias \(64,\) must have shape \(3, 64\)", bias=bias[0])
+    refused("output size 60 must be a multiple of 16", kernel=kernel[..., :60], bias=None, recipe=current)
+    refused("save_original_input must be False", options=LinearOptions(save_original_input=True))
+    refused("needs quantizer state", QuantizerStateError, recipe=delayed)
+    refused("scales of shape", QuantizerStateError, recipe=delayed, state=init_gemm_state(delayed))
+    stored = quantize_kernel(kernel, recipe=current, grouped=True)
+    with pytest.raises(TypeError, match="a quantized kernel has no gradient"):
+        jax.grad(
+            lambda stored: jnp.sum(grouped_dense(x, stored, groups=groups, recipe=current).astype(jnp.float32)),
+            allow_int=True,
+        )(stored)
