@@ -136,6 +136,7 @@ class TensorQuantizer(Quantizer):
         data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(self.dtype)
         return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
 
+    @checked
     def quantize_tiles(
         self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
