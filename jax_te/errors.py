@@ -11,8 +11,8 @@ class BackendUnavailableError(ValueError):
 
 
 class QuantizerStateError(ValueError):
-    """Delayed scaling was asked for where no quantizer state is attached, it has another shape, or a derivative leaves
-    it out.
+    """Delayed scaling was asked for where no quantizer state is attached, or it has another shape; or a derivative
+    leaves out that state, or a router's.
     """
 
 

@@ -52,8 +52,7 @@ def cpu_has_fp16() -> bool:
     return True
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def skip_without_fp16(item: pytest.Item) -> Iterator[None]:
     """Skip what XLA cannot compile where it has no fp16; other errors, and this one on other CPUs, fail."""
     try:
         return (yield)
@@ -61,6 +60,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if "Failed to materialize symbols" in str(error) and not cpu_has_fp16():
             pytest.skip("XLA has no fp16 on this CPU, whose vector instructions are older than AVX2")
         raise
+
+
+pytest_runtest_setup = pytest.hookimpl(skip_without_fp16, wrapper=True)  # of fixtures
+pytest_runtest_call = pytest.hookimpl(skip_without_fp16, wrapper=True)
 
 
 @pytest.fixture(params=["no mesh", "auto", "explicit"])

@@ -107,7 +107,7 @@ def test_defaults_are_megatrons():
         ),
         (FULL | {"recompute_num_layers": 0}, ValueError, "recompute_num_layers must be an integer >= 1, got 0"),
         (FULL | {"recompute_method": "half"}, ValueError, "recompute_method must be one of None, 'uniform', 'block'"),
-        (FULL | {"recompute_modules": ["moe"]}, AssertionError, "must list some of core_attn, .*; moe: parts that no"),
+        (FULL | {"recompute_modules": ["mhc"]}, AssertionError, "must list some of core_attn, .*; mhc: parts that no"),
         ({"recompute_modules": "mlp"}, AssertionError, "must list some of core_attn, .* got 'mlp'"),
         ({"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
         (FULL | {"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
@@ -211,7 +211,8 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
     ("fields", "message"),
     [
         ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.config.PipelineConfig"),
-        ({"num_moe_experts": 8, "moe_router_topk": 2}, "num_moe_experts=8 .* no dispatch of tokens"),
+        ({"moe_token_dropping": True}, "moe_expert_capacity_factor drops tokens"),
+        ({"moe_grad_scale_func": abs}, "set_aux_loss_scale"),
         ({"mtp_num_layers": 1}, "a loss of your own adds further heads"),
         ({"hetereogenous_dist_checkpoint": True}, "checkpoints hold each layer's arrays by name"),
         ({"multi_latent_attention": True}, "jax_te.layers, whose DotProductAttention"),
@@ -232,7 +233,7 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_te"):
         for _ in range(2):
-            assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_router_topk=4) == config()
+            assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_permute_fusion=False) == config()
     assert [record.getMessage().split()[0] for record in caplog.records] == ["bias_dropout_fusion"]
 
 
@@ -243,7 +244,7 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
         ("sequence_paralel", r"no field 'sequence_paralel' \(most alike: sequence_parallel"),
         ("moe_foo_bar", "no field 'moe_foo_bar'"),
         ("inference_whatever", "no field 'inference_whatever'"),
-        ("moe_router_topkk", r"most alike: moe_router_topk"),
+        ("moe_permute_fusionn", r"most alike: moe_permute_fusion"),
         ("q_lora_rank", "q_lora_rank: Megatron-Core's MLATransformerConfig .* no latent attention; leave them out"),
         ("zzz", "no field 'zzz'. Correct the name, or leave it out"),
     ],

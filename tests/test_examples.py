@@ -15,7 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def test_the_readme_lists_every_example():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(EXAMPLES) == 11
+    assert len(EXAMPLES) == 12
     assert [path.name for path in EXAMPLES if f"(examples/{path.name})" not in text] == []
 
 

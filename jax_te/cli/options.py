@@ -36,8 +36,8 @@ from jax_te.cli.option_values import (
 from jax_te.cli.presets import PRESETS
 from jax_te.config import (
     ACTIVATIONS,
+    DENSE_RECOMPUTE_MODULES,
     POSITION_EMBEDDINGS,
-    RECOMPUTE_MODULES,
     RECOMPUTE_POLICIES,
     RecomputeConfig,
     TransformerConfig,
@@ -59,7 +59,7 @@ _ALGORITHMS = literal_names(DelayedScaling, "amax_compute_algo")
 _SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
 _GEMM_NAMES, _MODULES, _WRITERS = (
     Text(metavar, some_of(names))
-    for metavar, names in (("GEMMS", GEMMS), ("NAMES", RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
+    for metavar, names in (("GEMMS", GEMMS), ("NAMES", DENSE_RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
 )
 _PRESET = "the preset's"
 IGNORED_FIELDS = "fields of the config.json of {} to ignore: unknown ones that change no number, e.g. my_note,other"
@@ -278,7 +278,10 @@ class ExecutionOptions:
         SIZE, "number of layers in a group (uniform) or of first layers (block), under full", None, shown="1"
     )
     recompute_modules: str | None = _free(
-        _MODULES, f"modules to recompute under selective: any of {','.join(RECOMPUTE_MODULES)}", None, shown="core_attn"
+        _MODULES,
+        f"modules to recompute under selective: any of {','.join(DENSE_RECOMPUTE_MODULES)}",
+        None,
+        shown="core_attn",
     )
     recompute_policy: str = _free(
         POLICIES, "arrays kept inside of layers under full; the policy full keeps none", "full"

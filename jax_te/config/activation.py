@@ -27,7 +27,42 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 """Names of activations, which are Transformer Engine's and ``gelu_exact``, and the functions that each applies to the
 components of the first MLP projection."""
 
-ActivationLike: TypeAlias = str | Callable[..., Any] | tuple[str | Callable[..., Any], ...]
+
+@dataclass(frozen=True)
+class LimitedFunction:
+    """A function of one component, ``function(min(max(x, low), high)) + offset``.
+
+    Args:
+        function: one of the functions in `ACTIVATIONS`, by name, or a function of one array.
+        low, high: limits of its argument, where its slope is still 1. None: no limit.
+        offset: added to its value.
+
+    Raises:
+        ValueError: for an unknown function, a limit that is no finite number, or limits in another order.
+        TypeError: for what is neither a name nor a function that can be hashed.
+
+    Source: ``activation_func_clamp_value`` and ``glu_linear_offset`` of
+    ``megatron.core.transformer.TransformerConfig``; the GPT-OSS models.
+
+    >>> (LimitedFunction("quick_gelu", high=7.0), LimitedFunction("linear", -7.0, 7.0, offset=1.0))[1].offset
+    1.0
+    """
+
+    function: Any
+    low: float | None = None
+    high: float | None = None
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_annotations(self, LimitedFunction)
+        activation_parts((self.function,), "function")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"low must be below high, got {self.low!r} and {self.high!r}")
+
+
+ActivationLike: TypeAlias = (
+    str | Callable[..., Any] | LimitedFunction | tuple[str | Callable[..., Any] | LimitedFunction, ...]
+)
 """A key of `ACTIVATIONS`; a function of one array, elementwise; or, as in te.jax, a function for each component, by
 name or itself."""
 
@@ -56,12 +91,16 @@ def activation_parts(activation: ActivationLike, name: str = "activation") -> tu
     known = sorted({part for parts in ACTIVATIONS.values() for part in parts})
     if not parts or any(isinstance(part, str) and part not in known for part in parts):
         raise ValueError(f"unknown function in {name} {activation!r}; allowed: {', '.join(known)}, or functions")
-    if not all(isinstance(part, str) or (callable(part) and type(part).__hash__) for part in parts):
+    for part in parts:
+        if isinstance(part, LimitedFunction):
+            activation_parts((part.function,), name)
+    named = (str, LimitedFunction)
+    if not all(isinstance(part, named) or (callable(part) and type(part).__hash__) for part in parts):
         raise TypeError(f"{name} must be a name, a function that can be hashed, or a tuple of them: {activation!r}")
     # Looked up, not imported: a configuration does not need JAX, and whoever has these functions has imported it.
     nn = sys.modules.get("jax.nn")
     names = {getattr(nn, name): name for name in ("gelu", "relu", "sigmoid", "silu")} if nn else {}
-    return tuple(part if isinstance(part, str) else names.get(part, part) for part in parts)
+    return tuple(part if isinstance(part, named) else names.get(part, part) for part in parts)
 
 
 def named_activation(parts: tuple[Any, ...]) -> ActivationLike:

@@ -8,7 +8,7 @@ import difflib
 import functools
 from typing import Any, TypeVar
 
-from jax_te._validation import log_hints
+from jax_te._validation import log_hints, log_once
 
 T = TypeVar("T", bound=type)
 
@@ -28,8 +28,27 @@ pipeline_model_parallel_comm_backend=None variable_seq_lengths=False overlap_p2p
 batch_p2p_comm=True batch_p2p_sync=True use_ring_exchange_p2p=False deallocate_pipeline_outputs=False
 overlap_p2p_comm_warmup_flush=False microbatch_group_size_per_vp_stage=None flash_decode=False
 mlp_chunks_for_prefill=1 mlp_chunks_for_training=1
+moe_grouped_gemm=False moe_use_grouped_tensor=False moe_permute_fusion=False moe_router_fusion=False
+moe_shared_expert_overlap=False overlap_moe_expert_parallel_comm=False
+overlap_dispatch_backward_with_experts_wgrad=False ep_overlap_early_attn_memory_release=False moe_enable_deepep=False
+moe_flex_dispatcher_backend='deepep' moe_flex_dispatcher_num_sms=None moe_deepep_num_sms=None moe_hybridep_num_sms=None
+moe_hybridep_num_blocks_permute=None moe_hybridep_num_blocks_unpermute=None moe_hybridep_num_sms_preprocessing=108
+moe_permute_fusion_into_hybridep=False moe_hybridep_pad_uneven_dispatch_inputs=False moe_ncclep_static_shape=False
+moe_ncclep_zero_copy=False moe_single_grouped_weight=False moe_single_grouped_bias=False
+use_grouped_gemm_for_dense_mlp=False use_grouped_gemm_for_shared_expert=False moe_mlp_glu_interleave_size=None
+moe_shared_expert_glu_interleave_size=None moe_paged_stash=False moe_paged_stash_page_size=64
+moe_paged_stash_buffer_size_factor_cuda=1.1 moe_paged_stash_buffer_size_factor_cpu=0.0
+moe_pad_experts_for_cuda_graph_inference=False inference_moe_disable_fused_quant_kernels=False
+inference_moe_token_dispatcher_type='nvls'
 """
-"""Fields that choose kernels, or how pipeline stages communicate, which XLA chooses."""
+"""Fields that choose kernels, layouts in memory, or how devices communicate, which XLA and this package choose."""
+
+_OTHER_NUMBERS = {
+    "moe_router_padding_for_quantization=False moe_router_padding_for_fp8=False": "an expert's rows are padded with "
+    "zeros, always. Megatron pads them with tokens that did not choose the expert, and its expert bias counts these: "
+    "numbers differ from Megatron's",
+}
+"""Fields without effect, in whose place Megatron's numbers are others -> in what."""
 
 _REFUSED = {
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
@@ -39,10 +58,10 @@ _REFUSED = {
     "defer_embedding_wgrad_compute=False wgrad_deferral_limit=0": "jax_te.training.deferred_vjp defers the gradients "
     "of kernels, not that of the embedding",
     "num_microbatches_with_partial_activation_checkpoints=None": "recompute_granularity is for all microbatches",
-    "num_moe_experts=None overlap_moe_expert_parallel_comm=False overlap_dispatch_backward_with_experts_wgrad=False "
-    "ep_overlap_early_attn_memory_release=False use_grouped_gemm_for_shared_expert=False": "there is no dispatch of "
-    "tokens to experts; the layers of an expert are",
-    "use_grouped_gemm_for_dense_mlp=False": "jax_te.layers.LayerNormMLP runs a feed-forward block as one operation",
+    "moe_token_dropping=False": "moe_expert_capacity_factor drops tokens",
+    "moe_dispatch_fwd_dtype='bf16' moe_combine_bwd_dtype='bf16'": "tokens reach their experts in the compute dtype",
+    "moe_grad_scale_func=None": "jax_te.training scales the losses of routers as it scales the model's; in a loop of "
+    "your own jax_te.layers.set_aux_loss_scale(model, scale) says by how much the loss is scaled",
     "mtp_num_layers=None": "the models predict the next token alone; a loss of your own adds further heads",
     "experimental_attention_variant=None multi_latent_attention=False attention_output_gate=False "
     "head_wise_attn_gate=False qk_l2_norm=False": "the models' attention does not have this; build one from the layers "
@@ -61,7 +80,7 @@ _REFUSED = {
     "expert_tensor_parallel_num_weight_shards=None": "the mesh axis 'fsdp' shards weights",
     "hybrid_context_parallel=False max_seqlen_per_dp_cp_rank=None": "cp_load_balanced=True balances sequences, and "
     "jax_te.layers.PackedSeqParams packs them",
-    "finalize_model_grads_func=None grad_scale_func=None moe_grad_scale_func=None mtp_grad_scale_func=None "
+    "finalize_model_grads_func=None grad_scale_func=None mtp_grad_scale_func=None "
     "no_sync_func=None grad_sync_func=None param_sync_func=None": "jax_te.training.make_train_step scales losses, adds "
     "microbatches up and has reduce_gradients, when devices add up kernels' gradients",
     "calculate_per_token_loss=False": "a loss that returns jax_te.training.WeightedMean is the mean over all tokens",
@@ -70,8 +89,6 @@ _REFUSED = {
     "cpu_offloading=False fine_grained_activation_offloading=False": "jax_te.remat.remat(policy='offload_gemms') "
     "offloads activations to the host",
     "apply_residual_connection_post_layernorm=False": "jax_te.layers.TransformerLayer has an argument of this name",
-    "glu_linear_offset=0.0 activation_func_clamp_value=None": "activation='clamped_swiglu' and "
-    "jax_te.config.ActivationParams have an offset and a limit",
     "activation_func_fp8_input_store=False": "jax_te.remat.selective_recompute('activation') saves this memory",
     "embedding_init_method=None embedding_init_method_std=None": "init_method draws embeddings, too",
     "use_kitchen=False use_kitchen_attention=False": "quant_recipe takes quantization files of Transformer Engine",
@@ -89,28 +106,12 @@ dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation ds
 dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
 linear_value_head_dim linear_num_key_heads linear_num_value_heads mup_width_mult mup_base_hidden_size
 mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power kitchen_attention_backend
-moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
-moe_shared_expert_glu_interleave_size moe_layer_freq moe_ffn_hidden_size moe_router_load_balancing_type
-moe_router_topk moe_enable_routing_replay moe_router_topk_limited_devices moe_router_padding_for_quantization
-moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
-moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_router_force_biased
-moe_grouped_gemm moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias moe_aux_loss_coeff
-moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
-moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs
-moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-moe_pad_experts_for_cuda_graph_inference moe_token_drop_policy moe_layer_recompute moe_permute_fusion
-moe_router_fusion moe_apply_probs_on_input moe_latent_size gtp_remat_opt_in_modules moe_flex_dispatcher_num_sms
-moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-moe_hybridep_num_sms_preprocessing moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype
-moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor inference_cuda_graph_scope mhc_num_residual_streams
-mhc_sinkhorn_iterations mhc_init_gating_factor mhc_recompute_layer_num inference_rng_tracker inference_sampling_seed
-inference_fuse_tp_communication inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
-inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type mamba_state_dim mamba_head_dim
-mamba_num_groups mamba_num_heads gdp_num_householder mamba_training_ssm_states_dtype use_mamba_mem_eff_path
-gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute offload_modules min_offloaded_tensor_size
-delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction moe_paged_stash
-moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
+gtp_remat_opt_in_modules inference_cuda_graph_scope mhc_num_residual_streams mhc_sinkhorn_iterations
+mhc_init_gating_factor mhc_recompute_layer_num inference_rng_tracker inference_sampling_seed
+inference_fuse_tp_communication inference_disable_triton_nvls_kernels inference_grouped_gemm_backend mamba_state_dim
+mamba_head_dim mamba_num_groups mamba_num_heads gdp_num_householder mamba_training_ssm_states_dtype
+use_mamba_mem_eff_path gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute offload_modules min_offloaded_tensor_size
+delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction
 fine_grained_offloading_max_inflight_offloads
 """.split()  # noqa: SIM905 - a list of a hundred strings is hard to read
 )
@@ -141,7 +142,7 @@ def accepts_megatron_fields(config: T) -> T:
     ... @dataclass(frozen=True)
     ... class Config:
     ...     num_layers: int = 1
-    >>> Config(num_layers=2, bias_dropout_fusion=True, num_moe_experts=None)
+    >>> Config(num_layers=2, bias_dropout_fusion=True, mtp_num_layers=None)
     Config(num_layers=2)
     """
     init, own = config.__init__, {field.name for field in dataclasses.fields(config)}
@@ -169,6 +170,11 @@ def _is_dropped(name: str, value: Any) -> bool:
     if name in parsed(HINTS):
         log_hints(**{name: value != parsed(HINTS)[name]})
         return True
+    for names, difference in _OTHER_NUMBERS.items():
+        if name in parsed(names):
+            if value:
+                log_once(f"{name}={value!r} has no effect: {difference}")
+            return True
     for names, instead in _REFUSED.items():
         if name in parsed(names):
             if value != parsed(names)[name]:
@@ -186,7 +192,7 @@ def _about_unknown(config: str, unknown: list[str], own: set[str]) -> str:
             "latent attention; leave them out, or build a model from the layers of jax_te.layers. Rotary positions are "
             "an argument of the model, jax_te.models.RotaryPositions(base=, percent=, scaling=)"
         )
-    known = own.union(_IDLE, parsed(HINTS), *map(parsed, _REFUSED))
+    known = own.union(_IDLE, parsed(HINTS), *map(parsed, _OTHER_NUMBERS), *map(parsed, _REFUSED))
     parts = []
     for name in unknown:
         alike = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)

@@ -7,14 +7,12 @@ from typing import Any, Literal
 
 from jax_te._validation import check_annotations, check_positive
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
+DENSE_RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
+RECOMPUTE_MODULES = (*DENSE_RECOMPUTE_MODULES, "moe", "moe_act", "shared_experts")
 """Parts of a transformer layer that selective recomputation may name."""
 
-_OTHER_MODULES = (
-    *("moe_act", "mla_up_proj", "moe", "shared_experts"),
-    *("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"),
-)
-"""Megatron's other names: of experts, latent attention, Mamba and hyper-connections."""
+_OTHER_MODULES = ("mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
+"""Megatron's other names: of latent attention, Mamba and hyper-connections."""
 
 RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_gemms")
 """Names of the policies in `jax_te.remat.POLICIES`."""
@@ -32,7 +30,9 @@ class RecomputeConfig:
         recompute_num_layers: of full recomputation, how many.
         recompute_modules: of selective recomputation, some of `RECOMPUTE_MODULES`: ``"core_attn"``, scores and softmax;
             ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation function's
-            output; ``"mlp"``, the feed-forward block with its norm. None: the attention core. Lists become tuples.
+            output; ``"mlp"``, the feed-forward block with its norm; ``"moe"``, the whole of a layer of experts;
+            ``"moe_act"``, its activation; ``"shared_experts"``, what all tokens pass. None: the attention core. Lists
+            become tuples.
         distribute_saved_activations: of full recomputation: shard the saved inputs over the tensor axis, and all-gather
             them in backward.
 

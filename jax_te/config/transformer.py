@@ -15,9 +15,10 @@ from jax_te._validation import (
     float_dtype,
     is_integer,
 )
-from jax_te.config.activation import ActivationLike, activation_parts, named_activation
+from jax_te.config.activation import ActivationLike, LimitedFunction, activation_parts, named_activation
 from jax_te.config.attention import AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
+from jax_te.config.experts import ExpertsConfig
 from jax_te.config.initializers import FilledInit
 from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.config.model_parallel import ModelParallelConfig
@@ -31,11 +32,13 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 
 @accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, RecomputeConfig, CudaGraphConfig):
+class TransformerConfig(
+    ModelParallelConfig, PrecisionConfig, AttentionConfig, ExpertsConfig, RecomputeConfig, CudaGraphConfig
+):
     """Sizes and choices of a stack of transformer layers, in Megatron-Core's words.
 
-    It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig`, `RecomputeConfig` and
-    `CudaGraphConfig`, too, all keyword-only. Other fields of Megatron-Core's are taken without effect if they have
+    It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig`, `ExpertsConfig`, `RecomputeConfig`
+    and `CudaGraphConfig`, too, all keyword-only. Other fields of Megatron-Core's are taken without effect if they have
     Megatron's default or only tune CUDA; those that would change numbers or communication are refused with what JAX has
     in their place.
 
@@ -67,10 +70,11 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
 
     Raises:
         ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` beside
-            an ``activation_func`` that says something else;
+            an ``activation_func`` that says something else; a limit or offset of an activation that is not gated;
+            biases beside shared experts, which have none;
             ``distribute_saved_activations`` under sequence parallelism, which splits them already; and as the other
-            five.
-        TypeError: for an initializer or activation that cannot be called or hashed; and as the other five.
+            six.
+        TypeError: for an initializer or activation that cannot be called or hashed; and as the other six.
         AssertionError: as `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
@@ -103,10 +107,12 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
     compute_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        # Not super(): the five bases do not call each other's.
+        # Not super(): the six bases do not call each other's.
         ModelParallelConfig.__post_init__(self)
         PrecisionConfig.__post_init__(self)
         AttentionConfig.__post_init__(self)
+        ExpertsConfig.__post_init__(self)
+        self._fill_recompute()
         RecomputeConfig.__post_init__(self)
         CudaGraphConfig.__post_init__(self)
         if self.distribute_saved_activations and self.sequence_parallel:
@@ -154,9 +160,69 @@ class TransformerConfig(ModelParallelConfig, PrecisionConfig, AttentionConfig, R
             if not is_integer(count) or not 0 <= count <= self.num_layers:
                 raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
         self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
+        self._check_experts()
         self._fill_initializers()
         compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
+
+    def _fill_recompute(self) -> None:
+        if not self.moe_layer_recompute:
+            return
+        if self.recompute_granularity == "full":
+            raise ValueError(
+                "moe_layer_recompute=True names a part of a layer, and recompute_granularity='full' computes whole "
+                "layers again; leave one out"
+            )
+        # Megatron's default, the attention core, where there was no selective recomputation before.
+        modules = () if self.recompute_granularity is None else tuple(self.recompute_modules or ("core_attn",))
+        object.__setattr__(self, "recompute_granularity", "selective")
+        object.__setattr__(self, "recompute_modules", (*modules, *(("moe",) if "moe" not in modules else ())))
+
+    def _check_experts(self) -> None:
+        limits = {
+            "activation_func_clamp_value": self.activation_func_clamp_value is not None,
+            "glu_linear_offset": self.glu_linear_offset != 0.0,
+        }
+        parts = activation_parts(self.activation)
+        for name in [name for name, given in limits.items() if given]:
+            if len(parts) != 2 or parts[1] != "linear":
+                raise ValueError(
+                    f"{name} is for a gated activation, a function times a linear component, and activation is "
+                    f"{self.activation!r}; set gated_linear_unit=True, or leave it out"
+                )
+        self._moe_layers(self.num_layers)
+        if self.num_moe_experts is None:
+            if self.moe_ffn_hidden_size is not None and self.moe_layer_freq == 1:
+                raise ValueError("moe_ffn_hidden_size is for layers with experts: set num_moe_experts, or leave it out")
+            return
+        if self.moe_ffn_hidden_size is None:
+            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        if self.add_bias_linear and self.moe_shared_expert_intermediate_size is not None:
+            raise ValueError(
+                "add_bias_linear=True with moe_shared_expert_intermediate_size: shared experts have no biases, as in "
+                "Megatron; set add_bias_linear=False"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether layer number ``layer``, from 0, has experts in the place of its feed-forward block.
+
+        >>> config = TransformerConfig(
+        ...     num_layers=4, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_layer_freq=[0, 0, 1, 1]
+        ... )
+        >>> [config.has_experts(layer) for layer in range(4)]
+        [False, False, True, True]
+        """
+        return self._moe_layers(self.num_layers)[layer]
+
+    @property
+    def limited_activation(self) -> ActivationLike:
+        """The activation with ``activation_func_clamp_value`` and ``glu_linear_offset``, as layers take it."""
+        limit, offset = self.activation_func_clamp_value, self.glu_linear_offset
+        if limit is None and offset == 0.0:
+            return self.activation
+        gate, linear = activation_parts(self.activation)
+        low = None if limit is None else -limit
+        return LimitedFunction(gate, high=limit), LimitedFunction(linear, low, limit, offset)
 
     def _activation(self) -> ActivationLike:
         """Return the activation that the three fields name."""

@@ -19,8 +19,18 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.experts import Experts, SharedExperts, gate_parameter, shared_experts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.grouped_lora import GroupedLoRA
+from jax_te.layers.moe.mixture import MixtureOfExperts, MoE
+from jax_te.layers.moe.router import (
+    Router,
+    Routing,
+    aux_losses_scaled,
+    expert_metrics,
+    routers_of,
+    set_aux_loss_scale,
+)
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
 from jax_te.layers.parameters import expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
@@ -62,6 +72,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LoRA",
+    "MoE",
     "MultiheadAttention",
     "PackedSeqParams",
     "QuantizableModule",
@@ -69,6 +80,9 @@ __all__ = [
     "RelativePositionBias",
     "Rotary",
     "RotaryScaling",
+    "Router",
+    "Routing",
+    "SharedExperts",
     "TransformerLayer",
     "WindowKVCache",
     "YarnScaling",
@@ -78,6 +92,7 @@ __all__ = [
     "dequantize_model",
     "drop_path",
     "dropout",
+    "expert_metrics",
     "init_kv_cache",
     "init_window_kv_cache",
     "keep_in_high_precision",
@@ -92,4 +107,5 @@ __all__ = [
     "quantize_parameters",
     "rotary_embedding",
     "scaled_normal_init",
+    "set_aux_loss_scale",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
-from jax_te.config import ActivationLike, ActivationParams, normal_init
+from jax_te.config import ActivationLike, ActivationParams, LimitedFunction, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
@@ -228,7 +228,8 @@ def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: Line
 
 def component_count(activation: Activation) -> int:
     """Return the activation's number of components; raises ValueError for a function that is not elementwise."""
-    for function in (part for part in activation.parts() if not isinstance(part, str)):
+    inner = [part.function if isinstance(part, LimitedFunction) else part for part in activation.parts()]
+    for function in (part for part in inner if not isinstance(part, str)):
         # A softmax would give other values on a mesh, where a device has a part of the features, and no error.
         with jax.ensure_compile_time_eval():
             x = jnp.asarray([-1.5, -0.5, 0.25, 2.0], jnp.float32)

@@ -81,6 +81,18 @@ class LoRA(LinenModule, nnx_class=layers.LoRA, init=False):
     """
 
 
+class MoE(LinenModule, nnx_class=layers.MoE, init=False):
+    """
+    The states of its router are in ``_overwrite_with_gradient``, with their next values as gradients: call the layer
+    once in a loss, and take one gradient a step.
+
+    >>> from jax_te.config import RouterOptions
+    >>> layer, x = MoE(16, 32, RouterOptions(num_experts=4)), jnp.ones((2, 8, 16))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 8, 16)
+    """
+
+
 class MultiheadAttention(LinenModule, nnx_class=layers.MultiheadAttention, init=False):
     """
     >>> layer, x = MultiheadAttention(32, 4), jnp.ones((2, 8, 32))
@@ -102,6 +114,25 @@ class RelativePositionBias(LinenModule, nnx_class=layers.RelativePositionBias, i
     >>> layer = RelativePositionBias(4)
     >>> layer.apply(layer.init(jax.random.key(0), 6, 8), 6, 8).shape
     (1, 4, 6, 8)
+    """
+
+
+class Router(LinenModule, nnx_class=layers.Router, init=False):
+    """
+    For its states see `MoE`.
+
+    >>> from jax_te.config import RouterOptions
+    >>> layer, x = Router(16, RouterOptions(num_experts=4)), jnp.ones((2, 8, 16))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).probs.shape
+    (2, 8, 2)
+    """
+
+
+class SharedExperts(LinenModule, nnx_class=layers.SharedExperts, init=False):
+    """
+    >>> layer, x = SharedExperts(16, 32), jnp.ones((2, 4, 16))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 4, 16)
     """
 
 

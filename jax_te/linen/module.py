@@ -16,6 +16,7 @@ from flax import nnx
 from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
+from jax_te.quantize import counts_are_next_values
 from jax_te.recipe import current_recipe
 from jax_te.typing import Array
 
@@ -103,7 +104,8 @@ class LinenModule(nn.Module):
         if takes_key and not deterministic and (self.has_rng("dropout") or self.is_initializing()):
             kwargs = {**kwargs, "dropout_key": _typed(self.make_rng("dropout"))}
         try:
-            result = module(*args, **kwargs)  # type: ignore[operator]
+            with counts_are_next_values(True):
+                result = module(*args, **kwargs)  # type: ignore[operator]
         except QuantizerStateError as error:
             raise QuantizerStateError(
                 f'{self._where()}: {error}\nIn Linen the state is the collection "{STATE}". To have it, call init '

@@ -34,7 +34,7 @@ class OwnParameter(NamedTuple):
         scope: path of the scope that holds it.
         name: its name there.
         kind: name of the module's class.
-        seen: what the module's ``__call__`` does with it.
+        seen: uses of the parameter in the module's ``__call__``.
     """
 
     scope: str

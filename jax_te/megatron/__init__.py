@@ -29,6 +29,7 @@ from jax_te.megatron.layout import Layout
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
+from jax_te.megatron.moe import MoELayer, SharedExpertMLP, TopKRouter
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.quantization.apply import ModuleQuantization, QuantizationReport, apply_quantization_config
 from jax_te.megatron.quantization.autocast import (
@@ -86,11 +87,13 @@ __all__ = [
     "MatchContext",
     "Matcher",
     "MegatronModule",
+    "MoELayer",
     "ModuleQuantization",
     "QuantizationConfig",
     "QuantizationReport",
     "RecipeConfig",
     "SelfAttention",
+    "SharedExpertMLP",
     "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
     "TECudaRNGStatesTracker",
@@ -104,6 +107,7 @@ __all__ = [
     "TEQuantizationRecipe",
     "TERowParallelGroupedLinear",
     "TERowParallelLinear",
+    "TopKRouter",
     "TransformerEngineConfigType",
     "TransformerLayer",
     "TwoModeRecipe",

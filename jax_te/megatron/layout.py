@@ -20,7 +20,13 @@ from jax_te.typing import LogicalAxes
 # Layers whose arrays Megatron names otherwise; a module that holds a kernel itself says so by ``megatron_layout``.
 _LAYERS = (Linear, GroupedLinear, LayerNormLinear, LayerNorm, RMSNorm, Embedding)
 _FUSED = {"kernel": "weight", "scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
-_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "ln_bias": "bias"}
+_NAMES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "embedding": "weight",
+    "ln_bias": "bias",
+    "gate_kernel": "gate_weight",
+}
 
 
 @dataclass(frozen=True)
@@ -129,15 +135,17 @@ def megatron_layout(
     name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
     experts = owner.num_gemms if isinstance(owner, GroupedLinear) else None
     rank = value.ndim - (experts is not None) if one_array else 0
-    if not one_array or attribute not in ("kernel", "bias") or (attribute == "bias" and rank == 1 and not experts):
+    is_kernel = attribute in ("kernel", "gate_kernel")
+    of_bias = attribute == "bias" and (rank > 1 or experts is not None)
+    if not one_array or not (is_kernel or of_bias):
         return name, None
     # An attention's projections have their components on an axis in front of the groups'.
     core = getattr(owners.get(path[:-2]), "core_attention", None)
-    several = rank > 1 + (attribute == "kernel")
+    several = rank > 1 + is_kernel
     groups = core.num_gqa_groups if core is not None and several else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
     shape = tuple(value.shape)
-    return name, Layout(shape[-rank:], axes[-rank:], attribute == "kernel", groups, experts)
+    return name, Layout(shape[-rank:], axes[-rank:], is_kernel, groups, experts)
 
 
 def _numbered(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], Any]) -> tuple[Any, ...]:

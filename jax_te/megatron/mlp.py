@@ -44,7 +44,7 @@ class MLP(MegatronModule):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
-        (h, f), n_act = sizes, component_count(Activation(config.activation, None))
+        (h, f), n_act = sizes, component_count(Activation(config.limited_activation, None))
         # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
         common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": False}
         common |= {"is_expert": False, "rngs": rngs}
@@ -78,7 +78,7 @@ class MLP(MegatronModule):
 
         def rest(parts: Any) -> Array:
             linear_fc2, hidden = parts
-            z = activation(hidden, self.config.activation, out_axes=axes)
+            z = activation(hidden, self.config.limited_activation, out_axes=axes)
             return linear_fc2(z, is_first_microbatch=first)[0]
 
         return run_recomputed(rest, (linear_fc2, hidden), kept={"activation": ()})

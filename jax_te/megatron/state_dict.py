@@ -14,6 +14,7 @@ from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers import CachedKernel, drop_cached_kernels
 from jax_te.megatron.layout import Layout, megatron_layout
+from jax_te.quantize import counting_of
 from jax_te.typing import Array
 
 
@@ -34,7 +35,7 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     """Return the arrays of all Variables of a module by dotted name: parameters, quantizer state, RNG state, others.
 
     A Variable that holds several arrays, such as delayed scaling's state or a parameter stored quantized, has one entry
-    for each; with ``keep_vars`` only one. Cached kernels are left out.
+    for each; with ``keep_vars`` only one. Cached kernels, and counts of a single step, are left out.
 
     In a `MegatronModule`, and in the layers of `jax_te.megatron` alone, linear layers, norms and embeddings of this
     package have Megatron-Core's names and layouts: ``weight [out, in]``, ``layer_norm_weight``, a `SelfAttention`'s
@@ -178,7 +179,9 @@ def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | N
     owners = {path: node for path, node in nodes if not isinstance(node, nnx.Variable)}
     found = []
     for path, node in nodes:
-        if isinstance(node, nnx.Variable) and not isinstance(node, CachedKernel):
+        rule = counting_of(node)
+        of_one_step = isinstance(node, CachedKernel) or (rule is not None and not rule.persistent)
+        if isinstance(node, nnx.Variable) and not of_one_step:
             sizes = range(len(path))
             outside = next((n for n in sizes if getattr(owners.get(path[:n]), "megatron_names", False)), len(path))
             name, layout = megatron_layout(path, outside, node, owners)

@@ -31,6 +31,12 @@ def layer_options(
     >>> layer_options(config, 0, layer_type="encoder", self_attn_mask_type="causal")["ffn_hidden_size"]
     128
     """
+    if config.has_experts(number):
+        raise ValueError(
+            f"layer {number + 1} has experts (num_moe_experts={config.num_moe_experts}, "
+            f"moe_layer_freq={config.moe_layer_freq}), and a TransformerLayer's feed-forward block has none: "
+            "jax_te.megatron.MoELayer(config) is a block with experts, for a layer of your own"
+        )
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     kinds = config.cp_comm_type
     kind = kinds[number] if isinstance(kinds, tuple) else kinds
@@ -63,7 +69,7 @@ def layer_options(
         "num_gqa_groups": config.num_query_groups,
         "normalization": config.normalization,
         "zero_centered_gamma": config.layernorm_zero_centered_gamma,
-        "activation": config.activation,
+        "activation": config.limited_activation,
         "bias": config.add_bias_linear,
         "params_dtype": config.params_dtype,
     }

@@ -252,7 +252,7 @@ def _merging(state: nnx.State) -> nnx.State:
 def _of_quantizers(convert: Callable[[Any], Any], state: nnx.State) -> nnx.State:
     def converted(variable: Any) -> Any:
         is_state = isinstance(variable, QuantizerState)
-        return variable.replace(convert(variable.get_value())) if is_state else variable
+        return convert(variable) if is_state else variable
 
     return jax.tree.map(converted, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 

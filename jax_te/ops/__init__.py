@@ -18,6 +18,7 @@ from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions
+from jax_te.ops.moe import losses, permute, routing
 from jax_te.ops.moe.grouped_dense import grouped_dense
 from jax_te.ops.moe.row_groups import RowGroups, group_alignment, row_bound
 from jax_te.ops.stacked import residuals_are_stacked

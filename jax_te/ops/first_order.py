@@ -54,6 +54,12 @@ def why_quantized(recipe_name: str) -> str:
 
 def why_backend(name: str) -> str | None:
     """Return why ops of a backend have no second derivatives; None if they have."""
+    if name == "pallas":
+        return (
+            "second derivatives do not exist in the kernels that multiply groups of rows in 16 bits on a Hopper GPU. "
+            "Compute what is differentiated twice in float32, or make its inner derivative a constant: "
+            "jax.lax.stop_gradient"
+        )
     if name != "te":
         return None
     return (

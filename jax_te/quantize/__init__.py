@@ -34,14 +34,21 @@ from jax_te.quantize.quantizer import (
 )
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.state import (
+    Counting,
     QuantizerState,
+    added_counts,
     as_float32,
     as_float32_inside,
+    count,
+    counting_of,
+    counts_are_next_values,
+    counts_within_step,
     frozen_scales,
     init_gemm_state,
     merge_quantizers,
     quantizer_variables,
     scales_are_frozen,
+    with_counts,
     with_max_gradients,
     with_max_gradients_inside,
     write_back,
@@ -52,6 +59,7 @@ from jax_te.quantize.tensor import OpaqueTree, Operand, QuantizedOperand, Quanti
 __all__ = [
     "STATISTICS",
     "BlockQuantizer",
+    "Counting",
     "GemmState",
     "MXQuantizer",
     "NVFP4Quantizer",

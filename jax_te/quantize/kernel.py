@@ -32,7 +32,7 @@ class QuantizedKernel:
             each device. TE's tensor classes fail when JAX unflattens them with placeholder leaves.
         quantizer: the quantizer that made it.
         amax: fp32 ``[]``, of the kernel it was made from, or ``[e]`` of experts'; None where the recipe takes none.
-        guard: of a parameter, by which arithmetic is noticed; None in a cache.
+        guard: constants by which arithmetic on a parameter is noticed; None in a cache.
         shape: of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
         dtype: of the kernel before quantization.
     """

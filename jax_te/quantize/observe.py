@@ -46,9 +46,9 @@ class Observer:
         """Record a tensor that is about to be quantized; while tracing, too: numbers arrive when the program runs.
 
         Args:
-            name, role: of its layer, and in it.
-            quantizer: how it is quantized.
-            statistics: of the tensor, by the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
+            name, role: name of its layer, and its role in it.
+            quantizer: its quantizer.
+            statistics: values for the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
                 has several groups.
         """
         key = (name or "unnamed", role)

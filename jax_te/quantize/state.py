@@ -1,7 +1,12 @@
-"""Delayed-scaling state: no other file creates, merges or writes it.
+"""State outside of gradients, of delayed scaling and of routers: no other file creates, merges or writes it.
 
-The gradient of a state is its next value. It therefore must not reach anything that treats gradients as gradients
-(sums over microbatches, clipping, norms, the optimizer), and it is written back unchanged.
+What a call has to say about a state leaves backward as the state's gradient. It therefore must not reach anything that
+treats gradients as gradients (clipping, norms, the optimizer). There are two kinds:
+
+- A scale or an amax history of delayed scaling: its gradient is its next value. Values of several uses, microbatches,
+  loops and stages merge by maximum, and the result is written back unchanged.
+- A state with a rule of `Counting`: its gradient is a count. Counts of all uses of a step add up, and once a step the
+  rule makes the next value of the old one and the sum.
 """
 
 from __future__ import annotations
@@ -9,15 +14,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
+from jax.custom_derivatives import SymbolicZero
 
 from jax_te._validation import brief, check_axes, check_leaves, checked
+from jax_te.errors import QuantizerStateError
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding import batch_ranks
@@ -28,6 +36,10 @@ _TOGETHER = 32
 
 # A user context takes part in the jit cache key: what was traced with frozen scales is traced again without.
 scales_are_frozen = jax.make_user_context(False)
+
+counts_are_next_values = jax.make_user_context(False)
+"""Whether the gradient of a state that counts is its next value, as that of a scale is, where nothing merges counts: in
+Linen, whose collections have no rules. Then a state may be used once in a step."""
 
 
 @contextlib.contextmanager
@@ -50,11 +62,47 @@ def frozen_scales() -> Iterator[None]:
 
 @nnx.register_variable_name("_overwrite_with_gradient")
 class QuantizerState(nnx.Variable):
-    """NNX Variable that holds one array of a `GemmState`: a scale or an amax history of one operand.
+    """NNX Variable that holds one array of state outside of gradients: one of a `GemmState`, or one that counts.
 
-    A layer holds a `GemmState` of these. Its gradient is its next value. Linen shows it as the collection
-    ``_overwrite_with_gradient``.
+    A layer holds a `GemmState` of these: a scale and an amax history for each operand, whose gradients are their next
+    values. One that counts has its rule in its metadata, ``QuantizerState(value, counting=rule)``, see `Counting`.
+    Linen shows it as the collection ``_overwrite_with_gradient``.
     """
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Base of the rules of states that count. A rule is static, and compared by its fields.
+
+    Class attributes:
+        needed: a derivative of a layer in training that leaves the state out raises, since it would never change.
+        within_step: later microbatches of a step read what the earlier ones counted, see `so_far`.
+        persistent: a state dict holds the state; a checkpoint of a train state holds all.
+
+    >>> class Total(Counting):
+    ...     def advance(self, old, total):
+    ...         return old + total
+    >>> state = QuantizerState(jnp.zeros(2), counting=Total())
+    >>> write_back({"a": state}, {"a": state.replace(jnp.ones(2))})["a"].get_value().tolist()
+    [1.0, 1.0]
+    """
+
+    needed: ClassVar[bool] = True
+    within_step: ClassVar[bool] = False
+    persistent: ClassVar[bool] = True
+
+    def advance(self, old: jax.Array, total: jax.Array) -> jax.Array:
+        """Return the state of the next step; ``total`` is the sum of the step's counts, 0 if the layer did not run."""
+        raise NotImplementedError
+
+    def so_far(self, old: jax.Array, total: jax.Array) -> jax.Array:
+        """Return what the step's next microbatch reads, ``total`` being the sum of the earlier ones' counts."""
+        return old
+
+
+def counting_of(variable: Any) -> Counting | None:
+    """Return the rule of a state that counts, None for any other Variable or array."""
+    return variable.get_metadata().get("counting") if isinstance(variable, nnx.Variable) else None
 
 
 @checked
@@ -113,7 +161,16 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
     fp8_meta32
     """
     check_leaves("quantizers", quantizers)
-    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
+    return map_amax_states(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
+
+
+def map_amax_states(fn: Callable[..., Any], states: PyTree) -> PyTree:
+    """Return states with ``fn`` applied to each array of delayed scaling's; those that count stay."""
+
+    def mapped(node: Any) -> Any:
+        return jax.tree.map(fn, node) if counting_of(node) is None else node
+
+    return jax.tree.map(mapped, states, is_leaf=lambda node: counting_of(node) is not None)
 
 
 def as_float32(quantizers: PyTree) -> PyTree:
@@ -160,7 +217,7 @@ def with_max_gradients_inside(quantizers: PyTree) -> PyTree:
     >>> jax.grad(lambda state: as_float32_inside(with_max_gradients_inside(state))["scale"])(state)["scale"].dtype
     dtype('float32')
     """
-    return jax.tree.map(_with_max_gradients_inside, quantizers)
+    return map_amax_states(_with_max_gradients_inside, quantizers)
 
 
 @jax.custom_vjp
@@ -175,19 +232,112 @@ _with_max_gradients_inside.defvjp(
 
 
 def merge_quantizers(stacked: PyTree) -> PyTree:
-    """Return one next state of several that started from the same state: their maximum over the leading axis.
+    """Return one gradient of states for several that started from the same states.
 
-    A nan amax stays nan, so that the next scale is the old one, as for a single microbatch.
+    It is the maximum over the leading axis, and the sum for states that count. A nan amax stays nan, so that the next
+    scale is the old one, as for a single microbatch.
 
     Args:
-        stacked: next states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``.
+        stacked: gradients of states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``;
+            Variables if some count.
     """
     check_leaves("stacked", stacked)
     for leaf in jax.tree.leaves(stacked):
         check_axes("a leaf of stacked", leaf)
-    # A maximum is right for all leaves: the scales are equal, because all were taken from the common state, and the
-    # histories differ in slot 0 alone, the newest amax.
-    return jax.tree.map(_largest, stacked)
+
+    def merged(node: Any) -> Any:
+        # A maximum is right for all leaves of delayed scaling: the scales are equal, because all were taken from the
+        # common state, and the histories differ in slot 0 alone, the newest amax.
+        return jax.tree.map(_largest if counting_of(node) is None else lambda leaf: jnp.sum(leaf, axis=0), node)
+
+    return jax.tree.map(merged, stacked, is_leaf=lambda node: counting_of(node) is not None)
+
+
+def counts_within_step(quantizers: PyTree) -> dict[Any, Any]:
+    """Return zeros for the states of which a step's later microbatches read what the earlier ones counted, by path."""
+    found = nnx.to_flat_state(quantizers) if isinstance(quantizers, nnx.State) else []
+    rules = [(path, variable, counting_of(variable)) for path, variable in found]
+    return {path: variable.replace(jnp.zeros_like(variable.get_value())) for path, variable, rule in rules
+            if rule is not None and rule.within_step}  # fmt: skip
+
+
+def with_counts(quantizers: PyTree, counts: dict[Any, Any]) -> PyTree:
+    """Return states as a step's next microbatch reads them; ``counts`` are those of the earlier ones, added up."""
+    if not counts:
+        return quantizers
+
+    def read(path: Any, variable: Any) -> Any:
+        if path not in counts:
+            return variable
+        return variable.replace(counting_of(variable).so_far(variable.get_value(), counts[path].get_value()))  # type: ignore[union-attr]
+
+    return nnx.from_flat_state([(path, read(path, variable)) for path, variable in nnx.to_flat_state(quantizers)])
+
+
+def added_counts(counts: dict[Any, Any], gradient: PyTree) -> dict[Any, Any]:
+    """Return ``counts`` with those of a microbatch's gradient of the states added."""
+    if not counts:
+        return counts
+    found = dict(nnx.to_flat_state(gradient))
+    return {path: total.replace(total.get_value() + found[path].get_value()) for path, total in counts.items()}
+
+
+def count(x: jax.Array, states: Sequence[QuantizerState | None], counts: Sequence[jax.Array | None]) -> jax.Array:
+    """Return ``x``, in whose backward pass each state gets its count as its gradient.
+
+    Args:
+        x: array of the forward pass that the loss depends on.
+        states: Variables with a rule of `Counting`; None: nothing.
+        counts: summands of each state's gradient, in its shape.
+
+    Raises:
+        QuantizerStateError: when differentiated, for a derivative that leaves a state out whose rule is ``needed``.
+
+    >>> state = QuantizerState(jnp.zeros(2), counting=Counting())
+    >>> def loss(value):
+    ...     return jnp.sum(count(jnp.ones(3), [state.replace(value)], [jnp.array([1.0, 2.0])]))
+    >>> jax.grad(loss)(jnp.zeros(2)).tolist()
+    [1.0, 2.0]
+    """
+    pairs = [pair for pair in zip(states, counts, strict=True) if pair[0] is not None]
+    if not pairs or scales_are_frozen.value:
+        return x
+    rules = tuple([counting_of(state) for state, _ in pairs])
+    values = [state.get_value() for state, _ in pairs]  # type: ignore[union-attr]
+    counted = [jax.lax.stop_gradient(number) for _, number in pairs]
+    if counts_are_next_values.value:
+        old = jax.lax.stop_gradient(values)
+        counted = [rule.advance(*each) for rule, *each in zip(rules, old, counted, strict=True)]  # type: ignore[union-attr]
+    return _count(rules, x, values, counted)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _count(rules: tuple[Counting, ...], x: jax.Array, states: list[jax.Array], counts: list[jax.Array]) -> jax.Array:
+    return x
+
+
+def _count_fwd(rules: tuple[Counting, ...], x: Any, states: Any, counts: Any) -> tuple[jax.Array, Any]:
+    for rule, state in zip(rules, states, strict=True):
+        if rule.needed and not state.perturbed:
+            raise QuantizerStateError(_COUNTS_LEFT_OUT.format(type(rule).__name__))
+    return x.value, [number.value for number in counts]
+
+
+def _count_bwd(rules: tuple[Counting, ...], counts: list[jax.Array], g: Any) -> tuple[Any, Any, Any]:
+    g = jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g  # type: ignore[arg-type]
+    return g, counts, None
+
+
+# symbolic_zeros tells the rule which arguments are differentiated.
+_count.defvjp(_count_fwd, _count_bwd, symbolic_zeros=True)
+
+_COUNTS_LEFT_OUT = (
+    "a derivative of a router in training leaves its state out ({}), whose gradient is what the call counted: it would "
+    "never change. jax_te.training.value_and_grad and make_train_step write it back; in a loop of your own, "
+    "differentiate it, too, argnums=nnx.DiffState(0, (nnx.Param, jax_te.quantize.QuantizerState)), and give its "
+    "gradients to jax_te.training.Optimizer.update or jax_te.quantize.write_back. In evaluation, model.eval(), nothing "
+    "is counted"
+)
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
@@ -198,10 +348,13 @@ def _largest(leaf: jax.Array) -> jax.Array:
 
 @checked
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
-    """Return the states of the next step: the gradients of ``old``, or ``old`` for layers that did not run.
+    """Return the states of the next step.
+
+    They are the gradients of ``old``, or ``old`` for layers that did not run; of states that count, what their rules
+    say.
 
     Args:
-        old: states of this step.
+        old: states of this step; Variables if some count.
         gradient: their gradients, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
@@ -210,19 +363,35 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     if keep_old is not None and keep_old.dtype != bool:
         raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
     before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)
-    if not all(map(_is_amax_state, before)):
-        raise TypeError(f"old must be states of quantizers, dicts of scale and amax_history, got {brief(old)}")
     after = treedef.flatten_up_to(nnx.as_pure(gradient))
-    alike = collections.defaultdict(list)
-    for index, states in enumerate(zip(before, after, strict=True)):
-        alike[tuple(map(jax.typeof, jax.tree.leaves(states)))].append(index)  # on an Explicit mesh with the sharding
+    rules = _rules(old)
     new: list[Any] = [None] * len(before)
+    alike, leaf = collections.defaultdict(list), 0
+    for index, states in enumerate(zip(before, after, strict=True)):
+        rule = rules[leaf]
+        leaf += len(jax.tree.leaves(states[0]))
+        if rule is None:
+            if not _is_amax_state(states[0]):
+                raise TypeError(
+                    "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
+                    f"got {brief(old)}"
+                )
+            alike[tuple(map(jax.typeof, jax.tree.leaves(states)))].append(index)  # on an Explicit mesh with sharding
+            continue
+        value = rule.advance(*states)
+        new[index] = value if keep_old is None else jnp.where(keep_old, states[0], value)
     parts = [group[k : k + _TOGETHER] for group in alike.values() for k in range(0, len(group), _TOGETHER)]
     for part in parts:
         states = _carry_on([before[index] for index in part], [after[index] for index in part], keep_old)
         for index, state in zip(part, states, strict=True):
             new[index] = state
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
+
+
+def _rules(states: PyTree) -> list[Counting | None]:
+    """Return the rule of each array, None for those of delayed scaling."""
+    nodes = jax.tree.leaves(states, is_leaf=lambda node: counting_of(node) is not None)
+    return [counting_of(node) for node in nodes]
 
 
 def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | None) -> list[PyTree]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,21 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te._validation import checked
-from jax_te.layers import drop_cached_kernels, quantize_kernels, set_grad_sinks, use_cached_kernels
+from jax_te.layers import (
+    aux_losses_scaled,
+    drop_cached_kernels,
+    quantize_kernels,
+    set_grad_sinks,
+    use_cached_kernels,
+)
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
+    added_counts,
     as_float32,
+    counts_within_step,
     merge_quantizers,
+    with_counts,
     with_max_gradients,
     write_back,
 )
@@ -228,23 +237,26 @@ def accumulated_gradients(
     names = dict(nnx.to_flat_state(full))
 
     def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
-        total, sums, rest = carry
+        total, sums, rest, counts = carry
         batch, index = microbatch
-        found = _of_batch(loss_fn, state, rest, batch, jax.random.fold_in(key, index), kernels, cached)
+        now = replace(state, quantizers=with_counts(state.quantizers, counts))
+        found = _of_batch(loss_fn, now, rest, batch, jax.random.fold_in(key, index), kernels, cached)
         loss, quantizers, rest, weight = found.loss, found.quantizers, found.rest, found.weight
         grads = found.grads, found.waiting
         if weight is not None:
             # Not gradients of the totals: these would be so much larger that fp16 overflows sooner.
             loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
         # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
-        return (total + loss, jax.tree.map(jnp.add, sums, grads), rest), (quantizers, weight)
+        counts = added_counts(counts, quantizers)
+        return (total + loss, jax.tree.map(jnp.add, sums, grads), rest, counts), (quantizers, weight)
 
     # The carry keeps its sharding over the scan, so it starts in that of the parameters.
     zeros = _wide(nnx.from_flat_state([(path, like) for path, like in names.items() if path not in places]))
     zeros = as_created(jax.tree.map(jnp.zeros_like, zeros))
     summands = {path: place.zeros(names[path].get_value().shape) for path, place in places.items()}
-    start = (jnp.zeros((), jnp.float32), (zeros, summands), as_created(state.rest))
-    (total, (sums, waiting), rest), (stacked, weights) = jax.lax.scan(
+    counts = counts_within_step(state.quantizers)
+    start = (jnp.zeros((), jnp.float32), (zeros, summands), as_created(state.rest), counts)
+    (total, (sums, waiting), rest, _), (stacked, weights) = jax.lax.scan(
         body, start, (batches, jnp.arange(microbatches, dtype=jnp.int32))
     )
 
@@ -313,7 +325,8 @@ def differentiate(
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         use_cached_kernels(model, [None] * len(grad_sinks) if cached is None else cached, list(grad_sinks.values()))
-        value, aux = fn(model, *inputs)
+        with aux_losses_scaled(model, scaler.scale):
+            value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
         # The caches belong to this pass: they must not be among the model's other state that is returned.

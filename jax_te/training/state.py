@@ -33,7 +33,8 @@ class TrainState:
         params: ``nnx.State``, the model's parameters in their own dtypes.
         masters: ``nnx.State``, fp32 copies of half-precision and quantized parameters, under the same names; may be
             empty.
-        quantizers: ``nnx.State``, delayed-scaling state; empty without it.
+        quantizers: ``nnx.State``, the state outside of gradients: of delayed scaling, and of routers of experts; empty
+            without either.
         rest: ``nnx.State``, all other state of the model, e.g. the counters of an ``nnx.Rngs``; empty for the models of
             this package.
         opt_state: optimizer state of the masters and of the parameters that have none.

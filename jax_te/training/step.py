@@ -15,6 +15,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
+from jax_te.layers import expert_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import (
     ShardingRules,
@@ -66,6 +67,7 @@ def make_train_step(
       in fp32. Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
     - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`).
       Quantizer state is in no norm, and ``tx`` never sees it.
+    - What routers of experts counted in the microbatches adds up, and their states go on once (`Counting`).
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
     - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
@@ -98,7 +100,8 @@ def make_train_step(
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the
         logical axis ``batch``. In several processes its arrays are global, see `global_batch`. Its ``metrics`` are fp32
         ``[]``: ``loss`` (mean), ``grad_norm`` (of the unscaled mean gradient, before clipping), ``skipped`` (0 or 1),
-        ``loss_scale`` (the one that this step used).
+        ``loss_scale`` (the one that this step used); of a model with experts those of `jax_te.layers.expert_metrics`
+        over all layers, as ``experts/dropped_share``.
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
@@ -159,6 +162,8 @@ def make_train_step(
             "skipped": 1.0 - finite.astype(jnp.float32),
             "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
         }
+        counted = nnx.merge(state.graphdef, state.params, next_quantizers, state.rest)
+        metrics |= {f"experts/{name}": x for name, x in expert_metrics(counted).items() if "/" not in name}
         state = dataclasses.replace(
             state,
             **_apply(transformation, state, finite, next_quantizers, grads, asked_for),

@@ -243,7 +243,7 @@ def test_nothing_to_measure_is_an_error(capsys):
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):
-    monkeypatch.setattr(bench_model.te, "available", lambda: (False, "not here"))
+    monkeypatch.setattr(bench_model, "available", lambda: (False, "not here"))
     status, found, error = model_rows(capsys, *argv)
     assert (status, found) == (2, [])
     assert message in error

@@ -14,7 +14,7 @@ from flax.core import freeze
 
 import jax_te.linen as te
 from jax_te import layers
-from jax_te.config import TransformerConfig
+from jax_te.config import RouterOptions, TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, autocast
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
@@ -23,27 +23,34 @@ RECIPE = DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"
 X = draw("x", (2, 8, 32))
 Q = draw("q", (2, 8, 4, 8))
+ROWS, SIZES = draw("rows", (16, 32)), jnp.array([5, 11])
 IDS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
 
 # Arguments, keyword arguments, inputs.
 CASES = {
     "DotProductAttention": ((4, 8), {"softmax_type": "learnable"}, (Q, Q, Q)),
     "Embedding": ((32, 16), {"params_dtype": jnp.bfloat16}, (IDS,)),
+    "GroupedLinear": ((2, 32, 64), {}, (ROWS, SIZES)),
+    "GroupedLoRA": ((te.GroupedLinear(2, 32, 64), 4), {"alpha": 2.0}, (ROWS, SIZES)),
     "LayerNorm": ((32,), {"zero_centered_gamma": True}, (X,)),
     "LayerNormLinear": ((32, (3, 16)), {"parallel_mode": "column"}, (X,)),
     "LayerNormMLP": ((32, 64), {"activation": "swiglu", "bias": False}, (X,)),
     "Linear": ((32, 64, False), {"parallel_mode": "row"}, (X,)),
     "LoRA": ((te.Linear(32, 64), 4), {"alpha": 2.0}, (X,)),
+    "MoE": ((32, 64, RouterOptions(num_experts=4, aux_loss_coeff=0.1)), {"bias": False}, (X,)),
     "MultiheadAttention": ((32, 4), {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm", "attention_dropout": 0.0}, (X,)),
     "RMSNorm": ((32, 1e-3), {}, (X,)),
     "RelativePositionBias": ((4,), {"bidirectional": False}, (4, 8)),
+    "Router": ((32, RouterOptions(num_experts=4)), {"bias": True}, (X,)),
+    "SharedExperts": ((32, 64), {"gate": True}, (X,)),
     "TransformerLayer": ((32, 64, 4), {"normalization": "RMSNorm", **NO_DROPOUT}, (X,)),
 }
 
 
 def nnx_layer(name):
     args, options, _ = CASES[name]
-    args = [layers.Linear(32, 64, rngs=nnx.Rngs(1)) if isinstance(arg, te.LinenModule) else arg for arg in args]
+    bases = {te.Linear: (layers.Linear, 32, 64), te.GroupedLinear: (layers.GroupedLinear, 2, 32, 64)}
+    args = [of[0](*of[1:], rngs=nnx.Rngs(1)) if (of := bases.get(type(arg))) else arg for arg in args]
     layer = getattr(layers, name)(*args, **options, rngs=nnx.Rngs(0))
     for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):  # zeros and ones would hide a mix-up
         variable.set_value(draw(str(path), variable.shape, variable.dtype, scale=0.3))
@@ -60,7 +67,8 @@ def pullback(fn, inputs):
 
     @jax.jit
     def run(variables):
-        y, vjp = jax.vjp(lambda variables: fn(variables, *inputs), variables)
+        # Of several results the first, as of a router.
+        y, vjp = jax.vjp(lambda variables: jax.tree.leaves(fn(variables, *inputs))[0], variables)
         return y, vjp(draw("g", y.shape, y.dtype))[0]
 
     return run
@@ -101,7 +109,7 @@ def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
     expected_grads = nn.unbox(te.from_nnx(nnx.merge(graphdef, grad)))
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     jax.tree.map(assert_bitwise, grads, expected_grads)
-    kernels = [m for _, m in nnx.iter_modules(layer) if isinstance(m, layers.QuantizableModule)]
+    kernels = [m for _, m in nnx.iter_modules(layer) if isinstance(m, layers.QuantizableModule | layers.Router)]
     assert (STATE in grads) == bool(kernels)
 
 

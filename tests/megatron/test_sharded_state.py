@@ -131,7 +131,9 @@ def test_quantized_parameters_are_split_like_the_kernel_and_their_scales_are_who
         described = layer.sharded_state_dict()
     assert described.keys() == state_dict(layer).keys()
     specs = {leaf.dtype.name: leaf.sharding.spec for leaf in described.values()}
-    assert specs == {"float8_e4m3fn": P("fsdp", "tensor"), "float32": P(None, None)}
+    # The scales in blocks, and the two constants of the guard, which have no axes.
+    assert specs.pop("float8_e4m3fn") == P("fsdp", "tensor")
+    assert all(not any(spec) for spec in specs.values())
 
 
 def test_a_parameter_that_two_layers_share_is_described_once_and_restored(tmp_path):

@@ -106,6 +106,6 @@ def test_unknown_names():
             dense(jnp.ones((2, 2)), jnp.ones((2, 2)), backend="cuda")
     with pytest.raises(
         ValueError,
-        match="unknown op 'conv'; allowed: dense, layernorm, layernorm_dense, layernorm_mlp, activation, dot_product",
+        match="unknown op 'conv'; allowed: dense, grouped_dense, layernorm, layernorm_dense, layernorm_mlp, activation",
     ):
         explain_backend("conv")

@@ -145,10 +145,10 @@ def test_what_does_not_fit_is_refused(error, words, a, b, options):
 @pytest.mark.parametrize(
     ("words", "a", "b", "rows_last"),
     [
-        ("go together", zeros(128, 64), zeros(256, 64), False),
+        ("must have the same rows", zeros(128, 64), zeros(256, 64), False),
         ("multiple of 128", zeros(64, 64), zeros(64, 64), False),
         ("summed over last", zeros(128, 64, dtype=E4M3), zeros(128, 64, dtype=E4M3), False),
-        ("go together", zeros(64, 128), zeros(64, 256), True),
+        ("must have the same rows", zeros(64, 128), zeros(64, 256), True),
     ],
     ids=["shapes", "rows", "fp8", "rows last"],
 )

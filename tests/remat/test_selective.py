@@ -114,7 +114,7 @@ def test_of_several_modules_what_all_keep_is_kept() -> None:
 def test_unknown_modules_say_what_is_allowed() -> None:
     with (
         without_type_checker(),
-        pytest.raises(ValueError, match=r"unknown modules \['moe'\]; allowed: core_attn, layernorm"),
-        selective_recompute("mlp", "moe"),
+        pytest.raises(ValueError, match=r"unknown modules \['mla'\]; allowed: core_attn, layernorm"),
+        selective_recompute("mlp", "mla"),
     ):
         pass

@@ -84,9 +84,9 @@ def test_two_dimensions_on_one_mesh_axis():
 def test_unknown_logical_axis():
     with pytest.raises(
         ValueError,
-        match=r"unknown logical axis 'mlp' .* allowed: batch, components, ffn, ffn_fsdp, ffn_fsdp_replicas, fsdp, "
-        "fsdp_replicas, heads, heads_fsdp, heads_fsdp_replicas, hidden, norm, replicas, sequence, sequence_parallel, "
-        "tokens, vocab",
+        match=r"unknown logical axis 'mlp' .* allowed: batch, components, expert, ffn, ffn_fsdp, ffn_fsdp_replicas, "
+        "fsdp, fsdp_replicas, heads, heads_fsdp, heads_fsdp_replicas, hidden, norm, replicas, sequence, "
+        "sequence_parallel, tokens, vocab",
     ):
         logical_to_spec(("mlp",), MESH)
 

@@ -78,7 +78,7 @@ class Seen(NamedTuple):
     """What calls of a module's ``__call__`` do with one of its parameters.
 
     Args:
-        contractions: those with an input.
+        contractions: contractions of the parameter with an input.
         others: names of the other operations that take it.
     """
 

@@ -178,7 +178,7 @@ def plan_of_dims(
 
     Args:
         mesh: the mesh in use.
-        shapes: of the whole input and of the kernel.
+        shapes: shapes of the whole input and of the kernel.
         dims: mesh axes for each dimension of input, kernel and output, without axes of size 1, which split nothing.
         precision: blocks of the quantizers' scales must not lie on two devices.
         ahead: mesh axes along which a kernel that was quantized before the call shares its scales. None: no kernel is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_te._validation import check_axes, checked
@@ -109,6 +110,8 @@ def quantize_kernel(
         # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
         form = operand if portable else OpaqueTree.pack(operand)
     guard = Guard.new() if portable else None
+    if grouped:  # each of its kernels has one, as those of a stack have
+        guard = jax.tree.map(lambda constant: jnp.full(kernel.shape[:1], constant), guard)
     return QuantizedKernel(
         form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
     )

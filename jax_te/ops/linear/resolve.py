@@ -106,7 +106,7 @@ def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any,
     Args:
         spec: `OpSpec`, or another with ``layers`` of `LinearSpec`.
         args, perturbed: `LinearArgs`, or others with ``layers`` of `LinearWeights`, and bools in their places.
-        sinks: of the call.
+        sinks: sinks of the call.
 
     Raises:
         TypeError: if a kernel that was quantized before the call is differentiated and has no ``grad_sink``.

@@ -59,7 +59,7 @@ class LinearSpec:
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
-        sink: what the kernel's gradient goes to; None: it is the kernel's own cotangent.
+        sink: kind of sink that gets the kernel's gradient; None: it is the kernel's own cotangent.
         observer: collects statistics of the quantized tensors, or None.
         frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
@@ -218,7 +218,7 @@ def grad_sink_of(
 
     Args:
         given: sink of the call, see `LinearWeights`.
-        plan: how the layer runs.
+        plan: plan of the layer.
         kernel_axes: logical axes of the kernel.
         kernel_rank: number of axes of the kernel.
     """

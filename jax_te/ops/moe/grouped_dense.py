@@ -53,14 +53,15 @@ def grouped_dense(
 
     Each group has what `dense` gives its rows alone: scales, amaxes and quantized values are the same bits, products
     the same to the order of sums. Nothing depends on other groups, nothing waits for the host, and results are
-    deterministic.
+    deterministic. On one Hopper GPU the kernels of `jax_te.ops.pallas` multiply bf16 and fp16, and FP8 under delayed
+    and current scaling; elsewhere, and under other recipes, XLA does, one tile of rows after another.
 
     Args:
         x: ``[rows, k]`` fp32, bf16 or fp16: the compute dtype.
         kernel: ``[e, k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same
             quantized before the call, see `quantize_kernel`.
         bias: ``[e, *n]`` or None.
-        groups: where the rows of each group lie. Rows of no group give zeros, whatever they hold, and have zero
+        groups: places of the rows of each group. Rows of no group give zeros, whatever they hold, and have zero
             gradients.
         recipe: None for high precision. FP8 needs ``k`` and ``prod(n)`` to be multiples of 16 (``recipe.alignment``);
             numbers of rows are free, and rows whose groups do not start at multiples of `group_alignment` are copied.
@@ -185,7 +186,7 @@ def _resolved(
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
     """Return the layer as the op runs it, and the arrays of its sink."""
     kernel, bias, _, given_sink = weights
-    backend: Any = hopper if hopper.runs_here(x.dtype, tile, precision) else grouped
+    backend: Any = hopper if hopper.runs_here(x.dtype, kernel.shape[0], tile, precision) else grouped
     # The op constrains its rows itself: those of the tiles lie otherwise.
     plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)

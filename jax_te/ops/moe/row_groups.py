@@ -29,9 +29,9 @@ class RowGroups:
 
     Args:
         sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
-        rows: of the array. `row_bound` is enough for any sizes of a known sum.
-        alignment: of the groups' starts, >= 1. An op whose recipe needs another one (`jax_te.ops.group_alignment`)
-            copies the rows.
+        rows: number of rows of the array. `row_bound` is enough for any sizes of a known sum.
+        alignment: alignment of the groups' starts, >= 1. An op whose recipe needs another one
+            (`jax_te.ops.group_alignment`) copies the rows.
 
     Raises:
         ValueError: for an alignment that is not positive, or a negative number of rows.

@@ -15,7 +15,7 @@ class Tiling(NamedTuple):
     """How rows that lie as some `RowGroups` say are cut into tiles: static.
 
     Args:
-        rows: of all tiles together.
+        rows: number of rows of all tiles together.
         tile: rows of one tile.
         in_place: the rows lie as the tiles do, but for zeros behind the last.
     """

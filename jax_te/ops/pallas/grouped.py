@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, grouped_gemm, grouped_gemm_over_rows
 from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from jax_te.ops.pallas.support import BLOCK, supported
-from jax_te.ops.xla.grouped import GroupedRows, statistics
+from jax_te.ops.xla.grouped import GroupedRows
+from jax_te.ops.xla.grouped import statistics as statistics  # the same here
 from jax_te.quantize import Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, DTypeLike
 
-__all__ = ["GroupedRows", "statistics"]  # which are the same here
-
-NAME = "xla"
+NAME: str = "pallas"
 
 
 @jax.tree_util.register_dataclass
@@ -70,18 +69,20 @@ class Kernels:
     features: tuple[int, ...] = field(metadata={"static": True})
 
 
-def runs_here(dtype: DTypeLike, tile: int, precision: Precision) -> bool:
+def runs_here(dtype: DTypeLike, groups: int, tile: int, precision: Precision) -> bool:
     """Return whether these primitives run a layer on the device at hand: on one Hopper GPU.
 
     Args:
         dtype: the compute dtype.
+        groups: number of groups; one alone is a layer, with the numbers and the GEMMs of that layer.
         tile: rows of a tile.
-        precision: what each GEMM reads.
+        precision: quantizers of the operands.
     """
     mesh = current_mesh()
     quantizers = (precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer)
     return (
-        (mesh is None or mesh.size == 1)
+        groups > 1
+        and (mesh is None or mesh.size == 1)
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
         and all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
         and tile % GROUP_ALIGNMENT == 0
@@ -105,8 +106,10 @@ def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
         rows, columns, scale_inv, amaxes = matrix, None, None, None
     else:
         assert isinstance(quantizer, TensorQuantizer)
+        # Under delayed scaling the amaxes are taken in the pass that quantizes.
         seen = tiles.amax(amax(x.x, axis=tuple(range(1, x.x.ndim)))) if quantizer.scaling == "current" else None
-        scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+        scale = how.scale if seen is None else quantizer.scale_for(seen, None)
+        assert scale is not None
         of_blocks = jnp.repeat(scale[tiles.group], height // BLOCK)
         (rows,), (columns,), of_blocks = _quantized(matrix[None], of_blocks[None], quantizer.dtype)
         amaxes = tiles.amax(amax(of_blocks.reshape(count, -1), axis=1)) if seen is None else seen
@@ -122,7 +125,8 @@ def _kernels(x: Array, how: Quantization) -> tuple[Kernels, Array]:
     quantizer, (e, k, *_) = how.quantizer, x.shape
     assert isinstance(quantizer, TensorQuantizer)
     seen = amax(x, axis=tuple(range(1, x.ndim))) if quantizer.scaling == "current" else None
-    scale = quantizer.scale_for(seen, how.scale)  # type: ignore[arg-type]
+    scale = how.scale if seen is None else quantizer.scale_for(seen, None)
+    assert scale is not None
     padded = -(-k // BLOCK)
     stored, transposed, of_blocks = _quantized(
         x.reshape(e, k, -1), jnp.broadcast_to(scale[:, None], (e, padded)), quantizer.dtype

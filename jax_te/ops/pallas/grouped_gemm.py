@@ -64,7 +64,7 @@ class Tiling:
         return _PIECE * self.pieces * self.warpgroups
 
 
-# The fastest of those measured on an H100 (docs/performance.md). Groups of few rows leave less of a tall tile empty,
+# The fastest of some that were tried on an H100. Groups of few rows leave less of a tall tile empty,
 # and small matrices few tiles to share reads.
 LARGE = Tiling(warpgroups=2, pieces=2, columns=128, pair=2, swath=16, stages=4, registers=(240, 24))
 SMALL = Tiling(warpgroups=2, pieces=1, columns=256, pair=1, swath=8, stages=4, registers=(240, 24))

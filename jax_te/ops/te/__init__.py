@@ -35,11 +35,11 @@ def supports(
 
     On a mesh its kernels run on each device's arrays; ``unsharded`` says why that cannot be.
     """
-    if op == "grouped_dense":
-        return False, _NO_GROUPED_DENSE
     ok, reason = available()
     if not ok:
         return False, reason
+    if op == "grouped_dense":
+        return False, _NO_GROUPED_DENSE
     if unsharded is not None:
         return False, f"its kernels run on each device of the mesh by itself, and here they cannot: {unsharded}"
     if recipe is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te.config import ActivationParams
+from jax_te.config import ActivationParams, LimitedFunction
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.xla.gemm import quantize_dbias, quantize_operand
 from jax_te.quantize import Operand, Quantization
@@ -60,6 +60,10 @@ def _at_most(x: Array, limit: float) -> Array:
 
 
 def _apply(part: Any, x: Array, params: ActivationParams) -> Array:
+    if isinstance(part, LimitedFunction):
+        x = x if part.high is None else _at_most(x, part.high)
+        x = x if part.low is None else -_at_most(-x, -part.low)
+        return _apply(part.function, x, params) + part.offset
     if callable(part):
         y: Any = part(x)
         return y.astype(x.dtype)

@@ -19,14 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
-from jax_te.ops.xla.gemm import residual_for_dgrad
 from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
 from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.typing import Array, DTypeLike
 
 NAME: str = "xla"
-
-__all__ = ["residual_for_dgrad"]  # as for one layer
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +104,9 @@ def statistics(x: GroupedRows | Array, how: Quantization, *, axis: int) -> dict[
 def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
     """Return the forms of the rows that the GEMM of the kernels' gradients reads."""
     return GroupedOperand(form=gemm.residual_for_wgrad(x.form), group=x.group, count=x.count)
+
+
+residual_for_dgrad = gemm.residual_for_dgrad
 
 
 def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:

@@ -12,11 +12,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
+from jax_te.layers import routers_of
 from jax_te.models import replace_stack
-from jax_te.quantize import merge_quantizers
+from jax_te.quantize import counts_within_step, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
 from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss
 from jax_te.training.kernel_gradients import KernelGradients
+from jax_te.training.loss_scale import ConstantLossScale
 from jax_te.training.masters import like_full_precision
 from jax_te.training.pipeline.cut import AXIS, Cut, Flat, cut_model, pipeline_stages, stage_rules
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
@@ -105,6 +107,19 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
         raise ValueError(
             f"a pipeline's stages have parameters and quantizer state alone, and the model has other state: {names}; "
             "build it without, or take a mesh without a pipeline axis"
+        )
+    if counts_within_step(state.quantizers):
+        raise ValueError(
+            "the loss global_aux_loss of a router reads the counts of a step's earlier microbatches, and a pipeline's "
+            "stages run the next one before these are counted; take aux_loss or seq_aux_loss, or a mesh without a "
+            "pipeline axis"
+        )
+    model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
+    scaled = not (isinstance(state.scaler, ConstantLossScale) and state.scaler.scale == 1.0)
+    if scaled and any(router.has_losses for router in routers_of(model).values()):
+        raise ValueError(
+            "a pipeline's stages do not know the loss scale, with which a router's losses are to be scaled; train "
+            "without a scaler, in bf16 or fp32, or take a mesh without a pipeline axis"
         )
     mesh = current_mesh()
     if config.schedule == "zero_bubble" and mesh is not None and mesh.shape.get("context", 1) > 1:

@@ -250,7 +250,8 @@ class Stage:
             j, inner = _place(path)
             old = states[j][inner]
             before = old.get_value()[task.chunk]
-            merged = jnp.where(task.counts, merge_quantizers(jnp.stack([before, state.get_value()])), before)
+            both = merge_quantizers(old.replace(jnp.stack([before, state.get_value()]))).get_value()
+            merged = jnp.where(task.counts, both, before)
             states[j][inner] = old.replace(old.get_value().at[task.chunk].set(merged))
         return states
 
@@ -263,7 +264,7 @@ class Stage:
             outer[path] = total.replace(total.get_value() + jnp.where(counts, added, jnp.zeros_like(added)))
         for path, state in nnx.to_flat_state(found.quantizers):
             old = states[path]
-            merged = merge_quantizers(jnp.stack([old.get_value(), state.get_value()]))
+            merged = merge_quantizers(old.replace(jnp.stack([old.get_value(), state.get_value()]))).get_value()
             states[path] = old.replace(jnp.where(counts, merged, old.get_value()))
         return outer, states
 

@@ -1,0 +1,174 @@
+"""The experts of a mixture, all at once, and the expert that all tokens share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import check_positive, checked
+from jax_te.config import ActivationLike, ActivationParams, normal_init
+from jax_te.layers.layernorm_mlp import component_count
+from jax_te.layers.linear import Linear
+from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parameters import parameter
+from jax_te.layers.tensor_parallel import sequence_axes
+from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense
+from jax_te.remat import run_recomputed
+from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
+
+
+class Experts(TrainingMode):
+    """``y = (p act(x @ fc1[g] + b1[g])) @ fc2[g] + p b2[g]`` for the rows of each expert ``g``.
+
+    Args:
+        linear_fc1: `GroupedLinear` to the components of the activation, ``[e, h, n_act, f]``.
+        linear_fc2: `GroupedLinear` back, ``[e, f, h]``, which returns its bias.
+        function: the activation.
+        apply_probs_on_input: multiply the input by the probability ``p``, in place of the activation and the bias.
+
+    >>> from jax_te.layers import GroupedLinear
+    >>> fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
+    >>> fc2 = GroupedLinear(2, 32, 16, bias=False, return_bias=True, rngs=nnx.Rngs(1))
+    >>> experts, groups = Experts(fc1, fc2, Activation("gelu")), RowGroups(sizes=jnp.array([2, 1]), rows=4)
+    >>> experts(jnp.ones((4, 16)), jnp.ones(4), groups).shape
+    (4, 16)
+    """
+
+    def __init__(self, linear_fc1: Any, linear_fc2: Any, function: Activation, *, apply_probs_on_input: bool = False):
+        self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
+        self.function, self.apply_probs_on_input = function, apply_probs_on_input
+
+    @property
+    def alignment(self) -> int:
+        """Rows at whose multiples an expert's rows must start for the recipes here and now to read them as they are."""
+        layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
+        return math.lcm(*(group_alignment(layer.recipe) for layer in layers))
+
+    def __call__(self, x: Array, probs: Array, groups: RowGroups, is_first_microbatch: bool | None = None) -> Array:
+        """Apply the experts.
+
+        Args:
+            x: ``[rows, h]``, zeros in rows of padding.
+            probs: ``[rows]``, 0 in rows of padding.
+            groups: which rows are of which expert.
+            is_first_microbatch: as in `GroupedLinear`.
+
+        Returns:
+            ``[rows, h]`` in the dtype of ``x``.
+        """
+        if self.apply_probs_on_input:
+            x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
+            # They are applied; padding stays without a bias.
+            probs = (groups.of_rows() < groups.count).astype(probs.dtype)
+        call: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "alignment": groups.alignment}
+        hidden = _output(self.linear_fc1(x, groups.sizes, **call))
+
+        # Its layer is an argument, since that of jax.checkpoint is a copy.
+        def rest(parts: Any) -> Array:
+            linear_fc2, hidden, probs, sizes = parts
+            z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
+            if not self.apply_probs_on_input:
+                z = (z.astype(probs.dtype) * probs[:, None]).astype(z.dtype)
+            y, bias = linear_fc2(z, sizes, **call)
+            if bias is None:
+                return y
+            of = RowGroups(sizes=sizes, rows=groups.rows, alignment=groups.alignment)
+            # As a GEMM with one feature, whose gradients add rows up in an order that does not depend on the device.
+            weighted = grouped_dense(probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=of)
+            return (y.astype(jnp.float32) + weighted).astype(y.dtype)
+
+        return run_recomputed(rest, (self.linear_fc2, hidden, probs, groups.sizes), kept={"moe_act": ()})
+
+
+@checked
+class SharedExperts(TrainingMode):
+    """``y = act(x @ fc1) @ fc2``, a feed-forward block without norm and biases, that all tokens pass.
+
+    Args:
+        hidden_size: ``h``.
+        ffn_hidden_size: ``f``.
+        activation, activation_params: as in `LayerNormMLP`.
+        gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``.
+        init_method: initializer of ``linear_fc1`` and the gate. None: N(0, 0.023²).
+        output_layer_init_method: initializer of ``linear_fc2``. None: N(0, 0.023²).
+        sequence_parallel, tp_group, tp_size: as in `Linear`.
+        params_dtype: dtype of the kernels.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        ValueError: as `LayerNormMLP`.
+
+    Source: ``megatron.core.transformer.moe.shared_experts.SharedExpertMLP``.
+
+    >>> SharedExperts(16, 32, gate=True, rngs=nnx.Rngs(0))(jnp.ones((2, 4, 16))).shape
+    (2, 4, 16)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: ActivationLike = "gelu",
+        activation_params: ActivationParams | None = None,
+        gate: bool = False,
+        init_method: Initializer | None = None,
+        output_layer_init_method: Initializer | None = None,
+        sequence_parallel: bool = False,
+        tp_group: TensorGroup = None,
+        tp_size: int = 1,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.function = Activation(activation, activation_params)
+        common: dict[str, Any] = {"bias": False, "sequence_parallel": sequence_parallel, "params_dtype": params_dtype}
+        common |= {"tp_group": tp_group, "tp_size": tp_size, "rngs": rngs}
+        inner = (component_count(self.function), ffn_hidden_size)
+        self.linear_fc1 = Linear(hidden_size, inner, parallel_mode="column", init_method=init_method, **common)
+        self.linear_fc2 = Linear(
+            ffn_hidden_size, hidden_size, parallel_mode="row", init_method=output_layer_init_method, **common
+        )
+        self.gate_kernel = gate_parameter(hidden_size, init_method, params_dtype, rngs) if gate else None
+
+    def __call__(self, x: Array, is_first_microbatch: bool | None = None) -> Array:
+        """Apply the block. ``x [b, s, h]`` -> the same shape and dtype."""
+        with jax.named_scope("SharedExperts"):
+            return shared_experts(self, x, is_first_microbatch)
+
+
+def gate_parameter(
+    hidden_size: int, init_method: Initializer | None, params_dtype: DTypeLike, rngs: nnx.Rngs
+) -> nnx.Param:
+    """Return the gate of shared experts, ``[h, 1]``.
+
+    >>> gate_parameter(16, None, jnp.float32, nnx.Rngs(0)).shape
+    (16, 1)
+    """
+    init = normal_init() if init_method is None else init_method
+    return parameter(init, rngs, (hidden_size, 1), params_dtype, (None, None))
+
+
+def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Array:
+    """Return what a layer with ``linear_fc1``, ``linear_fc2``, ``function`` and ``gate_kernel`` makes of ``x``.
+
+    >>> shared_experts(SharedExperts(16, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 16)), None).shape
+    (2, 4, 16)
+    """
+    hidden = _output(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
+    axes = (*sequence_axes(x, False), "ffn")
+    z = activation(hidden, layer.function.name, params=layer.function.params, out_axes=axes)
+    y = _output(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
+    if layer.gate_kernel is None:
+        return y
+    gate = jax.nn.sigmoid(jnp.matmul(x, layer.gate_kernel.get_value().astype(x.dtype), precision="highest"))
+    return y * gate
+
+
+def _output(result: Any) -> Array:
+    """Return the output of a layer, which may come with a bias that it has added already, as Megatron's do."""
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,210 @@
+"""A mixture of experts in the place of a feed-forward block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import check_positive, checked
+from jax_te.config import ActivationLike, ActivationParams, RouterOptions
+from jax_te.layers.layernorm_mlp import component_count
+from jax_te.layers.linear import Linear
+from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.experts import Experts, SharedExperts
+from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.moe.router import Router, Routing
+from jax_te.layers.results import layer_output
+from jax_te.ops import Activation, permute
+from jax_te.remat import recomputed, selective_recompute
+from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
+
+
+class MixtureOfExperts(TrainingMode):
+    """Base of layers with a router and experts: what a call computes; a subclass builds the parts.
+
+    Attributes:
+        router: `Router`.
+        experts: `Experts`.
+        shared_experts: a layer that all tokens pass, or None.
+        fc1_latent_proj, fc2_latent_proj: linear layers to the features of the experts and back, or None.
+    """
+
+    router: Any
+    experts: Experts
+    shared_experts: Any
+    fc1_latent_proj: Any
+    fc2_latent_proj: Any
+
+    def mixed(
+        self,
+        x: Array,
+        padding_mask: Array | None,
+        key: Array | None,
+        chosen: Array | None,
+        is_first_microbatch: bool | None,
+    ) -> tuple[Array, Routing]:
+        """Return the sum of each token's experts, and the routing."""
+        if not recomputed("moe"):
+            return self._mixed(x, padding_mask, key, chosen, is_first_microbatch)
+        # Nothing inside is recomputed apart from the whole. The layer is an argument, since that of jax.checkpoint is a
+        # copy: a layer that kept a kernel inside of it would keep a tracer.
+        with selective_recompute():
+            return jax.checkpoint(lambda layer, *arrays: layer._mixed(*arrays, is_first_microbatch))(
+                self, x, padding_mask, key, chosen
+            )
+
+    def _mixed(
+        self, x: Array, padding_mask: Array | None, key: Array | None, chosen: Array | None, first: bool | None
+    ) -> tuple[Array, Routing]:
+        shared = self._shared(x, first)
+        routing = self.router.assign(x, padding_mask=padding_mask, key=key, experts=chosen)
+        rows = x if self.fc1_latent_proj is None else _output(self.fc1_latent_proj(x, is_first_microbatch=first))
+        y = self._routed(rows, routing, first)
+        if self.fc2_latent_proj is not None:
+            y = _output(self.fc2_latent_proj(y, is_first_microbatch=first))
+        return y if shared is None else y + shared, routing
+
+    def _shared(self, x: Array, first: bool | None) -> Array | None:
+        if self.shared_experts is None or not recomputed("shared_experts"):
+            return None if self.shared_experts is None else self.shared_experts(x, is_first_microbatch=first)
+        with selective_recompute():
+            call = jax.checkpoint(lambda layer, x: layer(x, is_first_microbatch=first))
+            return call(self.shared_experts, x)
+
+    def _routed(self, x: Array, routing: Routing, first: bool | None) -> Array:
+        """Return the sum of the outputs of each token's experts."""
+        options, features = self.router.options, x.shape[-1]
+        tokens, k = x.reshape(-1, features), options.topk
+        plan = permute.plan_permutation(
+            routing.experts.reshape(-1, k),
+            options.num_experts,
+            kept=None if routing.kept is None else routing.kept.reshape(-1, k),
+            alignment=self.experts.alignment,
+            capacity=self.router.capacity(len(tokens)),
+            pad_to_capacity=options.pad_expert_input_to_capacity,
+        )
+        probs = permute.permute_probs(routing.probs.reshape(-1, k), plan)
+        rows = self.experts(permute.permute(tokens, plan), probs, plan.groups, first)
+        return permute.unpermute(rows, plan).reshape(x.shape)
+
+
+@checked
+class MoE(MixtureOfExperts):
+    """The sum over each token's experts of ``p (act(x @ fc1 + b1) @ fc2 + b2)``, in the place of a feed-forward block.
+
+    The probability ``p`` multiplies the activation, in front of ``fc2``, and the bias behind it. There is no norm in
+    front. Every shape is static, nothing waits for the host, and sums have one order on every device: tokens are
+    gathered into rows sorted by expert, each expert's padded with zeros to what the recipe's GEMMs need.
+
+    Args:
+        hidden_size: ``h``.
+        ffn_hidden_size: ``f`` of an expert.
+        router: number of experts, how they are chosen, and how their load is kept equal.
+        activation, activation_params: as in `LayerNormMLP`.
+        bias: learn biases in all linear layers, of the router, too.
+        apply_probs_on_input: multiply an expert's input by the probability, in place of its activation; for one expert
+            a token.
+        latent_size: features of the experts' inputs and outputs, to and from which two linear layers project. None:
+            ``h``.
+        shared_expert_intermediate_size: ``f`` of `SharedExperts`, which all tokens pass besides. None: there are none.
+        shared_expert_gate: as ``gate`` in `SharedExperts`.
+        init_method: initializer of the router and of kernels into an activation or the experts. None: N(0, 0.023²).
+        output_layer_init_method: initializer of kernels out of them. None: N(0, 0.023²).
+        tp_group, tp_size: as in `Linear`, for the shared experts. The tensor axis does not shard an expert's kernels.
+        layer_number: as in `Router`.
+        return_routing: calls also return the `Routing`.
+        params_dtype: dtype of the parameters.
+        rngs: the ``params`` stream draws the kernels; those of experts as `GroupedLinear`.
+
+    Raises:
+        ValueError: for sizes that are not positive; ``apply_probs_on_input`` with several experts a token; biases
+            beside shared experts, which have none; when called, as `Router` and `GroupedLinear`.
+        QuantizerStateError: when called under a recipe with state, if the layer was built without it; when
+            differentiated in training without the router's states.
+
+    Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``; Shazeer et al. 2017; Fedus et al. 2022.
+
+    >>> layer = MoE(16, 32, RouterOptions(num_experts=4), activation="swiglu", bias=False, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 8, 16))).shape
+    (2, 8, 16)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        router: RouterOptions,
+        *,
+        activation: ActivationLike = "gelu",
+        activation_params: ActivationParams | None = None,
+        bias: bool = True,
+        apply_probs_on_input: bool = False,
+        latent_size: int | None = None,
+        shared_expert_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
+        init_method: Initializer | None = None,
+        output_layer_init_method: Initializer | None = None,
+        tp_group: TensorGroup = None,
+        tp_size: int = 1,
+        layer_number: int | None = None,
+        return_routing: bool = False,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        if apply_probs_on_input and router.topk > 1:
+            raise ValueError(
+                f"apply_probs_on_input=True is for one expert a token, and the router chooses topk={router.topk}"
+            )
+        if bias and shared_expert_intermediate_size is not None:
+            raise ValueError("shared experts have no biases, as in Megatron: set bias=False, or leave them out")
+        function, e = Activation(activation, activation_params), router.num_experts
+        into: dict[str, Any] = {"init_method": init_method, "params_dtype": params_dtype, "rngs": rngs}
+        out: dict[str, Any] = {**into, "init_method": output_layer_init_method}
+        self.router = Router(hidden_size, router, bias=bias, layer_number=layer_number, **into)
+        inner = hidden_size if latent_size is None else latent_size
+        self.experts = Experts(
+            GroupedLinear(e, inner, (component_count(function), ffn_hidden_size), bias, **into),
+            GroupedLinear(e, ffn_hidden_size, inner, bias, return_bias=True, **out),
+            function,
+            apply_probs_on_input=apply_probs_on_input,
+        )
+        self.fc1_latent_proj = None if latent_size is None else Linear(hidden_size, latent_size, bias, **into)
+        self.fc2_latent_proj = None if latent_size is None else Linear(latent_size, hidden_size, bias, **out)
+        shared: dict[str, Any] = {"activation": activation, "activation_params": activation_params}
+        shared |= {"gate": shared_expert_gate, "output_layer_init_method": output_layer_init_method}
+        shared |= {"tp_group": tp_group, "tp_size": tp_size, **into}
+        size = shared_expert_intermediate_size
+        self.shared_experts = None if size is None else SharedExperts(hidden_size, size, **shared)
+        self.return_routing = return_routing
+
+    def __call__(
+        self,
+        x: Array,
+        is_first_microbatch: bool | None = None,
+        *,
+        padding_mask: Array | None = None,
+        key: Array | None = None,
+        experts: Array | None = None,
+    ) -> Any:
+        """Apply the layer.
+
+        Args:
+            x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
+            is_first_microbatch: as in `Linear`.
+            padding_mask, key, experts: as in `Router`.
+
+        Returns:
+            ``y [b, s, h]``; with ``return_routing`` a NamedTuple of it and ``routing``.
+        """
+        with jax.named_scope("MoE"):
+            y, routing = self.mixed(x, padding_mask, key, experts, is_first_microbatch)
+            return layer_output(y, routing=routing) if self.return_routing else y
+
+
+def _output(result: Any) -> Array:
+    """Return the output of a linear layer, which may come with a bias that it has added already, as Megatron's do."""
+    return result[0] if isinstance(result, tuple) else result

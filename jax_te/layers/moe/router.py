@@ -1,0 +1,394 @@
+"""The router of a mixture of experts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import check_float, check_positive, checked
+from jax_te.config import RouterOptions, normal_init
+from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, QuantileBias
+from jax_te.layers.parameters import parameter, value_or_none
+from jax_te.ops import losses, routing
+from jax_te.quantize import QuantizerState, count
+from jax_te.typing import Array, DTypeLike, Initializer
+
+
+class Routing(NamedTuple):
+    """The experts of each token of a batch.
+
+    Args:
+        probs: ``[b, s, k]``, fp32 (fp64 under ``dtype="fp64"``), what each expert's output counts.
+        experts: int32 ``[b, s, k]``, numbers of the experts; of equal scores the lowest number first.
+        kept: bool ``[b, s, k]``, False for those that have no room for the token. None: all have.
+        losses: the router's losses by their names, without coefficients; none in evaluation.
+    """
+
+    probs: Array
+    experts: Array
+    kept: Array | None
+    losses: dict[str, Array]
+
+
+class AuxLossScale(nnx.Variable):
+    """NNX Variable that holds by how much the model's loss is scaled while it is differentiated, fp32 ``[]``."""
+
+
+@checked
+class Router(TrainingMode):
+    """Choose each token's experts, and give its losses to the gradients.
+
+    The losses change no value: their gradients are added to those of the probabilities. A train step scales them as it
+    scales the model's loss, over microbatches, too.
+
+    Its states are fp32, and no parameters: the expert bias, the bias of quantile balancing, the counts of
+    ``"global_aux_loss"``, and what `expert_metrics` reads. They go on once a step, by what training counted:
+    `jax_te.quantize.Counting`.
+
+    Args:
+        hidden_size: ``h``.
+        options: choice of experts, and what keeps their load equal.
+        bias: learn a bias of the logits.
+        init_method: initializer of the kernel, and of the bias. None: N(0, 0.023²).
+        layer_number: number of the layer, for the random bias of ``force_biased`` below 0.
+        params_dtype: dtype of ``kernel [h, e]`` and ``bias [e]``.
+        rngs: the ``params`` stream draws them.
+
+    Attributes:
+        expert_bias: `QuantizerState` ``[e]``, or None.
+        quantile_bias: `QuantizerState` ``[e + 1]``, or None.
+
+    Raises:
+        ValueError: for ``dtype="fp64"`` unless JAX's 64-bit mode is on; when called, for an input that is not
+            ``[..., h]``, a batch that does not divide into ``aux_loss_groups``, no key where one is drawn from, and as
+            `jax_te.config.RouterOptions` for a number of tokens.
+
+    Source: ``megatron.core.transformer.moe.router.TopKRouter``.
+
+    >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
+    >>> probs, experts, kept, losses = router(jnp.ones((2, 4, 16)))
+    >>> probs.shape, experts.dtype, kept
+    ((2, 4, 2), dtype('int32'), None)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        options: RouterOptions,
+        *,
+        bias: bool = False,
+        init_method: Initializer | None = None,
+        layer_number: int | None = None,
+        params_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_positive(hidden_size=hidden_size)
+        if options.dtype == "fp64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise ValueError(
+                "dtype='fp64' (moe_router_dtype) needs JAX's 64-bit mode: jax.config.update('jax_enable_x64', True) at "
+                "the start of the program, or take 'fp32'"
+            )
+        e, init = options.num_experts, normal_init() if init_method is None else init_method
+        self.options, self.layer_number = options, layer_number
+        self.kernel = parameter(init, rngs, (hidden_size, e), params_dtype, (None, None))
+        self.bias = parameter(init, rngs, (e,), params_dtype, (None,)) if bias else None
+        self.expert_bias = _state(e, ExpertBias(options.bias_update_rate)) if options.enable_expert_bias else None
+        by_quantiles = options.load_balancing_type == "quantile_balancing"
+        self.quantile_bias = _state(e + 1, QuantileBias(options.quantile_balancing_ema)) if by_quantiles else None
+        self.counts_so_far = _state(e + 1, CountsSoFar()) if "global_aux_loss" in options.losses else None
+        self.last_step = _state(e + len(self.metric_names), LastStep())
+        self.loss_scale: Any = nnx.data(None)
+        self.frozen = False
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether training has losses of the router."""
+        return bool(self.options.losses or self.options.z_loss_coeff)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """What ``last_step`` holds behind the tokens of each expert."""
+        z_loss = () if self.options.z_loss_coeff is None else ("z_loss",)
+        return ("calls", "chosen", "dropped", *self.options.losses, *z_loss)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        padding_mask: Array | None = None,
+        key: Array | None = None,
+        experts: Array | None = None,
+    ) -> Any:
+        """Return what `assign` does."""
+        return self.assign(x, padding_mask=padding_mask, key=key, experts=experts)
+
+    def assign(
+        self,
+        x: Array,
+        *,
+        padding_mask: Array | None = None,
+        key: Array | None = None,
+        experts: Array | None = None,
+    ) -> Routing:
+        """Return the experts of each token.
+
+        Args:
+            x: ``[b, s, h]``, or ``[s, h]`` for one sequence.
+            padding_mask: bool ``[b, s]``, True for padding, which losses and counts leave out; it is routed like any
+                token.
+            key: for ``input_jitter_eps`` in training, and for choices at random.
+            experts: int32 ``[b, s, k]``, a choice made before, which is taken in place of this router's own.
+
+        Returns:
+            The routing, with the leading axes of ``x``.
+        """
+        with jax.named_scope("Router"):
+            if x.ndim not in (2, 3) or x.shape[-1] != self.kernel.get_value().shape[0]:
+                h = self.kernel.get_value().shape[0]
+                raise ValueError(f"the input of a Router must be [b, s, {h}] or [s, {h}], got shape {x.shape}")
+            check_float("Router", x)
+            logits = self._logits(x, key)
+            lead, (b, s) = x.shape[:-1], x.shape[:-1] if x.ndim == 3 else (1, x.shape[0])
+            counted = self._counted(padding_mask, lead)
+            logits = logits.reshape(b, s, -1)
+            given = None if experts is None else experts.reshape(b * s, -1)
+            chosen = self._assignment(logits.reshape(b * s, -1), given)
+            kept = self._kept(chosen, b, s)
+            counted = None if counted is None else counted.reshape(b, s)
+            found, so_far = self._losses(logits, counted) if self.training else ({}, None)
+            probs = self._with_losses(chosen.probs, found)
+            if self.training:
+                probs = self._counted_in(probs, logits, chosen.experts, kept, counted, found, so_far)
+            values = {name: jax.lax.stop_gradient(loss) for name, loss in found.items()}
+            return Routing(
+                probs.reshape(*lead, -1),
+                chosen.experts.reshape(*lead, -1),
+                None if kept is None else kept.reshape(*lead, -1),
+                values,
+            )
+
+    def _logits(self, x: Array, key: Array | None) -> Array:
+        """Return the logits ``[..., e]``, of the input or at random."""
+        options = self.options
+        jitter = 0.0 if options.input_jitter_eps is None else options.input_jitter_eps
+        if (jitter_key := self.used_dropout_key(key, input_jitter_eps=jitter)) is not None:
+            x = routing.jittered(x, jitter, jax.random.fold_in(jitter_key, 0))
+        dtype = {"fp32": jnp.float32, "fp64": jnp.float64, None: x.dtype}[options.dtype]
+        kernel, bias = self.kernel.get_value(), value_or_none(self.bias)
+        if self.frozen:
+            kernel, bias = jax.lax.stop_gradient((kernel, bias))
+        # "highest": a GPU's default for fp32 is TensorFloat-32, whose errors choose other experts.
+        logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision="highest")
+        if bias is not None:
+            logits = logits + jnp.expand_dims(bias.astype(dtype), range(logits.ndim - 1))
+        if not options.force_load_balancing and options.force_biased is None:
+            return logits
+        fixed = jax.random.key(self.layer_number or 0)
+        drawn = jax.random.fold_in(fixed if key is None else key, 1)
+        if options.force_biased is None:
+            return routing.balanced_at_random(logits, drawn)
+        std = options.force_biased
+        bias_key = fixed if std < 0.0 else jax.random.fold_in(drawn, 2)
+        return routing.biased_at_random(logits, abs(std), drawn, bias_key)
+
+    def _counted(self, padding_mask: Array | None, lead: tuple[int, ...]) -> Array | None:
+        """Return which tokens losses and counts include; None: all."""
+        if padding_mask is None:
+            return None
+        if self.quantile_bias is not None:
+            raise ValueError(
+                "padding_mask does not go with load_balancing_type='quantile_balancing', whose quantiles are of all "
+                "tokens; leave one out"
+            )
+        if padding_mask.shape != lead:
+            raise ValueError(f"padding_mask must be {list(lead)}, True for padding, got shape {padding_mask.shape}")
+        return ~padding_mask.astype(bool)
+
+    def _assignment(self, logits: Array, given: Array | None) -> routing.Assignment:
+        """Return experts and probabilities of tokens ``[t, e]``."""
+        options = self.options
+        if options.load_balancing_type == "sinkhorn" and given is None:
+            return routing.route_by_sinkhorn(logits, options.topk, balanced=self.training)
+        if self.quantile_bias is not None and given is None:
+            bias = self.quantile_bias.get_value()[:-1]
+            given = routing.largest(logits.astype(jnp.float32) - bias[None], options.topk)
+        bias = self.expert_bias.get_value() if self.expert_bias is not None else None
+        return routing.route(logits, options, expert_bias=bias if given is None else None, experts=given)
+
+    def _kept(self, chosen: routing.Assignment, b: int, s: int) -> Array | None:
+        """Return which experts have room for each token ``[t, k]``; None: all."""
+        capacity = self.capacity(b * s)
+        if capacity is None:
+            return None
+        options = self.options
+
+        def by_position(x: Array, b: int, s: int) -> Array:
+            return jnp.swapaxes(x.reshape(b, s, -1), 0, 1).reshape(b * s, -1)
+
+        # Megatron's order of tokens: the first positions of all sequences come first.
+        ordered = routing.Assignment(*(by_position(x, b, s) for x in chosen))
+        room = routing.within_capacity(ordered, options.num_experts, capacity, options.token_drop_policy)
+        return jnp.take_along_axis(by_position(room, s, b), chosen.experts, axis=-1)
+
+    def capacity(self, tokens: int) -> int | None:
+        """Return how many of ``tokens`` an expert takes; None: as many as come."""
+        options = self.options
+        if options.expert_capacity_factor is None:
+            return None
+        return routing.expert_capacity(tokens, options.num_experts, options.topk, options.expert_capacity_factor)
+
+    def _losses(self, logits: Array, counted: Array | None) -> tuple[dict[str, Array], Array | None]:
+        """Return the losses without coefficients, and what ``counts_so_far`` gets; of logits ``[b, s, e]``."""
+        options, found, added = self.options, {}, None
+        parts, (b, s, _) = options.aux_loss_groups, logits.shape
+        if b % parts:
+            raise ValueError(f"a batch of {b} does not divide into aux_loss_groups={parts}; change one of them")
+
+        def groups(x: Array | None, *, sequences: bool = False) -> Any:
+            if x is None:
+                return None
+            return x.reshape(parts, *((b // parts, s) if sequences else (-1,)), *x.shape[2:])
+
+        if options.losses:
+            scores, experts = losses.balance_scores(logits, options.topk, options.score_function, counted)
+            for name in options.losses:
+                if name == "aux_loss":
+                    found[name] = losses.aux_loss(groups(scores), groups(experts), groups(counted))
+                elif name == "seq_aux_loss":
+                    of = [groups(x, sequences=True) for x in (scores, experts, counted)]
+                    found[name] = losses.sequence_aux_loss(*of)
+                else:
+                    assert self.counts_so_far is not None
+                    flat = [None if x is None else x.reshape(b * s, *x.shape[2:]) for x in (scores, experts, counted)]
+                    earlier = self.counts_so_far.get_value()
+                    found[name], added = losses.global_aux_loss(flat[0], flat[1], earlier, flat[2])  # type: ignore[arg-type]
+        if options.z_loss_coeff is not None:
+            found["z_loss"] = losses.z_loss(groups(logits), groups(counted))
+        return found, added
+
+    def _with_losses(self, probs: Array, found: dict[str, Array]) -> Array:
+        """Return the probabilities, with the losses' gradients added to theirs."""
+        coefficients = {**self.options.losses, "z_loss": self.options.z_loss_coeff or 0.0}
+        terms = [coefficients[name] * loss for name, loss in found.items() if coefficients[name]]
+        if not terms:
+            return probs
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.get_value()
+        return losses.in_gradients(probs, sum(terms[1:], terms[0]), scale)
+
+    def _counted_in(
+        self,
+        probs: Array,
+        logits: Array,
+        experts: Array,
+        kept: Array | None,
+        counted: Array | None,
+        found: dict[str, Array],
+        so_far: Array | None,
+    ) -> Array:
+        """Return the probabilities, in whose backward pass the states get what this call counted."""
+        e = self.options.num_experts
+        tokens = None if counted is None else counted.reshape(-1, 1)
+        chosen = routing.tokens_per_expert(experts, e, tokens)
+        # Behind the capacity, as in Megatron: the load that an expert had.
+        within = kept if kept is None or tokens is None else kept & tokens
+        load = chosen if kept is None else routing.tokens_per_expert(experts, e, within)
+        sums = {"calls": jnp.float32(1.0), "chosen": jnp.sum(chosen), "dropped": jnp.sum(chosen - load), **found}
+        metrics = jnp.stack([sums[name].astype(jnp.float32) for name in self.metric_names])
+        quantiles = None
+        if self.quantile_bias is not None:
+            bias = self.quantile_bias.get_value()[:-1]
+            flat = logits.reshape(-1, e)
+            quantiles = jnp.append(routing.expert_quantiles(flat, bias, self.options.topk), 1.0)
+        states = (self.expert_bias, self.quantile_bias, self.counts_so_far, self.last_step)
+        return count(probs, states, (load, quantiles, so_far, jnp.concatenate([load, metrics])))
+
+
+def _state(size: int, rule: Any) -> QuantizerState:
+    return QuantizerState(jnp.zeros(size, jnp.float32), counting=rule)
+
+
+def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
+    """Say by how much the loss is scaled while it is differentiated, so that routers scale their losses alike.
+
+    `jax_te.training` does so itself. It is for loops of one's own that scale the loss.
+
+    Args:
+        model: changed in place.
+        scale: ``[]``; None: 1.
+
+    Source: ``megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler.set_loss_scale``.
+
+    >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
+    >>> set_aux_loss_scale(router, 1024.0)
+    >>> float(router.loss_scale.get_value())
+    1024.0
+    """
+    for router in routers_of(model).values():
+        router.loss_scale = nnx.data(None if scale is None else AuxLossScale(jnp.asarray(scale, jnp.float32)))
+
+
+def routers_of(model: nnx.Module) -> dict[str, Router]:
+    """Return the routers of a model by their paths.
+
+    >>> list(routers_of(Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))))
+    ['']
+    """
+    modules = nnx.iter_modules(model)
+    return {".".join(map(str, path)): module for path, module in modules if isinstance(module, Router)}
+
+
+@contextlib.contextmanager
+def aux_losses_scaled(model: nnx.Module, scale: Array | float) -> Iterator[None]:
+    """Yield with the losses of a model's routers scaled, unless they are scaled by 1.
+
+    >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
+    >>> with aux_losses_scaled(router, 2.0):
+    ...     float(router.loss_scale.get_value())
+    2.0
+    """
+    if isinstance(scale, float) and scale == 1.0:
+        yield
+        return
+    before = [(router, router.loss_scale) for router in routers_of(model).values()]
+    set_aux_loss_scale(model, scale)
+    yield
+    for router, scale_before in before:
+        router.loss_scale = nnx.data(scale_before)
+
+
+def expert_metrics(model: nnx.Module) -> dict[str, Array]:
+    """Return what the last step counted, over all routers of a model and for each.
+
+    Args:
+        model: whose states a train step has written back, e.g. ``state.model``.
+
+    Returns:
+        By name, fp32: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;
+        ``max_over_mean_load``, the largest load of an expert over the mean one, in the layer where that is largest.
+        And for each router, behind its path and a ``/``: the same, and ``tokens_per_expert [e]``. Empty without
+        routers.
+
+    >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
+    >>> sorted(expert_metrics(router))
+    ['/dropped_share', '/max_over_mean_load', '/tokens_per_expert', 'dropped_share', 'max_over_mean_load']
+    """
+    found, layers = {}, []
+    for path, router in routers_of(model).items():
+        e, values = router.options.num_experts, router.last_step.get_value()
+        load, sums = values[:e], dict(zip(router.metric_names, values[e:], strict=True))
+        calls, chosen = jnp.maximum(sums.pop("calls"), 1.0), jnp.maximum(sums.pop("chosen"), 1.0)
+        own = {"dropped_share": sums.pop("dropped") / chosen}
+        own["max_over_mean_load"] = jnp.max(load) / jnp.maximum(jnp.mean(load), 1.0 / e)
+        own |= {name: total / calls for name, total in sums.items()}
+        layers.append(own)
+        found |= {f"{path}/{name}": value for name, value in own.items()} | {f"{path}/tokens_per_expert": load}
+    for name in {name: None for own in layers for name in own}:
+        each = jnp.stack([own[name] for own in layers if name in own])
+        found[name] = jnp.max(each) if name == "max_over_mean_load" else jnp.mean(each)
+    return found

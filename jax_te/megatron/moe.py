@@ -1,0 +1,317 @@
+"""Mixtures of experts in Megatron's vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import checked
+from jax_te.config import TransformerConfig
+from jax_te.layers import Experts, MixtureOfExperts, Router, component_count, gate_parameter, shared_experts
+from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
+from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.state_dict import StateDicts
+from jax_te.megatron.te_kwargs import condition_init_method
+from jax_te.ops import Activation
+from jax_te.typing import Array, NoProcessGroups
+
+
+class ReplayedExperts(nnx.Variable):
+    """NNX Variable that holds the experts of each token, int32 ``[b, s, k]``, which a router takes for its choice."""
+
+
+@checked
+class TopKRouter(StateDicts, Router):
+    """`jax_te.layers.Router` of a configuration; a call gives Megatron's ``(probs, routing_map)``.
+
+    Its ``kernel [h, e]`` is Megatron's ``weight [e, h]`` in a `state_dict`. The bias is drawn as the weight is.
+
+    Args:
+        config: see `jax_te.config.ExpertsConfig`; ``add_bias_linear`` gives it a bias.
+        pg_collection: None.
+        is_mtp_layer: False: there is no prediction of several tokens.
+        layer_number: number of the layer in its stack, from 1.
+        aux_loss_groups: Megatron's number of data ranks, see `jax_te.config.RouterOptions`. 1: the losses of all rows.
+        rngs: the ``params`` stream draws the weight.
+
+    Raises:
+        ValueError: for a configuration without experts; for ``is_mtp_layer``; as `Router`.
+
+    Source: ``megatron.core.transformer.moe.router.TopKRouter``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4)
+    >>> probs, routing_map = TopKRouter(config, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 16)))
+    >>> probs.shape, routing_map.dtype
+    ((16, 4), dtype('bool'))
+    """
+
+    megatron_layout = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: NoProcessGroups = None,
+        is_mtp_layer: bool = False,
+        *,
+        layer_number: int | None = None,
+        aux_loss_groups: int = 1,
+        rngs: nnx.Rngs,
+    ):
+        if is_mtp_layer:
+            raise ValueError("is_mtp_layer=True: no model here predicts several tokens at once; leave it False")
+        super().__init__(
+            config.hidden_size,
+            config.router_options(aux_loss_groups=aux_loss_groups),
+            bias=config.add_bias_linear,
+            init_method=condition_init_method(config, config.init_method),
+            layer_number=layer_number,
+            params_dtype=config.params_dtype,
+            rngs=rngs,
+        )
+        self.config = config
+        self.replayed: Any = nnx.data(None)
+
+    def __call__(
+        self,
+        input: Array,
+        padding_mask: Array | None = None,
+        *,
+        key: Array | None = None,
+        experts: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Return probabilities and map of the tokens' experts.
+
+        Args:
+            input: ``[b, s, h]``.
+            padding_mask, key, experts: as in `Router`.
+
+        Returns:
+            Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that have no room for it, and
+            bool ``[b s, e]``.
+        """
+        routing, e = self.assign(input, padding_mask=padding_mask, key=key, experts=experts), self.options.num_experts
+        chosen, k = routing.experts, routing.experts.shape[-1]
+        kept = jnp.ones(chosen.shape, bool) if routing.kept is None else routing.kept
+        rows = jnp.arange(chosen.size // k, dtype=jnp.int32)[:, None]
+
+        def dense(values: Array) -> Array:
+            empty = jnp.zeros((len(rows), e), values.dtype)
+            return empty.at[rows, chosen.reshape(-1, k)].set(values.reshape(-1, k), unique_indices=True)
+
+        return dense(jnp.where(kept, routing.probs, 0.0)), dense(kept)
+
+    def assign(
+        self,
+        x: Array,
+        *,
+        padding_mask: Array | None = None,
+        key: Array | None = None,
+        experts: Array | None = None,
+    ) -> Any:
+        """Return the experts of each token as `Router.assign` does; those that were set, if any were."""
+        if experts is None and self.replayed is not None:
+            experts = self.replayed.get_value()
+        return super().assign(x, padding_mask=padding_mask, key=key, experts=experts)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Say which layer of its stack the router is in, from 1."""
+        self.layer_number = layer_number
+
+    def set_target_indices(self, topk_indices: Array) -> None:
+        """Replay a choice: the next calls take these experts, int32 ``[b, s, k]``, e.g. of another run's `assign`.
+
+        Raises:
+            ValueError: unless the configuration has ``moe_enable_routing_replay``.
+
+        Source: ``megatron.core.transformer.moe.router_replay.RouterReplay``.
+        """
+        if not self.config.moe_enable_routing_replay:
+            raise ValueError("replaying a choice of experts needs moe_enable_routing_replay=True in the configuration")
+        self.replayed = ReplayedExperts(topk_indices)
+
+    def clear_indices(self) -> None:
+        """Choose experts again."""
+        self.replayed = nnx.data(None)
+
+
+@checked
+class SharedExpertMLP(MegatronModule):
+    """The feed-forward block that all tokens pass beside their experts, without norm and biases.
+
+    Args:
+        config: its ``moe_shared_expert_intermediate_size`` is ``f``.
+        submodules: None: the layers are `TEColumnParallelLinear` and `TERowParallelLinear`.
+        gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``, Megatron's
+            ``gate_weight [1, h]``.
+        pg_collection: None.
+        name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers.
+        rngs: the ``params`` stream draws the kernels.
+
+    Raises:
+        AssertionError: for ``config.add_bias_linear``, as in Megatron.
+        ValueError: for a configuration without shared experts.
+
+    Source: ``megatron.core.transformer.moe.shared_experts.SharedExpertMLP``.
+
+    >>> config = TransformerConfig(
+    ...     num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4, add_bias_linear=False,
+    ...     moe_shared_expert_intermediate_size=32,
+    ... )
+    >>> SharedExpertMLP(config, gate=True, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 16))).shape
+    (2, 8, 16)
+    """
+
+    megatron_layout = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: None = None,
+        gate: bool = False,
+        pg_collection: NoProcessGroups = None,
+        name: str | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config)
+        if config.add_bias_linear:
+            raise AssertionError("shared experts have no biases: set add_bias_linear=False")
+        if (f := config.moe_shared_expert_intermediate_size) is None:
+            raise ValueError("moe_shared_expert_intermediate_size is None: give the features of the shared experts")
+        self.function, h = Activation(config.limited_activation), config.hidden_size
+        common: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
+        fc1 = common | {"init_method": config.init_method, "name": _named(name, "linear_fc1"), "rngs": rngs}
+        fc2 = common | {
+            "init_method": config.output_layer_init_method,
+            "name": _named(name, "linear_fc2"),
+            "rngs": rngs,
+        }
+        self.linear_fc1 = TEColumnParallelLinear(h, (component_count(self.function), f), gather_output=False, **fc1)
+        self.linear_fc2 = TERowParallelLinear(f, h, input_is_parallel=True, **fc2)
+        init = condition_init_method(config, config.init_method)
+        self.gate_kernel = gate_parameter(h, init, config.params_dtype, rngs) if gate else None
+
+    def __call__(self, hidden_states: Array, *, is_first_microbatch: bool | None = None) -> Array:
+        """Apply the block. ``[b, s, h]`` -> the same shape and dtype."""
+        return shared_experts(self, hidden_states, is_first_microbatch)
+
+
+@checked
+class MoELayer(MegatronModule, MixtureOfExperts):
+    """A mixture of experts of a configuration, in the place of an `MLP` behind a norm; see `jax_te.layers.MoE`.
+
+    Args:
+        config: see `jax_te.config.ExpertsConfig`.
+        submodules: None: the layers are `TopKRouter`, `TEColumnParallelGroupedLinear`, `TERowParallelGroupedLinear` and
+            `SharedExpertMLP`.
+        layer_number: number of the layer in its stack, from 1.
+        pg_collection: None.
+        is_mtp_layer: False.
+        name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers, such as
+            ``{name}.experts.linear_fc1``.
+        aux_loss_groups: as in `TopKRouter`.
+        rngs: the ``params`` stream draws the router and plain kernels, ``expert-parallel-rng`` those of experts.
+
+    Raises:
+        ValueError: for a configuration without experts; for ``is_mtp_layer``; as `jax_te.layers.MoE`.
+
+    Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4)
+    >>> output, bias = MoELayer(config, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 16)))
+    >>> output.shape, bias
+    ((2, 8, 16), None)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: None = None,
+        layer_number: int | None = None,
+        pg_collection: NoProcessGroups = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
+        aux_loss_groups: int = 1,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config)
+        numbered: dict[str, Any] = {"layer_number": layer_number, "aux_loss_groups": aux_loss_groups}
+        self.router = TopKRouter(config, None, is_mtp_layer, **numbered, rngs=rngs)
+        self.experts = _experts(config, name, rngs)
+        self.fc1_latent_proj, self.fc2_latent_proj = _latent(config, name, rngs)
+        shared, gate = config.moe_shared_expert_intermediate_size is not None, config.moe_shared_expert_gate
+        inner = _named(name, "shared_experts")
+        self.shared_experts = SharedExpertMLP(config, gate=gate, name=inner, rngs=rngs) if shared else None
+
+    def __call__(
+        self,
+        hidden_states: Array,
+        intermediate_tensors: None = None,
+        padding_mask: Array | None = None,
+        *,
+        key: Array | None = None,
+        experts: Array | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> tuple[Array, None]:
+        """Apply the layer.
+
+        Args:
+            hidden_states: ``[b, s, h]``.
+            intermediate_tensors: None: the layer runs as one.
+            padding_mask: bool ``[b, s]``, True for padding.
+            key, experts: as in `Router`.
+            is_first_microbatch: as in `Linear`.
+
+        Returns:
+            ``(output [b, s, h], None)``: the bias is in the output.
+        """
+        with jax.named_scope("MoELayer"):
+            return self.mixed(hidden_states, padding_mask, key, experts, is_first_microbatch)[0], None
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Say which layer of its stack this is, from 1."""
+        self.router.set_layer_number(layer_number)
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Nothing, or a RuntimeError that says where weight gradients wait, as `TELinear.backward_dw`."""
+        if routed_experts:
+            self.experts.linear_fc1.backward_dw()
+        if shared_experts and self.shared_experts is not None:
+            self.shared_experts.linear_fc1.backward_dw()
+
+
+def _experts(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> Experts:
+    function, e = Activation(config.limited_activation), config.num_moe_experts
+    h: Any = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
+    f: Any = config.moe_ffn_hidden_size  # the configuration has filled it in
+    common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "is_expert": True, "rngs": rngs}
+    fc1: dict[str, Any] = {"init_method": config.init_method, "skip_bias_add": False, **common}
+    fc2: dict[str, Any] = {"init_method": config.output_layer_init_method, "skip_bias_add": True, **common}
+    inner, outer = _named(name, "experts.linear_fc1"), _named(name, "experts.linear_fc2")
+    return Experts(
+        TEColumnParallelGroupedLinear(e, h, (component_count(function), f), name=inner, **fc1),  # type: ignore[arg-type]
+        TERowParallelGroupedLinear(e, f, h, name=outer, **fc2),  # type: ignore[arg-type]
+        function,
+        apply_probs_on_input=config.moe_apply_probs_on_input,
+    )
+
+
+def _latent(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> tuple[Any, Any]:
+    """Return the linear layers to the features of the experts and back, or None for each."""
+    h, latent = config.hidden_size, config.moe_latent_size
+    if latent is None:
+        return None, None
+    common: dict[str, Any] = {"parallel_mode": "duplicated", "config": config, "bias": config.add_bias_linear}
+    common |= {"skip_bias_add": False, "skip_weight_param_allocation": False, "rngs": rngs}
+    into = TELinear(h, latent, init_method=config.init_method, name=_named(name, "fc1_latent_proj"), **common)
+    out = config.output_layer_init_method
+    return into, TELinear(latent, h, init_method=out, name=_named(name, "fc2_latent_proj"), **common)
+
+
+def _named(prefix: str | None, name: str) -> str | None:
+    return None if prefix is None else f"{prefix}.{name}"

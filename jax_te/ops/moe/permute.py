@@ -1,0 +1,154 @@
+"""The permutation of tokens into rows sorted by expert, and back: gathers of rows in both directions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_te._validation import check_positive
+from jax_te.ops.moe.routing import wide_dtype
+from jax_te.ops.moe.row_groups import RowGroups, row_bound
+from jax_te.quantize import padded_size
+from jax_te.typing import Array
+
+
+class Permutation(NamedTuple):
+    """Where the rows of a batch come from and go to. An assignment is one expert of one token, number ``t k + slot``.
+
+    Args:
+        groups: which rows belong to which expert.
+        sources: int32 ``[rows]``, the assignment that a row stands for; ``t k`` for padding.
+        rows: int32 ``[t, k]``, the row of each assignment; the number of rows for one that is dropped.
+    """
+
+    groups: RowGroups
+    sources: Array
+    rows: Array
+
+
+def plan_permutation(
+    experts: Array,
+    num_experts: int,
+    *,
+    kept: Array | None = None,
+    alignment: int = 1,
+    capacity: int | None = None,
+    pad_to_capacity: bool = False,
+) -> Permutation:
+    """Return the permutation that sorts assignments by expert, those of one expert by token.
+
+    Shapes depend on the sizes alone, and nothing on the order in which a device computes.
+
+    Args:
+        experts: int32 ``[t, k]``.
+        num_experts: ``e``.
+        kept: bool ``[t, k]``, False for assignments that are dropped. None: all are kept.
+        alignment: as in `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
+        capacity: the largest number of tokens that ``kept`` leaves an expert. None: any.
+        pad_to_capacity: give each expert ``capacity`` rows, the last of them zeros.
+
+    Raises:
+        ValueError: for ``pad_to_capacity`` without a capacity, or sizes that are not positive.
+
+    >>> plan = plan_permutation(jnp.array([[1, 0], [1, 2]]), 3, alignment=2)
+    >>> plan.groups.sizes.tolist(), plan.sources.tolist(), plan.rows.tolist()
+    ([1, 2, 1], [1, 4, 0, 2, 3, 4, 4, 4], [[2, 0], [3, 4]])
+    """
+    check_positive(num_experts=num_experts, alignment=alignment)
+    if pad_to_capacity and capacity is None:
+        raise ValueError("pad_to_capacity=True needs a capacity to pad to")
+    padded = capacity if pad_to_capacity else None
+    assigned = experts if kept is None else jnp.where(kept, experts, num_experts)
+    flat = assigned.reshape(-1)
+    counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.int32)
+    # Stable, so that equal experts keep the order of their tokens; dropped assignments come last.
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(len(flat), dtype=jnp.int32), unique_indices=True)
+    before = jnp.cumsum(counts) - counts
+
+    bound = row_bound(len(flat), num_experts, alignment=alignment)
+    if capacity is not None:
+        check_positive(capacity=capacity)
+        full = num_experts * padded_size(capacity, alignment)
+        bound = full if pad_to_capacity else min(bound, full)
+    sizes = counts if padded is None else jnp.full_like(counts, padded)
+    groups = RowGroups(sizes=sizes, rows=bound, alignment=alignment)
+
+    group, starts = groups.of_rows(), groups.starts
+    inside = jnp.minimum(group, num_experts - 1)
+    offset = jnp.arange(bound, dtype=jnp.int32) - starts[inside]
+    filled = (group < num_experts) & (offset < counts[inside])
+    sources = jnp.where(filled, order[jnp.minimum(before[inside] + offset, len(flat) - 1)], len(flat))
+    inside = jnp.minimum(flat, num_experts - 1)
+    rows = jnp.where(flat < num_experts, starts[inside] + rank - before[inside], bound)
+    return Permutation(groups, sources, rows.reshape(experts.shape))
+
+
+def permute(x: Array, permutation: Permutation) -> Array:
+    """Return the rows of tokens ``[t, ...]``, sorted by expert, ``[rows, ...]``; padding is zeros.
+
+    Backward adds a token's gradients up in fp32, in the order of its experts.
+
+    >>> plan = plan_permutation(jnp.array([[1], [0]]), 2)
+    >>> permute(jnp.array([[1.0], [2.0]]), plan).tolist()
+    [[2.0], [1.0]]
+    """
+    return _permute(x, permutation.sources, permutation.rows)
+
+
+def unpermute(rows: Array, permutation: Permutation) -> Array:
+    """Return the sum over each token's rows, ``[t, ...]`` of ``[rows, ...]``, added up in fp32; dropped ones give 0.
+
+    >>> plan = plan_permutation(jnp.array([[1, 0], [0, 1]]), 2)
+    >>> unpermute(jnp.array([[1.0], [2.0], [4.0], [8.0]]), plan).tolist()
+    [[5.0], [10.0]]
+    """
+    return _unpermute(rows, permutation.sources, permutation.rows)
+
+
+def permute_probs(probs: Array, permutation: Permutation) -> Array:
+    """Return the probability of each row, ``[rows]``, of ``[t, k]``; 0 for padding.
+
+    >>> permute_probs(jnp.array([[0.25, 0.75]]), plan_permutation(jnp.array([[1, 0]]), 2)).tolist()
+    [0.75, 0.25]
+    """
+    return _permute_probs(probs, permutation.sources, permutation.rows)
+
+
+# Each is the other's transpose, so that neither direction adds into rows in an order that a device chooses.
+@jax.custom_vjp
+def _permute(x: Array, sources: Array, rows: Array) -> Array:
+    # The source behind the last one is padding, and so is its token.
+    return x.at[sources // rows.shape[1]].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _unpermute(y: Array, sources: Array, rows: Array) -> Array:
+    wide = wide_dtype(y.dtype)
+    total = sum(y.at[slot].get(mode="fill", fill_value=0).astype(wide) for slot in rows.T)
+    return total.astype(y.dtype)  # type: ignore[union-attr]  # a token has at least one expert
+
+
+@jax.custom_vjp
+def _permute_probs(probs: Array, sources: Array, rows: Array) -> Array:
+    return probs.reshape(-1).at[sources].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _unpermute_probs(probs: Array, sources: Array, rows: Array) -> Array:
+    return probs.at[rows].get(mode="fill", fill_value=0)
+
+
+def _transposes(forward: Any, transpose: Any) -> None:
+    forward.defvjp(
+        lambda x, sources, rows: (forward(x, sources, rows), (sources, rows)),
+        lambda indices, g: (transpose(g, *indices), None, None),
+    )
+
+
+_transposes(_permute, _unpermute)
+_transposes(_unpermute, _permute)
+_transposes(_permute_probs, _unpermute_probs)
+_transposes(_unpermute_probs, _permute_probs)

@@ -1,0 +1,170 @@
+"""The layer with experts: routing, permutation, experts, their sum; tests/moe compares its numbers with an oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import RouterOptions
+from jax_te.layers import LayerNormMLP, MoE, SharedExperts
+from jax_te.ops import activation
+from jax_te.quantize import QuantizerState
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
+from jax_te.remat import selective_recompute
+from tests.support.numerics import TOLERANCE, assert_close, draw
+
+B, S, H, F, E = 2, 16, 32, 48, 4
+X, G = draw("x", (B, S, H)), draw("g", (B, S, H))
+WRT = nnx.DiffState(0, (nnx.Param, QuantizerState))
+
+
+def make(router=None, **options):
+    return MoE(H, F, RouterOptions(num_experts=E, **(router or {})), rngs=nnx.Rngs(0), **options)
+
+
+def run(layer, x=X, g=G, **call):
+    """Output, and gradients of input, parameters and states, of ``sum(y * g)``."""
+
+    def loss(layer, x):
+        y = layer(x, **call)
+        return jnp.sum(y * g), y
+
+    (_, y), (grads, dx) = nnx.value_and_grad(loss, argnums=(WRT, 1), has_aux=True)(layer, x)
+    return y, dx, nnx.to_pure_dict(grads)
+
+
+def assert_same(one, two, tolerance=0.0):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_equal_experts_are_one_dense_layer(name, bias):
+    """Whatever the router does: a token's probabilities add up to 1."""
+    layer = make({"topk": 3}, activation=name, bias=bias)
+    for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+        linear.kernel.set_value(jnp.broadcast_to(linear.kernel[:1], linear.kernel.shape))
+        if bias:
+            linear.bias.set_value(jnp.broadcast_to(draw("bias", linear.bias.shape[1:])[None], linear.bias.shape))
+    fc1, fc2 = layer.experts.linear_fc1, layer.experts.linear_fc2
+
+    def dense(x):
+        hidden = jnp.tensordot(x, fc1.kernel[0], 1, precision="highest")
+        z = activation(hidden + (fc1.bias[0][None, None] if bias else 0.0), name)
+        return jnp.matmul(z, fc2.kernel[0], precision="highest") + (fc2.bias[0][None, None] if bias else 0.0)
+
+    want, vjp = jax.vjp(dense, X)
+    y, dx, grads = run(layer)
+    assert_close(y, want, TOLERANCE["float32"])
+    assert_close(dx, vjp(G)[0], 4 * TOLERANCE["float32"])
+    assert np.abs(grads["router"]["kernel"]).max() < 1e-3  # no choice is better
+
+
+def test_one_expert_is_a_feed_forward_block():
+    layer = MoE(H, F, RouterOptions(num_experts=1, topk=1, pre_softmax=True), activation="swiglu", rngs=nnx.Rngs(0))
+    block = LayerNormMLP(H, F, 1e-12, activation="swiglu", rngs=nnx.Rngs(1))
+    for inner, prefix in ((layer.experts.linear_fc1, "wi"), (layer.experts.linear_fc2, "wo")):
+        for part in ("kernel", "bias"):
+            getattr(inner, part).set_value(getattr(block, f"{prefix}_{part}")[...][None])
+    # Its norm of what has mean 0 and variance 1 is the identity.
+    x = (X - X.mean(-1, keepdims=True)) / X.std(-1, keepdims=True)
+    assert_close(layer(x), block(x), 8 * TOLERANCE["float32"])
+
+
+def test_an_expert_without_tokens_has_zero_gradients():
+    layer = make({"topk": 1, "score_function": "sigmoid"})
+    experts = jnp.where(jnp.arange(S)[None, :, None] % 2 == 0, 1, 3) * jnp.ones((B, 1, 1), jnp.int32)
+    _, _, grads = run(layer, experts=experts.astype(jnp.int32))
+    for part in ("kernel", "bias"):
+        for linear in ("linear_fc1", "linear_fc2"):
+            found = grads["experts"][linear][part]
+            assert [bool(np.any(found[e])) for e in range(E)] == [False, True, False, True]
+
+
+def test_dropped_tokens_keep_their_other_experts():
+    layer = make({"expert_capacity_factor": 0.5}, return_routing=True, bias=False)
+    y, routing = layer(X)
+    kept = np.asarray(routing.kept)
+    assert {0, 1, 2} == set(kept.sum(-1).reshape(-1))
+    np.testing.assert_array_equal(np.asarray(y)[~kept.any(-1)], 0.0)
+    # A token's experts are not weighted anew.
+    b, s = np.argwhere(kept.sum(-1) == 1)[0]
+    slot = int(np.argmax(kept[b, s]))
+    whole = make(return_routing=True, bias=False)
+    e, p = int(routing.experts[b, s, slot]), float(routing.probs[b, s, slot])
+    fc1, fc2 = whole.experts.linear_fc1.kernel[e], whole.experts.linear_fc2.kernel[e]
+    z = p * activation(jnp.tensordot(X[b, s], fc1, 1, precision="highest"), "gelu")
+    assert_close(y[b, s], z @ fc2, 4 * TOLERANCE["float32"])
+
+
+def test_padding_to_capacity_changes_nothing():
+    router = {"expert_capacity_factor": 0.75, "score_function": "sigmoid", "enable_expert_bias": True}
+    assert_same(run(make(router)), run(make(router | {"pad_expert_input_to_capacity": True})), 1e-6)
+    once = {"topk": 1, **router}
+    plain = run(make(once, apply_probs_on_input=True))
+    assert_same(plain, run(make(once | {"pad_expert_input_to_capacity": True}, apply_probs_on_input=True)), 1e-6)
+
+
+def test_shared_experts_see_every_token():
+    options = {"bias": False, "shared_expert_intermediate_size": 24, "shared_expert_gate": True, "activation": "swiglu"}
+    layer = make(**options)
+    shared = layer.shared_experts
+    both = layer(X)
+    layer.shared_experts = None
+    gate = jax.nn.sigmoid(jnp.matmul(X, shared.gate_kernel[...]))
+    shared.gate_kernel = None
+    assert_close(both, layer(X) + gate * shared(X), TOLERANCE["float32"])
+    assert isinstance(shared, SharedExperts)
+
+
+@pytest.mark.parametrize("modules", [("moe",), ("moe_act",), ("shared_experts",), ("moe_act", "shared_experts")])
+def test_recomputation_changes_nothing_and_counts_once(modules):
+    router = {"score_function": "sigmoid", "enable_expert_bias": True, "aux_loss_coeff": 0.1}
+    layer = make(router, bias=False, shared_expert_intermediate_size=24)
+    plain = run(layer)
+    with selective_recompute(*modules):
+        assert_same(run(layer), plain, 1e-6)
+        assert "remat" in str(jax.make_jaxpr(lambda layer, x: layer(x))(layer, X))
+    assert np.sum(plain[2]["router"]["expert_bias"]) == 2 * B * S
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Float8BlockScaling()])
+def test_recipes(recipe):
+    """Close to high precision, with rows aligned for the recipe, and each expert's state its own."""
+    with autocast(recipe):
+        layer = make(activation="swiglu")
+        y, dx, grads = run(layer)
+        alignment = layer.experts.alignment
+    exact = run(make(activation="swiglu"))
+    assert alignment == (128 if isinstance(recipe, Float8BlockScaling) else 16)
+    for got, want in ((y, exact[0]), (dx, exact[1])):
+        assert np.linalg.norm(got - want) < 0.2 * np.linalg.norm(want)
+    if isinstance(recipe, DelayedScaling):
+        histories = grads["experts"]["linear_fc1"]["quantizers"]["x"]["amax_history"]
+        assert histories.shape == (E, 2)
+        assert len(set(np.asarray(histories[:, 0]).tolist())) > 1
+
+
+def test_one_program_for_all_loads():
+    layer = make()
+    call = jax.jit(lambda layer, x, experts: layer(x, experts=experts))
+    for chosen in (0, 2):
+        call(layer, X, jnp.stack([jnp.full((B, S), chosen), jnp.full((B, S), 3)], -1).astype(jnp.int32))
+    assert call._cache_size() == 1
+
+
+def test_half_precision_and_latent_experts():
+    layer = make(latent_size=16, activation="swiglu")
+    assert layer.experts.linear_fc1.kernel.shape == (E, 16, 2, F)
+    y = layer(X.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, layer(X), 4 * TOLERANCE["bfloat16"])
+
+
+def test_what_does_not_go_together():
+    with pytest.raises(ValueError, match="one expert a token"):
+        make(apply_probs_on_input=True)
+    with pytest.raises(ValueError, match="shared experts have no biases"):
+        make(shared_expert_intermediate_size=16)
