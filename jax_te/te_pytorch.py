@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jax_te import layers
-from jax_te._validation import check_bool, checked, log_hints
+from jax_te._validation import checked, log_hints
 from jax_te.layers import (
     DotProductAttention,
     Fp8Padding,
@@ -76,7 +76,6 @@ def autocast(
     ...     current_recipe() == DelayedScaling()
     True
     """
-    check_bool(enabled=enabled, calibrating=calibrating)
     if calibrating:
         raise ValueError(
             "calibrating=True: scales are computed in each step, and delayed scaling's first step takes them from its "

@@ -51,7 +51,7 @@ UNCHECKED = {
         "training.muon_dimension_numbers", "training.weight_decay_mask",
     ],
     "anything, which the function itself looks at": [
-        "linen.quantization_report", "megatron.mark_keep_in_fp32", "metrics.peak_flops",
+        "linen.quantization_report", "metrics.peak_flops",
     ],
     "arguments of a function or module that it calls": [
         "megatron.Float16Module.set_input_tensor", "megatron.GraphableMegatronModule.__call__",
@@ -60,11 +60,11 @@ UNCHECKED = {
     ],
     "without effect": ["models.MegatronGPTModel.set_input_tensor", "megatron.Recipe.supports"],
     "interfaces, whose implementations are others'": [
-        "metrics.MetricsWriter", "metrics.Progress", "megatron.Matcher", "quantize.Quantizer",
+        "quantize.Counting", "metrics.MetricsWriter", "metrics.Progress", "megatron.Matcher", "quantize.Quantizer",
     ],
     "steps of a layer's own call, which subclasses override": [
         "layers.QuantizableModule", "layers.TrainingMode", "layers.DotGeneral.stack_shape",
-        "layers.DotGeneral.layer_path", "layers.GroupedLinear.axes_of",
+        "layers.DotGeneral.layer_path", "layers.GroupedLinear.axes_of", "layers.MixtureOfExperts",
         "layers.LayerNormLinear.operand", "layers.LayerNormMLP.axes_of", "layers.Linear.axes_of",
         "layers.Linear.operand", "layers.Linear.output_axes",
     ],
@@ -124,14 +124,8 @@ WITHOUT_A_CALL = {
     "remat.selective_recompute": "names alone, which may be any number",
     "sharding.Network.measured": "collectives of several devices, which take seconds",
     "training.LossScale.update": "abstract; its subclasses are here",
-    **dict.fromkeys(
-        (
-            "layers.GroupedLinear.__call__", "layers.GroupedLinear.row_groups", "layers.GroupedLoRA.__call__",
-            "megatron.TEGroupedLinear.__call__", "ops.group_alignment", "ops.grouped_dense", "ops.row_bound",
-            "quantize.NVFP4Quantizer.quantize_tiles", "quantize.TensorQuantizer.quantize_tiles",
-        ),
-        "grouped layers, which have no entry in the table of calls yet",
-    ),
+    "quantize.NVFP4Quantizer.quantize_tiles": "tiles of groups' rows, which grouped_dense makes",
+    "quantize.TensorQuantizer.quantize_tiles": "tiles of groups' rows, which grouped_dense makes",
     "training.keep_compiled_programs": "changes JAX's configuration for all tests behind it",
 }  # fmt: skip
 
@@ -184,7 +178,9 @@ class Snapshot(NamedTuple):
         split = [nnx.split(thing) for thing in things if isinstance(thing, nnx.Module | nnx.Rngs)]
         # Arrays are known by their addresses: a new value is another array.
         leaves = [id(leaf) for _, state in split for leaf in jax.tree.leaves(state)]
-        plain = [thing for thing in things if hasattr(thing, "__dict__") and not isinstance(thing, type | nnx.Module)]
+        # Those of the package: JAX's keep what they have computed.
+        own = [thing for thing in things if type(thing).__module__.startswith("jax_te.")]
+        plain = [thing for thing in own if hasattr(thing, "__dict__") and not isinstance(thing, nnx.Module)]
         objects = [{name: id(value) for name, value in vars(thing).items()} for thing in plain]
         stats = {str(path): path.stat() for path in folder.rglob("*")}
         files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}

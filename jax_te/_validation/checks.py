@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
 import numpy as np
 
-from jax_te._validation.annotations import PLAIN, is_integer
 from jax_te._validation.files import brief
+from jax_te._validation.kinds import PLAIN, is_array, is_integer
 from jax_te.typing import DTypeLike
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -74,7 +74,7 @@ def check_leaves(name: str, tree: Any) -> None:
     import jax  # configurations do without it
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or getattr(leaf.dtype, "kind", "V") in "OSU":
+        if not is_array(leaf):
             where = jax.tree_util.keystr(path)
             raise TypeError(f"{name} must be a pytree of arrays, got {brief(leaf)}{where and f' at {where}'}")
 

@@ -71,6 +71,7 @@ def float16_to_fp32(val: Any) -> Any:
     return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, *halves) else x)
 
 
+@checked
 def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
     """Return the argument, marked: `Float16Module` does not cast a marked Variable, or any Variable of a marked module.
 
@@ -87,14 +88,9 @@ def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
     """
     if isinstance(variable_or_module, nnx.Variable):
         variable_or_module.set_metadata("keep_in_fp32", True)
-    elif isinstance(variable_or_module, nnx.Module):
+    else:
         for variable in _variables(variable_or_module):
             variable.set_metadata("keep_in_fp32", True)
-    else:
-        raise TypeError(
-            "mark_keep_in_fp32 takes an nnx.Variable or an nnx.Module, which can carry the mark; got "
-            f"{type(variable_or_module).__name__}"
-        )
     return variable_or_module
 
 
@@ -208,12 +204,7 @@ class Float16Module(MegatronModule):
             fp32_output: cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
             kwargs: passed on unchanged. Megatron's documentation says that they are cast; its code does not cast them,
                 and must not: sums over a loss mask, for example, need fp32.
-
-        Raises:
-            TypeError: if ``fp32_output`` is not a bool.
         """
-        if not isinstance(fp32_output, bool):
-            raise TypeError(f"fp32_output must be True or False, got {fp32_output!r}")
         if self.casts_inputs:
             inputs = fp32_to_float16(inputs, lambda x: x.astype(self.dtype))
         outputs = self.module(*inputs, **kwargs)  # type: ignore[operator]  # a module without __call__ raises

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import InitVar
 from pathlib import Path
 from types import FrameType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, is_typeddict
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, is_typeddict
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,8 @@ VALUES += [
 def allows(hint: Any, value: Any) -> bool:
     """Whether an annotation allows a value, or does not say."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
+    if isinstance(kind, TypeVar):
+        return not kind.__constraints__ or any(allows(part, value) for part in kind.__constraints__)
     if isinstance(kind, InitVar):
         return allows(kind.type, value)
     if kind in (UnionType, Union):

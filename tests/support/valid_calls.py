@@ -67,6 +67,11 @@ Q = jnp.ones((2, 4, 2, 8))
 KEY = jax.random.key(0)
 KERNEL = jnp.ones((16, 16))
 CONFIG = config.TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+EXPERTS = config.TransformerConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=2, add_bias_linear=False,
+    moe_shared_expert_intermediate_size=16, moe_enable_routing_replay=True,
+)  # fmt: skip
+ROUTER = config.RouterOptions(num_experts=2)
 MODEL: dict[str, Any] = {"config": CONFIG, "vocab_size": 16, "max_sequence_length": 8}
 TE: dict[str, Any] = {"config": config.ModelParallelConfig(), "init_method": jax.nn.initializers.normal(0.02)}
 TE |= {"bias": True, "skip_bias_add": False, "is_expert": False}
@@ -120,6 +125,22 @@ def loss_fn(model: Any, batch: Any, key: Any = None) -> Any:
 
 def linear(**options: Any) -> layers.Linear:
     return layers.Linear(16, 16, rngs=nnx.Rngs(0), **options)
+
+
+def grouped() -> layers.GroupedLinear:
+    return layers.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0))
+
+
+def router() -> layers.Router:
+    return layers.Router(16, ROUTER, rngs=nnx.Rngs(0))
+
+
+def megatron_router() -> megatron.TopKRouter:
+    return megatron.TopKRouter(EXPERTS, rngs=nnx.Rngs(0))
+
+
+def moe_layer() -> megatron.MoELayer:
+    return megatron.MoELayer(EXPERTS, rngs=nnx.Rngs(0))
 
 
 def gpt(**options: Any) -> models.GPTModel:
@@ -251,6 +272,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         config.NormalInit(1.0), {"key": KEY, "shape": (2,), "dtype": jnp.float32}
     ),
     "config.ParallelConfig.parse": lambda f: Call(config.ParallelConfig.parse, {"text": "data=1"}),
+    "config.ExpertsConfig.router_options": lambda f: Call(EXPERTS.router_options, {"aux_loss_groups": 1}),
+    "config.TransformerConfig.has_experts": lambda f: Call(EXPERTS.has_experts, {"layer": 0}),
     "config.TransformerConfig.in_high_precision": lambda f: Call(CONFIG.in_high_precision, {"layer": 0}),
     "data.ByteTokenizer.decode": lambda f: Call(data.ByteTokenizer().decode, {"tokens": [65]}),
     "data.ByteTokenizer.encode": lambda f: Call(data.ByteTokenizer().encode, {"text": "A"}),
@@ -322,6 +345,30 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "layers.KVCache.masks": lambda f: Call(layers.init_kv_cache(2, 8, 2, 8).masks, {"b": 2, "sq": 4}),
     "layers.WindowKVCache.append": lambda f: Call(layers.init_window_kv_cache(2, 4, 4, 2, 8).append, {"k": Q, "v": Q}),
     "layers.WindowKVCache.masks": lambda f: Call(layers.init_window_kv_cache(2, 4, 4, 2, 8).masks, {"b": 2, "sq": 4}),
+    "layers.GroupedLinear.__call__": lambda f: Call(
+        grouped(), {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None, "alignment": 1}
+    ),
+    "layers.GroupedLinear.row_groups": lambda f: Call(
+        grouped().row_groups, {"x": KERNEL, "group_sizes": [4, 12], "alignment": 1}
+    ),
+    "layers.GroupedLoRA.__call__": lambda f: Call(
+        layers.GroupedLoRA(grouped(), 2, rngs=nnx.Rngs(0)),
+        {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None, "alignment": 1},
+    ),
+    "layers.MoE.__call__": lambda f: Call(
+        layers.MoE(16, 16, ROUTER, rngs=nnx.Rngs(0)),
+        {"x": X, "is_first_microbatch": None, "padding_mask": None, "key": None, "experts": None},
+    ),
+    "layers.Router.__call__": lambda f: Call(router(), {"x": X, "padding_mask": None, "key": None, "experts": None}),
+    "layers.Router.assign": lambda f: Call(
+        router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
+    ),
+    "layers.Router.capacity": lambda f: Call(router().capacity, {"tokens": 4}),
+    "layers.SharedExperts.__call__": lambda f: Call(
+        layers.SharedExperts(16, 16, rngs=nnx.Rngs(0)), {"x": X, "is_first_microbatch": None}
+    ),
+    "layers.expert_metrics": lambda f: Call(layers.expert_metrics, {"model": router()}),
+    "layers.set_aux_loss_scale": lambda f: Call(layers.set_aux_loss_scale, {"model": router(), "scale": 2.0}),
     "layers.LayerNormLinear.__call__": lambda f: Call(
         layers.LayerNormLinear(16, 16, rngs=nnx.Rngs(0)),
         {"x": X, "weight": None, "bias": None, "is_first_microbatch": None},
@@ -492,6 +539,36 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "megatron.MLP.__call__": lambda f: Call(
         megatron.MLP(CONFIG, rngs=nnx.Rngs(0)), {"hidden_states": X, "is_first_microbatch": None}
+    ),
+    "megatron.MoELayer.__call__": lambda f: Call(
+        moe_layer(),
+        {
+            "hidden_states": X, "intermediate_tensors": None, "padding_mask": None, "key": None, "experts": None,
+            "is_first_microbatch": None,
+        },
+    ),
+    "megatron.MoELayer.backward_dw": lambda f: Call(
+        moe_layer().backward_dw, {"routed_experts": True, "shared_experts": False}
+    ),
+    "megatron.MoELayer.set_layer_number": lambda f: Call(moe_layer().set_layer_number, {"layer_number": 1}),
+    "megatron.SharedExpertMLP.__call__": lambda f: Call(
+        megatron.SharedExpertMLP(EXPERTS, rngs=nnx.Rngs(0)), {"hidden_states": X, "is_first_microbatch": None}
+    ),
+    "megatron.TEGroupedLinear.__call__": lambda f: Call(
+        megatron.TEColumnParallelGroupedLinear(2, 16, 16, **TE, rngs=nnx.Rngs(0)),
+        {"x": KERNEL, "m_splits": [4, 12], "is_first_microbatch": None, "alignment": 1},
+    ),
+    "megatron.TopKRouter.__call__": lambda f: Call(
+        megatron_router(), {"input": X, "padding_mask": None, "key": None, "experts": None}
+    ),
+    "megatron.TopKRouter.assign": lambda f: Call(
+        megatron_router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
+    ),
+    "megatron.TopKRouter.set_layer_number": lambda f: Call(
+        megatron_router().set_layer_number, {"layer_number": 1}
+    ),
+    "megatron.TopKRouter.set_target_indices": lambda f: Call(
+        megatron_router().set_target_indices, {"topk_indices": jnp.zeros((2, 4, 2), jnp.int32)}
     ),
     "megatron.MegatronModule.set_symmetric_ar": lambda f: Call(
         megatron.MLP(CONFIG, rngs=nnx.Rngs(0)).set_symmetric_ar, {"set_to": None}
@@ -801,6 +878,16 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "op": "dense", "recipe": None, "attention": None, "activation": None, "backend": None, "unsharded": None,
         },
     ),
+    "ops.group_alignment": lambda f: Call(ops.group_alignment, {"recipe": CURRENT}),
+    "ops.grouped_dense": lambda f: Call(
+        ops.grouped_dense,
+        {
+            "x": KERNEL, "kernel": jnp.ones((2, 16, 16)), "bias": None,
+            "groups": ops.RowGroups(sizes=jnp.array([4, 12]), rows=16), "recipe": None, "state": None,
+            "grad_sink": None, "options": ops.LinearOptions(), "backend": None,
+        },
+    ),
+    "ops.row_bound": lambda f: Call(ops.row_bound, {"rows": 4, "groups": 2, "alignment": 16}),
     "ops.layernorm": lambda f: Call(
         ops.layernorm,
         {

@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te._validation import check_bool, check_number, check_rate, checked
+from jax_te._validation import check_number, check_rate, checked
 from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
@@ -117,7 +117,6 @@ def dot_product_attention(
     if logit_softcap is not None:
         check_number(logit_softcap=logit_softcap)
         logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
-    check_bool(return_max_logit=return_max_logit)
     spec = attention_spec(
         qkv,
         mask_type,

@@ -102,7 +102,7 @@ def test_sizes_are_a_list_or_an_array_and_rows_may_be_aligned(x):
         ([20, 0], ValueError, r"must have shape \(3,\)"),
         ([20, -1, 3], ValueError, "must be >= 0 and add up to at most 48 rows"),
         ([20, 20, 20], ValueError, "at most 48 rows"),
-        ([20.0, 0, 3], TypeError, "must be integers"),
+        ([20.0, 0, 3], TypeError, "group_sizes must be .* integer"),
         (jnp.ones(E), TypeError, "must be integers, got float32"),
     ):
         with without_type_checker(), pytest.raises(error, match=match):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te._validation import brief, check_positive, checked
+from jax_te._validation import check_positive, checked
 from jax_te.sharding import axis_ranks
 from jax_te.typing import Array
 
@@ -82,9 +82,7 @@ def undo_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArra
 
 
 def _check_axis(x: Any, axis: int) -> None:
-    """Raise for what has no such axis."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"x must be an array, got {brief(x)}")
+    """Raise for an array that has no such axis."""
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be one of an array of shape {x.shape}, got {axis}")
 
