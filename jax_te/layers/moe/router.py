@@ -252,6 +252,7 @@ class Router(TrainingMode):
 
     def capacity(self, tokens: int) -> int | None:
         """Return how many of ``tokens`` an expert takes; None: as many as come."""
+        check_positive(tokens=tokens)
         options = self.options
         if options.expert_capacity_factor is None:
             return None

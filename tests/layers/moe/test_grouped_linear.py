@@ -325,5 +325,9 @@ def test_alignments_of_recipes():
 def test_sizes_of_the_layer_are_checked():
     with pytest.raises(ValueError, match="num_gemms must be an integer >= 1, got 0"):
         GroupedLinear(0, K, N, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="out_features must be a size"):
+        GroupedLinear(2, K, (), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="x must have 1 axes or more"):
+        layer()(jnp.float32(1), [1, 0, 0])
     with pytest.raises(ValueError, match="parallel_mode must be None, 'column' or 'row'"):
         layer(parallel_mode="both")
