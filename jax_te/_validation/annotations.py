@@ -19,9 +19,9 @@ def checked(target: T) -> T:
 
     Of a class it is the constructor, ``__call__`` and the public methods that the class itself defines. The body does
     not run before a refusal. If the body raises, ``rngs`` gives the keys that it would have given without the call. An
-    annotation that holds ``Any`` or a protocol allows everything. An array may be any object with a
-    shape and a dtype. The ranges of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives
-    a message better words than the type has.
+    annotation that holds ``Any`` or a protocol allows everything. An array may be any object with a shape and a dtype.
+    The ranges of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives a message better
+    words than the type has.
 
     Raises:
         TypeError: when called, for a flag that is not True or False, and for an object of another class.
