@@ -25,6 +25,7 @@ def rows(capsys, what, *argv):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.costly
 def test_modules_and_recipes(capsys, tmp_path):
     modules = ["layernorm_mlp", "layernorm_linear"]
     options = ["--modules", *modules, "--recipes", "none", "delayed", "--output", str(tmp_path / "rows.json")]

@@ -289,6 +289,7 @@ def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.costly
 def test_ranks_on_a_mesh(capsys, stand_in, processes):
     options = ["--mesh", "data=2,fsdp=2,tensor=2", "--sequence-parallel", "--microbatches", "2", "--batch-size", "16"]
     options += ["--distributed-optimizer"]
@@ -356,7 +357,7 @@ def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
     assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
 
 
-@pytest.mark.costly("False")
+@pytest.mark.costly
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, split):
     options = ["--distributed-optimizer", "--wgrad-dtype", "bfloat16"] if split else []
@@ -368,6 +369,7 @@ def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, spl
     assert [fields["grad_reduce_in_fp32"] for fields in found] == 2 * [not split]
 
 
+@pytest.mark.costly
 def test_microbatches_on_one_device_are_added_up_in_buffers(capsys, stand_in):
     status, rows, _ = bench(capsys, "--recipes", "none", "--microbatches", "2")
     assert status == 0
@@ -377,6 +379,7 @@ def test_microbatches_on_one_device_are_added_up_in_buffers(capsys, stand_in):
     assert not fields["overlap_grad_reduce"]
 
 
+@pytest.mark.costly
 def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
     monkeypatch.setattr(command, "check_megatron", lambda: None)
     monkeypatch.setenv("STAND_IN", "no GPU")
@@ -385,6 +388,7 @@ def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
     assert rows[0]["error"] == "RuntimeError: Megatron-Core: a rank cannot use packages: torch: it finds no GPU"
 
 
+@pytest.mark.costly
 def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     """The others may wait for it in a collective: they do not answer."""
     monkeypatch.setenv("STAND_IN", "out of memory")
@@ -397,6 +401,7 @@ def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 1]
 
 
+@pytest.mark.costly
 def test_a_model_of_llamas_form(capsys, stand_in, processes):
     status, rows, _ = bench(capsys, "--recipes", "none", "--preset", "llama-1b")
     assert status == 0
@@ -409,6 +414,7 @@ def test_a_model_of_llamas_form(capsys, stand_in, processes):
     assert expected.items() <= made["config"].items()
 
 
+@pytest.mark.costly
 def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monkeypatch, processes):
     def begin_not(_):
         raise RuntimeError("not compiled: this test is not about it")
@@ -475,6 +481,9 @@ def test_recipes_in_megatrons_words(recipe, fields):
     assert {"activation": "gelu", "batch": 2, "sequence": 8, "microbatches": 1}.items() <= made.items()
 
 
+@pytest.mark.costly(
+    "out of memory-RuntimeError: Megatron-Core: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+)
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
@@ -490,6 +499,7 @@ def test_a_peer_that_fails_is_a_row_and_jax_te_goes_on(capsys, monkeypatch, proc
     assert rows[1]["speed_ratio"] == rows[1]["memory_ratio"] == 1.0
 
 
+@pytest.mark.costly
 def test_a_peer_that_cannot_be_built(capsys, monkeypatch, processes):
     monkeypatch.setenv("STAND_IN", "no such form")
     status, rows, _ = bench(capsys, "--recipes", "none")

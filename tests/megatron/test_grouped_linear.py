@@ -31,6 +31,7 @@ def build(kind=TEColumnParallelGroupedLinear, config=ModelParallelConfig(), **op
     return kind(E, K, N, config=config, **(given | options))
 
 
+@pytest.mark.costly("TEColumnParallelGroupedLinear")
 @pytest.mark.parametrize("kind", [TEColumnParallelGroupedLinear, TERowParallelGroupedLinear, TEGroupedLinear])
 def test_a_class_is_its_layer_bitwise(kind):
     x = draw("x", (ROWS, K), jnp.bfloat16)
@@ -113,6 +114,7 @@ def test_a_gated_kernels_components_lie_one_behind_another():
     assert_bitwise(found["weight2"][N:], kernel.kernel[...][2, :, 1].T)
 
 
+@pytest.mark.costly
 def test_rules_of_a_quantization_file_reach_an_expert_by_its_name():
     recipe = RecipeConfig.from_config_dict(
         {
