@@ -329,7 +329,7 @@ def test_a_refused_constructor_draws_no_keys() -> None:
     rngs = nnx.Rngs(0)
     wrong: dict[str, Any] = {"layernorm_epsilon": -1.0, "ffn_hidden_size": 0, "normalization": "no", "activation": "no"}
     for name, value in wrong.items():
-        sizes = {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2} | {name: value}
+        sizes: dict[str, Any] = {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2} | {name: value}
         with pytest.raises(ValueError, match=r"epsilon|ffn_hidden_size|normalization|activation"):
             layers.TransformerLayer(**sizes, rngs=rngs)
         assert int(rngs.params.count[...]) == 0, name

@@ -104,8 +104,8 @@ def adamw_with_schedule(
     >>> [round(float(update), 3) for update in updates["bias"]]
     [-0.1, -0.1]
     """
-    if getattr(schedule, "shape", ()) != ():
-        raise ValueError(f"schedule must be a number or a function of the step, got an array {schedule.shape}")
+    if (shape := getattr(schedule, "shape", ())) != ():
+        raise ValueError(f"schedule must be a number or a function of the step, got an array {shape}")
     # An array may be traced: optax.inject_hyperparams gives such ones.
     for name, rate in (("b1", b1), ("b2", b2)):
         if isinstance(rate, int | float):

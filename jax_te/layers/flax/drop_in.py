@@ -91,9 +91,8 @@ class DotGeneral(QuantizableModule):
             ``lhs``.
         """
         if self.recipe is None:
-            return jax.lax.dot_general(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-            )
+            numbers: Any = dimension_numbers  # JAX takes lists, too, and its annotation does not say so
+            return jax.lax.dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=out_sharding)
         (summed, kernel_summed), (batch, _) = dimension_numbers
         why = "it has batch axes" if batch else precision_reason(precision)
         if why is not None:
