@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te import checkpoint, layers, linen, megatron, models, ops, te_pytorch, training
+from jax_te import checkpoint, data, layers, linen, megatron, models, ops, quantize, te_pytorch, training
 from jax_te._validation import brief
 from jax_te.interop.huggingface import save_huggingface
 from jax_te.interop.megatron import load_megatron, read_megatron, save_megatron
@@ -28,7 +28,7 @@ from jax_te.training.pipeline import split_layers
 from tests.support.bad_values import VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
 from tests.support.public import public_callables
-from tests.support.valid_calls import CALLS, CONFIG, IDS, KERNEL, KEY, Call, X
+from tests.support.valid_calls import CALLS, CONFIG, IDS, KERNEL, KEY, MODEL, Call, X
 
 NAN, INF = float("nan"), float("inf")
 ARRAYS: list[Any] = [
@@ -139,6 +139,7 @@ def test_every_public_callable_has_a_valid_call() -> None:
 ALSO_SAID = {
     "context": "encoder_output", "context_mask": "enc_dec_attn_mask", "abstract_state": "state",
     "abstract_params": "state", "model_or_state": "tree", "state": "the data is not that of the run",
+    "equation": "einsum subscripts", "m_splits": "group_sizes",
 }  # fmt: skip
 
 
@@ -304,6 +305,18 @@ MENDED: dict[str, Any] = {
     ],
     "axis must be one of": [lambda: ops.reorder_to_zigzag(jnp.ones(4)), lambda: ops.undo_zigzag(jnp.ones(4))],
     "x must have 1 axes or more": [lambda: layers.LayerNormLinear(16, 16, rngs=nnx.Rngs(0))(jnp.float32(1))],
+    "query must have 3 axes or more": [lambda: megatron.TEDotProductAttention(CONFIG, 1, "causal", "self")(X[0])],
+    "encoded must be [b, s, 16]": [
+        lambda: models.BertModel(**MODEL, add_pooler=True, rngs=nnx.Rngs(0)).pool(X[..., :8]),
+        lambda: models.BertModel(**MODEL, add_pooler=True, rngs=nnx.Rngs(0)).pool(X[0]),
+    ],
+    "statistics must have a value for each of": [
+        lambda: quantize.Observer().record("a", "x", quantize.TensorQuantizer(dtype=jnp.float8_e4m3fn), {}),
+    ],
+    "quantizers must be states in float32": [lambda: quantize.with_max_gradients({"scale": jnp.ones(2, jnp.int32)})],
+    "layer must be in [0, 1)": [lambda: CONFIG.has_experts(1), lambda: CONFIG.has_experts(-1)],
+    "x must be an array": [lambda: ops.reorder_to_zigzag(np.ndarray, 1)],
+    "documents must be a sequence": [lambda: data.ByteTokenizer().encode_documents(np.array([object()]))],
     "recipe_path must be a path": [lambda: megatron.load_quantization_recipe(True)],
     "a state must be a pytree of named arrays": [lambda: checkpoint.TrainCheckpointer("folder").save(X, {}, 1)],
 }  # fmt: skip

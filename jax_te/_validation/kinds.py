@@ -224,7 +224,7 @@ def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
 
     def holds(value: Any) -> bool:
         # Text would be taken apart, letter by letter, and an array row by row.
-        if not isinstance(value, kind) or isinstance(value, str | bytes) or is_array(value):
+        if not isinstance(value, kind) or isinstance(value, str | bytes | np.ndarray) or is_array(value):
             return False
         # Others may be long to read, and an iterator gives its items only once.
         plain = isinstance(value, list | tuple | dict | set | frozenset)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import check_positive, checked, is_integer, log_hints
+from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
 from jax_te.config import TransformerConfig
 from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
 from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
@@ -180,6 +180,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             a tuple of this array and the max logit of each head, fp32 ``[n]``, in place of Megatron's attribute
             ``current_max_attn_logits``: merge the max logits of several calls with ``jnp.maximum``.
         """
+        check_axes("query", query, 3)
         if num_splits is not None:
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)

@@ -168,10 +168,13 @@ class BertModel(LanguageModel):
             encoded: ``[b, s, h]``, of `encode`.
 
         Raises:
-            ValueError: for a model without ``add_pooler``.
+            ValueError: for a model without ``add_pooler``, or another shape.
         """
         if self.pooler is None:
             raise ValueError("the model has no pooler; build it with add_pooler=True")
+        h = self.config.hidden_size
+        if encoded.ndim != 3 or encoded.shape[1] == 0 or encoded.shape[2] != h:
+            raise ValueError(f"encoded must be [b, s, {h}], as encode returns it, got shape {encoded.shape}")
         first = auto_region(lambda x: x[:, 0], ("batch", "hidden"))(encoded)
         return jnp.tanh(self.pooler(first))  # type: ignore[arg-type]
 

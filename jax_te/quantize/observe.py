@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te._validation import checked
+from jax_te._validation import check_leaves, checked
 from jax_te.quantize.quantizer import Quantizer, column_axis
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor
@@ -50,11 +50,17 @@ class Observer:
             quantizer: its quantizer.
             statistics: values for the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
                 has several groups.
+
+        Raises:
+            ValueError: for a name in `STATISTICS` that has no value.
         """
-        key = (name or "unnamed", role)
-        self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
+        if missing := [statistic for statistic in STATISTICS if statistic not in statistics]:
+            raise ValueError(f"statistics must have a value for each of {', '.join(STATISTICS)}; missing: {missing}")
+        check_leaves("statistics", statistics)
         # One array, so that a tensor costs one call to the host.
         values = jnp.stack([statistics[statistic] for statistic in STATISTICS])
+        key = (name or "unnamed", role)
+        self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
         jax.debug.callback(self._append, values, statistics.get("group_amaxes"), key=_Static(key))
 
     def _append(self, values: Any, group_amaxes: Any, *, key: _Static) -> None:

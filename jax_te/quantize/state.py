@@ -161,6 +161,9 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
     fp8_meta32
     """
     check_leaves("quantizers", quantizers)
+    for leaf in jax.tree.leaves(quantizers):
+        if leaf.dtype not in (jnp.float32, fp32_max_grad):
+            raise TypeError(f"quantizers must be states in float32, got {leaf.dtype}")
     return map_amax_states(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
 
 

@@ -669,7 +669,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         megatron.condition_init_method, {"config": TE["config"], "init_method": TE["init_method"]}
     ),
     "megatron.conversion_helper": lambda f: Call(
-        megatron.conversion_helper, {"val": (X,), "conversion": jnp.negative}
+        megatron.conversion_helper, {"val": (X,), "conversion": lambda x: x}
     ),
     "megatron.convert_module_to_dtype_except_fp32_marked": lambda f: Call(
         megatron.convert_module_to_dtype_except_fp32_marked, {"module": linear(), "dtype": jnp.bfloat16}
@@ -967,7 +967,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "quantize.Observer.record": lambda f: Call(
         quantize.Observer().record,
-        {"name": "a", "role": "x", "x": KERNEL, "quantizer": TENSOR, "scale": None, "axis": 1},
+        {
+            "name": "a", "role": "x", "quantizer": TENSOR,
+            "statistics": quantize.quantization_statistics(KERNEL, TENSOR),
+        },
     ),
     "quantize.QuantizedKernel.of_layer": lambda f: Call(quantized().of_layer, {"ndim": 2}),
     "quantize.QuantizedKernel.partition_specs": lambda f: Call(
