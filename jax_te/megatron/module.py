@@ -27,8 +27,6 @@ def param_is_not_shared(param: nnx.Variable) -> bool:
     >>> param_is_not_shared(nnx.Param(jnp.ones(2))), param_is_not_shared(nnx.Param(jnp.ones(2), shared=True))
     (True, False)
     """
-    if not isinstance(param, nnx.Variable):
-        raise TypeError(f"param_is_not_shared takes an nnx.Variable, got {type(param).__name__}")
     return not param.get_metadata("shared", False)
 
 

@@ -77,8 +77,6 @@ def sensitivity(
     >>> sorted(layer.module for layer in found), 0.0 < found[-1].gradient_error <= found[0].gradient_error
     (['proj', 'qkv'], True)
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"sensitivity needs a recipe to quantize with, got {recipe!r}; e.g. Float8CurrentScaling()")
     if not batches:
         raise ValueError("sensitivity needs at least one batch, got none")
     model = _plain_copy(model)

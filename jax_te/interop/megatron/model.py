@@ -271,8 +271,6 @@ def save_megatron(
     if jax.process_count() > 1:
         raise ValueError("save_megatron writes from one process; save with TrainCheckpointer, and convert that")
     single, whole = path.suffix == ".pt", format == "torch_dist"
-    if format not in ("torch", "torch_dist"):
-        raise ValueError(f"format must be 'torch' or 'torch_dist', got {format!r}")
     if tensor_parallel < 1 or (tensor_parallel > 1 and (single or whole)):
         raise ValueError(
             f"tensor_parallel must be >= 1, and 1 for a single file and for torch_dist, which is for any number of "
