@@ -41,7 +41,7 @@ def test_a_class_is_its_layer_bitwise(kind):
         y, bias = layer(x, SIZES)
         assert bias is None
         assert_bitwise(y, plain(x, SIZES))
-        assert_bitwise(layer(x, jnp.asarray(SIZES), is_first_microbatch=True, alignment=1)[0], y)
+        assert_bitwise(layer(x, jnp.asarray(SIZES), is_first_microbatch=True)[0], y)
     assert layer.kernel.get_metadata("logical_axes") == ("expert", "fsdp", None)
     layer.backward_dw()
     assert repr(layer) == f"{kind.__name__}(num_gemms=3, in_features=32, out_features=64, bias=True, TP=1)"

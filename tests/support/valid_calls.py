@@ -346,14 +346,14 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "layers.WindowKVCache.append": lambda f: Call(layers.init_window_kv_cache(2, 4, 4, 2, 8).append, {"k": Q, "v": Q}),
     "layers.WindowKVCache.masks": lambda f: Call(layers.init_window_kv_cache(2, 4, 4, 2, 8).masks, {"b": 2, "sq": 4}),
     "layers.GroupedLinear.__call__": lambda f: Call(
-        grouped(), {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None, "alignment": 1}
+        grouped(), {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None}
     ),
     "layers.GroupedLinear.row_groups": lambda f: Call(
-        grouped().row_groups, {"x": KERNEL, "group_sizes": [4, 12], "alignment": 1}
+        grouped().row_groups, {"x": KERNEL, "group_sizes": [4, 12]}
     ),
     "layers.GroupedLoRA.__call__": lambda f: Call(
         layers.GroupedLoRA(grouped(), 2, rngs=nnx.Rngs(0)),
-        {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None, "alignment": 1},
+        {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None},
     ),
     "layers.MoE.__call__": lambda f: Call(
         layers.MoE(16, 16, ROUTER, rngs=nnx.Rngs(0)),
@@ -556,7 +556,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "megatron.TEGroupedLinear.__call__": lambda f: Call(
         megatron.TEColumnParallelGroupedLinear(2, 16, 16, **TE, rngs=nnx.Rngs(0)),
-        {"x": KERNEL, "m_splits": [4, 12], "is_first_microbatch": None, "alignment": 1},
+        {"x": KERNEL, "m_splits": [4, 12], "is_first_microbatch": None},
     ),
     "megatron.TopKRouter.__call__": lambda f: Call(
         megatron_router(), {"input": X, "padding_mask": None, "key": None, "experts": None}

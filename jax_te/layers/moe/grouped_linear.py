@@ -113,21 +113,17 @@ class GroupedLinear(TensorParallelModule):
     def __call__(
         self,
         x: Array,
-        group_sizes: Array | Sequence[int],
+        group_sizes: Array | Sequence[int] | RowGroups,
         is_first_microbatch: bool | None = None,
-        *,
-        alignment: int = 1,
     ) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
-            group_sizes: int32 ``[e]`` (or integers), the number of rows of each group. Rows beyond them all are
-                padding.
+            group_sizes: int32 ``[e]`` (or integers), the number of rows of each group, one behind the other. Rows
+                beyond them all are padding. Or a `jax_te.ops.RowGroups`, whose groups may have padding between them.
             is_first_microbatch: True: quantize the kernels and keep them for later calls; False: use what was kept;
                 None: what the attribute of that name says, by default neither.
-            alignment: each group starts at a multiple of it, behind the rows of padding of the group before, see
-                `jax_te.ops.RowGroups`. 1: at the end of that.
 
         Returns:
             ``y [rows, *n]``, zeros in rows of padding; with ``return_bias`` ``(y, bias)``, the biases ``[e, *n]`` in
@@ -135,7 +131,7 @@ class GroupedLinear(TensorParallelModule):
         """
         with jax.named_scope("GroupedLinear"):
             x = self.tensor_parallel.enter(x, (None, "hidden"))
-            groups = self.row_groups(x, group_sizes, alignment)
+            groups = self.row_groups(x, group_sizes)
             weights = self._weights(is_first_microbatch)
             y = grouped_dense(
                 x,
@@ -151,13 +147,15 @@ class GroupedLinear(TensorParallelModule):
                 return y
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
 
-    def row_groups(self, x: Array, group_sizes: Array | Sequence[int], alignment: int = 1) -> RowGroups:
-        """Where the rows of each group lie in a call's ``x``; sizes that are known are checked.
+    def row_groups(self, x: Array, group_sizes: Array | Sequence[int] | RowGroups) -> RowGroups:
+        """Return where the rows of each group lie in a call's ``x``; sizes that are known are checked.
 
         Args:
-            x, group_sizes, alignment: as in a call.
+            x, group_sizes: arguments of the call.
         """
         check_axes("x", x)
+        if isinstance(group_sizes, RowGroups):
+            return group_sizes
         if not isinstance(group_sizes, jax.Array):
             sizes = list(group_sizes)
             if not all(map(is_integer, sizes)):
@@ -169,7 +167,7 @@ class GroupedLinear(TensorParallelModule):
             raise TypeError(f"group_sizes must be integers, got {group_sizes.dtype}")
         if group_sizes.shape != (self.num_gemms,):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
-        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0], alignment=alignment)
+        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0])
 
     def _options(self) -> LinearOptions:
         # Rows are not named: on a mesh they are those of all devices.

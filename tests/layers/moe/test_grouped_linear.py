@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te import linen
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import GroupedLinear, GroupedLoRA, Linear, lora_labels, prepare_quantization, quantize_parameters
-from jax_te.ops import group_alignment
+from jax_te.ops import RowGroups, group_alignment
 from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.recipe import (
     DelayedScaling,
@@ -97,7 +97,7 @@ def test_sizes_are_a_list_or_an_array_and_rows_may_be_aligned(x):
     assert_bitwise(experts(x, jnp.asarray(SIZES, jnp.int16)), y)
     # The same rows with a gap, which is filled with zeros.
     spread = jnp.concatenate([x[:20], jnp.ones((12, K), x.dtype), x[20:45]])
-    aligned = experts(spread, SIZES, alignment=16)
+    aligned = experts(spread, RowGroups(sizes=jnp.array(SIZES), rows=len(spread), alignment=16))
     assert_bitwise(jnp.concatenate([aligned[:20], aligned[32:]]), y[:45])
     assert not np.asarray(aligned[20:32]).any()
     for sizes, error, match in (

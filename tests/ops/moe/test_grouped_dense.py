@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -117,6 +118,24 @@ def alone(recipe, args, state, rows, group):
 def rows_of(groups, group):
     start = int(groups.starts[group])
     return slice(start, start + int(groups.sizes[group]))
+
+
+@pytest.mark.parametrize("name", ["high precision", "delayed"])
+def test_padding_that_is_promised_to_be_zeros_is_left_alone(name):
+    """Where it holds zeros all values are the same; where it does not, it is not made zeros."""
+    recipe, state = RECIPES[name], init_gemm_state(RECIPES[name], groups=E)
+    groups = layout(alignment=group_alignment(recipe))
+    promised, padding = dataclasses.replace(groups, zero_padding=True), groups.of_rows() == E
+    x, kernel, _, g = arrays(groups)
+    clean = [jnp.where(padding[:, None], 0, rows).astype(rows.dtype) for rows in (x, g)]
+
+    def call(groups, x, g):
+        fn = lambda *args: grouped_dense(args[0], args[1], groups=groups, recipe=recipe, state=args[2], backend="xla")  # noqa: E731
+        return jax.jit(lambda *args: with_vjp(fn, args, g))(x, kernel, state)
+
+    for mine, expected in zip(*map(jax.tree.leaves, (call(promised, *clean), call(groups, *clean))), strict=True):
+        assert_bitwise(mine, expected)
+    assert np.asarray(call(promised, x, g)[0])[np.asarray(padding)].any()
 
 
 @pytest.mark.costly("block-True", "current-False", "custom-False", "delayed-True", "mxfp8-False", "nvfp4-True")
