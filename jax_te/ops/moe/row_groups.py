@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive, checked, is_integer
+from jax_te._validation import check_bool, check_positive, checked, is_integer
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
 from jax_te.quantize import Precision, padded_size, precision_of
@@ -37,6 +37,7 @@ class RowGroups:
             as long as kernels are finite.
 
     Raises:
+        TypeError: for a ``zero_padding`` that is no bool.
         ValueError: for an alignment that is not positive, or a negative number of rows.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
@@ -52,6 +53,7 @@ class RowGroups:
 
     def __post_init__(self) -> None:
         check_positive(alignment=self.alignment)
+        check_bool(zero_padding=self.zero_padding)
         if not is_integer(self.rows) or self.rows < 0:
             raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
 
