@@ -152,12 +152,12 @@ class RNGStatesTracker:
             name: of the stream.
 
         Raises:
-            ValueError: for an unknown stream.
+            KeyError: for an unknown stream.
             RuntimeError: for a tracker from outside of the function that is being traced: all later calls of that
                 function would draw the same keys.
         """
         if name not in self._states:
-            raise ValueError(f"there is no stream {name!r}; add it first. Streams are {sorted(self._states)}")
+            raise KeyError(f"there is no stream {name!r}; add it first. Streams are {sorted(self._states)}")
         self._check_trace()
         state = self._states[name]
         self._states[name] = StreamState(state.key, state.count + jnp.uint32(1))

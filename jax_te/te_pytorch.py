@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Annotated, Any
 
 from jax_te import layers
 from jax_te._validation import checked, log_hints
@@ -30,7 +30,7 @@ from jax_te.megatron import te_checkpoint
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
-from jax_te.typing import Array, TensorGroup
+from jax_te.typing import Array, TensorGroup, Words
 
 __all__ = [
     "DotProductAttention",
@@ -49,13 +49,22 @@ __all__ = [
     "fp8_autocast",
 ]
 
+NoReductionGroup = Annotated[
+    None,
+    Words(
+        "None",
+        "JAX has no process groups: DelayedScaling(tp_only_amax_red=True) reduces amaxes over the mesh's tensor and "
+        "context axes alone",
+    ),
+]
+
 
 @checked
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     recipe: Recipe | None = None,
-    amax_reduction_group: None = None,
+    amax_reduction_group: NoReductionGroup = None,
 ) -> AbstractContextManager[None]:
     """Return the context of `jax_te.recipe.autocast`, with the arguments of ``transformer_engine.pytorch.autocast``.
 
@@ -81,11 +90,6 @@ def autocast(
             "calibrating=True: scales are computed in each step, and delayed scaling's first step takes them from its "
             "own data. jax_te.quantize.observe_quantization gives the amaxes of a call; leave calibrating False"
         )
-    if amax_reduction_group is not None:
-        raise TypeError(
-            f"the group of amax reductions must be None, got {amax_reduction_group!r}: JAX has no process groups. "
-            "DelayedScaling(tp_only_amax_red=True) reduces them over the mesh's tensor and context axes alone"
-        )
     return _autocast(DelayedScaling() if recipe is None else recipe, enabled=enabled)
 
 
@@ -94,7 +98,7 @@ def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: None = None,
+    fp8_group: NoReductionGroup = None,
 ) -> AbstractContextManager[None]:
     """Return the context of `autocast`, under the older names of its arguments.
 

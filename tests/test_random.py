@@ -80,7 +80,7 @@ def test_a_name_or_seed_that_is_taken_is_refused():
     tracker.set_states({})
     with pytest.raises(RuntimeError, match="seed 1 is taken"):  # set_states leaves seeds alone
         tracker.add("b", 1)
-    with pytest.raises(ValueError, match="there is no stream 'c'"), tracker.fork("c"):
+    with pytest.raises(KeyError, match="there is no stream 'c'"), tracker.fork("c"):
         pass
 
 

@@ -197,12 +197,14 @@ class Snapshot(NamedTuple):
         return [name for name, a, b in zip(self._fields, self, now, strict=True) if a != b]
 
 
-# What a callable raises as its reference does: Megatron-Core's assertion, Transformer Engine's tracker's RuntimeError,
+# What a callable raises as its reference does: Megatron-Core's assertion, the tracker's RuntimeError and KeyError,
 # Flax's error for variables that a module lacks.
 OTHER_ERRORS: dict[str, type[Exception]] = {
     "linen.to_nnx": flax.errors.FlaxError,
     "megatron.MegatronModule.set_symmetric_ar": AssertionError,
     "megatron.RNGStatesTracker.add": RuntimeError,
+    "megatron.RNGStatesTracker.fork": KeyError,
+    "megatron.InferenceCudaRNGStatesTracker.fork": KeyError,
 }
 
 

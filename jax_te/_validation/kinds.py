@@ -139,7 +139,7 @@ def kind_of(hint: Any) -> Kind:
         return _ARRAY
     if is_typeddict(origin):
         origin = dict
-    if not isinstance(origin, type) or origin is Any or getattr(origin, "_is_protocol", False):
+    if not isinstance(origin, type) or origin in (Any, object) or getattr(origin, "_is_protocol", False):
         return ANYTHING
     if origin is Path:  # the usual spelling of a path in an annotation
         origin = os.PathLike

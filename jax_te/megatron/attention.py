@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,12 +15,15 @@ from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
-from jax_te.typing import Array, NoProcessGroups, TensorGroup
+from jax_te.typing import Array, NoProcessGroups, TensorGroup, Words
+
+# Megatron-Core's error for another type is a ValueError.
+SkipFrequency = Annotated[int | Sequence[int] | None, Words("", error=ValueError)]
 
 
 @checked
 def is_layer_window_attention(
-    window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
+    window_size: tuple[int, int] | None, window_attn_skip_freq: SkipFrequency, layer_number: int
 ) -> bool:
     """Return whether layer ``layer_number``, from 1, attends in a window.
 
@@ -31,7 +34,7 @@ def is_layer_window_attention(
         layer_number: of the layer, from 1.
 
     Raises:
-        ValueError: for a ``window_attn_skip_freq`` of another type.
+        ValueError: for a ``window_attn_skip_freq`` of another type, or without an entry for the layer.
 
     Source: ``megatron.core.transformer.utils.is_layer_window_attention``.
 

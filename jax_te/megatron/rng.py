@@ -30,7 +30,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
 
     Raises:
         RuntimeError: from `add`, for a name or seed that is taken.
-        ValueError: from `fork`, for an unknown stream.
+        KeyError: from `fork`, for an unknown stream.
         TypeError: for a flag that is not True or False.
 
     Source: ``megatron.core.extensions.transformer_engine.TECudaRNGStatesTracker``.

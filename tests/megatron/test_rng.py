@@ -38,7 +38,7 @@ def test_the_contract():
     for name, seed in (("model-parallel-rng", 2), ("other", 1)):
         with pytest.raises(RuntimeError, match=r"is there already|is taken"):
             tracker.add(name, seed)
-    with pytest.raises(ValueError, match="'other'"), tracker.fork("other"):
+    with pytest.raises(KeyError, match="'other'"), tracker.fork("other"):
         pass
     tracker.reset()
     assert not tracker.is_initialized()
