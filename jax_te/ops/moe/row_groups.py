@@ -37,8 +37,8 @@ class RowGroups:
             as long as kernels are finite.
 
     Raises:
-        TypeError: for a ``zero_padding`` that is no bool.
         ValueError: for an alignment that is not positive, or a negative number of rows.
+        TypeError: for a ``zero_padding`` that is not a bool.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
     >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
