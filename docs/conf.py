@@ -24,7 +24,7 @@ myst_heading_anchors = 3
 napoleon_numpy_docstring = False
 napoleon_use_param = False
 autodoc_typehints_format = "short"
-autodoc_type_aliases = {name: name for name in ("Array", "DTypeLike", "Initializer", "LogicalAxes", "PyTree")}
+autodoc_type_aliases = {name: name for name in ("Array", "DTypeLike", "Initializer", "Key", "LogicalAxes", "PyTree")}
 autodoc_preserve_defaults = True
 autodoc_default_options = {
     "members": True,

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 
-from jax_te._validation import check_seed
+from jax_te._validation import check_seed, checked
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array
 
@@ -102,6 +102,7 @@ class RNGStatesTracker:
         """Return the streams by name: a new dict of the same arrays."""
         return dict(self._states)
 
+    @checked
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Replace the streams by those that `get_states` returned. Seeds that were added stay taken.
 
@@ -115,6 +116,7 @@ class RNGStatesTracker:
         self._initialized = True
         self._trace = get_opaque_trace_state()
 
+    @checked
     def add(self, name: str, seed: int) -> None:
         """Add a stream.
 
@@ -138,6 +140,7 @@ class RNGStatesTracker:
         self._seeds |= {seed}
         self._initialized = True
 
+    @checked
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Array]:
         """Yield the stream's next key, typed ``[]``, and advance the stream: ``with tracker.fork(name) as key``.
@@ -248,6 +251,7 @@ def _fold_rank(name: str, key: Array) -> Array:
     return key
 
 
+@checked
 def model_parallel_seeds(
     seed: int,
     *,
@@ -277,6 +281,10 @@ def model_parallel_seeds(
     {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2258}
     """
     check_seed(seed)
+    ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank}
+    for name, rank in ranks.items():
+        if not 0 <= rank < 2**31:
+            raise ValueError(f"{name} must be the number of a device, from 0, got {rank}")
     base = seed + 100 * pp_rank + 10 * dp_rank
     return {
         DATA_PARALLEL_RNG: base,
@@ -285,6 +293,7 @@ def model_parallel_seeds(
     }
 
 
+@checked
 def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> RNGStatesTracker:
     """Return a tracker with Megatron's three streams, seeded with rank 0's integers of `model_parallel_seeds`.
 

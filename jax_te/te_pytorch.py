@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Annotated, Any
 
 from flax import nnx
 
 from jax_te import layers
-from jax_te._validation import check_bool, checked, log_hints
+from jax_te._validation import checked, log_hints
 from jax_te.layers import (
     DotProductAttention,
     Fp8Padding,
@@ -32,7 +32,7 @@ from jax_te.ops import RowGroups
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
-from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup, Words
 
 __all__ = [
     "DotProductAttention",
@@ -51,12 +51,22 @@ __all__ = [
     "fp8_autocast",
 ]
 
+NoReductionGroup = Annotated[
+    None,
+    Words(
+        "None",
+        "JAX has no process groups: DelayedScaling(tp_only_amax_red=True) reduces amaxes over the mesh's tensor and "
+        "context axes alone",
+    ),
+]
 
+
+@checked
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     recipe: Recipe | None = None,
-    amax_reduction_group: None = None,
+    amax_reduction_group: NoReductionGroup = None,
 ) -> AbstractContextManager[None]:
     """Return the context of `jax_te.recipe.autocast`, with the arguments of ``transformer_engine.pytorch.autocast``.
 
@@ -77,25 +87,20 @@ def autocast(
     ...     current_recipe() == DelayedScaling()
     True
     """
-    check_bool(enabled=enabled, calibrating=calibrating)
     if calibrating:
         raise ValueError(
             "calibrating=True: scales are computed in each step, and delayed scaling's first step takes them from its "
             "own data. jax_te.quantize.observe_quantization gives the amaxes of a call; leave calibrating False"
         )
-    if amax_reduction_group is not None:
-        raise TypeError(
-            f"the group of amax reductions must be None, got {amax_reduction_group!r}: JAX has no process groups. "
-            "DelayedScaling(tp_only_amax_red=True) reduces them over the mesh's tensor and context axes alone"
-        )
     return _autocast(DelayedScaling() if recipe is None else recipe, enabled=enabled)
 
 
+@checked
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: None = None,
+    fp8_group: NoReductionGroup = None,
 ) -> AbstractContextManager[None]:
     """Return the context of `autocast`, under the older names of its arguments.
 
@@ -116,6 +121,7 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
+@checked
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -268,6 +274,7 @@ class TransformerLayer(layers.TransformerLayer):
     (1, 8, 32)
     """
 
+    @checked
     def __call__(  # type: ignore[override]  # Transformer Engine's arguments
         self,
         hidden_states: Array,

@@ -15,6 +15,7 @@ class Words(NamedTuple):
         words: description of an allowed value. Empty: that of the type.
         remedy: what to give instead, for the end of the message.
         error: type of the exception, where a reference's differs from the usual one.
+        holds: test of a value, where the type says too little.
 
     >>> Words("a path", remedy="give the run's folder").words
     'a path'
@@ -23,6 +24,7 @@ class Words(NamedTuple):
     words: str
     remedy: str = ""
     error: type[Exception] | None = None
+    holds: Callable[[Any], bool] | None = None
 
 
 @runtime_checkable
@@ -31,7 +33,19 @@ class _HasDType(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
-DTypeLike: TypeAlias = str | type[Any] | np.dtype | _HasDType
+def _is_dtype(value: Any) -> bool:
+    """Whether ``np.dtype`` makes of a value the dtype of numbers or flags; None, its float64, and arrays apart."""
+    if value is None or isinstance(value, list | tuple | dict | np.generic | np.ndarray) or hasattr(value, "devices"):
+        return False
+    try:
+        return np.dtype(value).kind not in "OSUMm"
+    except Exception:  # NumPy's are of several types
+        return False
+
+
+DTypeLike: TypeAlias = Annotated[
+    str | type[Any] | np.dtype | _HasDType, Words("a dtype, such as 'bfloat16'", error=ValueError, holds=_is_dtype)
+]
 """What ``jax.numpy.dtype`` takes, as in ``jax.typing``."""
 
 LogicalAxes: TypeAlias = tuple[str | None, ...]
@@ -62,6 +76,15 @@ NoProcessGroups: TypeAlias = Annotated[
 
 _INITIALIZER = Words("a function init(key, shape, dtype)")
 
+
+def _is_key(value: Any) -> bool:
+    """Whether a value is a key of ``jax.random.key``, or one of ``jax.random.PRNGKey``: uint32 numbers."""
+    name = str(getattr(value, "dtype", ""))
+    return name.startswith("key<") or (name == "uint32" and getattr(value, "ndim", 0) > 0)
+
+
+_KEY = Words("a key, as jax.random.key(0) gives", holds=_is_key)
+
 if TYPE_CHECKING:
     import jax
     from jax.typing import ArrayLike
@@ -69,11 +92,13 @@ if TYPE_CHECKING:
     Array: TypeAlias = jax.Array
     Initializer: TypeAlias = Annotated[Callable[..., Array], _INITIALIZER]
     """``init(key, shape, dtype) -> array``, as in ``jax.nn.initializers``."""
+    Key: TypeAlias = Annotated[Array, _KEY]
+    """A key of ``jax.random``."""
 
 
 def __getattr__(name: str) -> Any:
     # Configurations and the command line's --help read DTypeLike alone; importing jax for it would cost them a second.
-    if name not in ("Array", "ArrayLike", "Initializer"):
+    if name not in ("Array", "ArrayLike", "Initializer", "Key"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import jax
 
@@ -81,6 +106,7 @@ def __getattr__(name: str) -> Any:
         "Array": jax.Array,
         "ArrayLike": jax.typing.ArrayLike,
         "Initializer": Annotated[Callable[..., jax.Array], _INITIALIZER],
+        "Key": Annotated[jax.Array, _KEY],
     }[name]
 
 
@@ -90,6 +116,7 @@ __all__ = [
     "BackendName",
     "DTypeLike",
     "Initializer",
+    "Key",
     "LogicalAxes",
     "NoProcessGroups",
     "PyTree",

@@ -11,13 +11,10 @@ import itertools
 import math
 import pkgutil
 import re
-import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import InitVar
+from collections.abc import Hashable
 from enum import Enum
 from pathlib import Path
-from types import FrameType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -50,54 +47,9 @@ from jax_te import (
 from jax_te._validation import brief, checked
 from jax_te.config import ModelParallelConfig, TransformerConfig
 from jax_te.recipe import DelayedScaling
+from tests.support.bad_values import HUGE, NAN, VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
 
-NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-NUMBERS: dict[Any, Any] = {bool: bool | np.bool_, int: int | np.integer, float: int | float | np.number}
-VALUES: list[Any] = [
-    "no",
-    "",
-    "True",
-    b"1",
-    1j,
-    [],
-    (),
-    {},
-    {1},
-    object(),
-    object,
-    len,
-    NAN,
-    INF,
-    -INF,
-    None,
-    True,
-    False,
-]
-VALUES += [
-    0,
-    1,
-    -1,
-    1.5,
-    2.0,
-    -1.5,
-    HUGE,
-    ["no"],
-    ("no", 1),
-    ("no", "no", 1.5),
-    {"no": 1},
-    np.bool_(True),
-    jnp.ones(2),
-]
-VALUES += [
-    np.int32(1),
-    np.float32(2),
-    np.float32("nan"),
-    np.float64("inf"),
-    bytearray(b"1"),
-    slice(1),
-    SystemError("no"),
-]
 NUMBERS_OF_ANY_SIZE = [0, -1, -(2**70), 2**70, HUGE, 5e-324, -0.5, 1e308, -1e308]
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1}
 MODEL: dict[str, Any] = {"config": TransformerConfig(**SIZES), "vocab_size": 16, "max_sequence_length": 8}
@@ -299,28 +251,6 @@ def hints_of(constructor: Any) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name in inspect.signature(function).parameters}
 
 
-def allows(hint: Any, value: Any) -> bool:
-    """Whether an annotation allows a value, or does not say."""
-    kind, parts = get_origin(hint) or hint, get_args(hint)
-    if isinstance(kind, InitVar):
-        return allows(kind.type, value)
-    if kind in (UnionType, Union):
-        return any(allows(part, value) for part in parts)
-    if kind is Literal:
-        return isinstance(value, str) and value in parts
-    if kind is tuple and parts:
-        each = parts[:1] * len(value) if parts[-1] is ... and isinstance(value, tuple) else parts
-        return isinstance(value, tuple) and len(value) == len(each) and all(map(allows, each, value))
-    if kind in (jax.Array, np.ndarray):
-        return hasattr(value, "shape")
-    if kind in NUMBERS:
-        number = isinstance(value, NUMBERS[kind]) and isinstance(value, bool | np.bool_) == (kind is bool)
-        return number and (kind is not float or (value is not HUGE and math.isfinite(value)))
-    if kind in (Sequence, Iterable) and isinstance(value, str | bytes):
-        return False
-    return not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
-
-
 def misspelt(constructor: Any) -> list[str]:
     """Up to 20 names that are nearly those of arguments."""
     names, found = hints_of(constructor), []
@@ -381,24 +311,6 @@ def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path
     print(f"{constructor.__name__}: {len(pairs)} bad arguments")
     assert len(pairs) >= 20
     assert [line for line in wrong if line] == []
-
-
-@contextlib.contextmanager
-def calls_of(function: Any) -> Iterator[list[str]]:
-    """Give a list to which each call of a function, or of a class's constructor, adds its name."""
-    target = inspect.unwrap(vars(function).get("__init__", function) if isinstance(function, type) else function)
-    code, entered = target.__code__, []
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code is code:
-            entered.append(code.co_qualname)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield entered
-    finally:
-        sys.setprofile(before)
 
 
 @functools.cache  # it reads the whole package

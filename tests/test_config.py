@@ -43,7 +43,7 @@ def test_defaults_follow_from_the_sizes():
         ({"attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0"),
         ({"hidden_dropout": -0.1}, r"hidden_dropout must be in \[0, 1\), got -0.1"),
         ({"params_dtype": "float64"}, "params_dtype must be one of float32, bfloat16, float16, got float64"),
-        ({"compute_dtype": "fp8"}, "compute_dtype must be one of float32, bfloat16, float16, got 'fp8'"),
+        ({"compute_dtype": "fp8"}, "compute_dtype must be a dtype, such as 'bfloat16' or None, got 'fp8'"),
     ],
 )
 def test_a_wrong_value_is_named(changes, message):

@@ -88,9 +88,9 @@ def test_bad_seeds_and_states_say_what_is_allowed():
     tracker = RNGStatesTracker()
     with without_type_checker():
         for seed in (1.0, True, jnp.ones((), jnp.int32)):
-            with pytest.raises(TypeError, match="a seed must be a Python integer"):
+            with pytest.raises((TypeError, ValueError), match=r"seed must be an? "):
                 tracker.add("a", seed)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="states must be a dict"):
+        with pytest.raises(TypeError, match="states must be a mapping"):
             tracker.set_states([])  # type: ignore[arg-type]
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=r"a seed must be in \[0, 2\^32\)"):

@@ -1,12 +1,14 @@
 """Checks of arguments, fields, files and optional packages, for all of the package. Not for users."""
 
-from jax_te._validation.annotations import check_annotations, checked, is_integer, literal_names
+from jax_te._validation.annotations import check_annotations, checked
 from jax_te._validation.checks import (
     COMPUTE_DTYPES,
     FLOAT_DTYPES,
+    check_axes,
     check_bool,
     check_choice,
     check_float,
+    check_leaves,
     check_number,
     check_positive,
     check_rate,
@@ -18,3 +20,4 @@ from jax_te._validation.checks import (
 )
 from jax_te._validation.extras import require_extra
 from jax_te._validation.files import brief, read_text
+from jax_te._validation.kinds import is_integer, literal_names

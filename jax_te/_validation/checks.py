@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is imported
 import numpy as np
 
-from jax_te._validation.annotations import PLAIN, is_integer
 from jax_te._validation.files import brief
+from jax_te._validation.kinds import PLAIN, is_array, is_integer
 from jax_te.typing import DTypeLike
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -61,6 +61,22 @@ def check_float(op: str, *arrays: Any) -> None:
                 f"{op} takes arrays of {', '.join(FLOAT_DTYPES)}, in which it computes, and not of {array.dtype.name} "
                 f"(here of shape {array.shape}); cast it first, for example x.astype(jnp.float32)"
             )
+
+
+def check_axes(name: str, array: Any, at_least: int = 1) -> None:
+    """Raise ValueError for an array that has fewer axes than its argument's description says."""
+    if array.ndim < at_least:
+        raise ValueError(f"{name} must have {at_least} axes or more, got an array of shape {tuple(array.shape)}")
+
+
+def check_leaves(name: str, tree: Any) -> None:
+    """Raise TypeError for a leaf of a pytree that is not an array."""
+    import jax  # configurations do without it
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not is_array(leaf):
+            where = jax.tree_util.keystr(path)
+            raise TypeError(f"{name} must be a pytree of arrays, got {brief(leaf)}{where and f' at {where}'}")
 
 
 def check_positive(**sizes: int) -> None:

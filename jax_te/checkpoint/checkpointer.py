@@ -28,7 +28,7 @@ from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.signs import Signs, shortened
-from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, named_leaves, records
+from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, check_named, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
 from jax_te.typing import PyTree
 
@@ -157,6 +157,7 @@ class TrainCheckpointer:
             raise ValueError(f"the best checkpoints are kept by {self._metric!r}; give it in metrics, got {given}")
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
+        arrays = array_leaves(state)
         several = jax.process_count() > 1
         with contextlib.ExitStack() as quiet:
             # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
@@ -164,7 +165,7 @@ class TrainCheckpointer:
             with self._explained(step):
                 writer = self._opened_together(step, logged) if several else self._open_writer()
             # Before anything else that takes time with each leaf: the host does that while devices copy.
-            copies = self._copies(array_leaves(state))
+            copies = self._copies(arrays)
             try:
                 leaves = named_leaves(state)
                 body = {"format": FORMAT, "step": step, "data": data, "arrays": records(leaves)}
@@ -273,6 +274,7 @@ class TrainCheckpointer:
         >>> state.model(jnp.ones(2)).shape
         (3,)
         """
+        check_named(abstract_state)
         return self._restore(Target(abstract_state, allow), step)
 
     def restore_parameters(
@@ -300,6 +302,7 @@ class TrainCheckpointer:
         ...     params, step = checkpointer.restore_parameters(nnx.state(model, nnx.Param))
         ...     nnx.update(model, params)
         """
+        check_named(abstract_params)
         state, _, step = self._restore(Target({PARAMETERS: abstract_params}, allow, part=PARAMETERS), step)
         return state[PARAMETERS], step
 

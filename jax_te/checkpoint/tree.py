@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import brief
 from jax_te.typing import PyTree
 
 Name = tuple[str, ...]
@@ -51,15 +52,22 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
     return leaves
 
 
+def check_named(tree: PyTree) -> None:
+    """Raise TypeError for a tree that is a leaf, which has no name."""
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(tree)):
+        raise TypeError(f"a state must be a pytree of named arrays, such as a TrainState or a dict, got {brief(tree)}")
+
+
 def array_leaves(tree: PyTree) -> list[Any]:
     """Return the leaves of a pytree of arrays, in the order of `named_leaves`.
 
     Raises:
-        TypeError: for one that is no array.
+        TypeError: for one that is no array, and for a tree that is a leaf, which has no name.
 
     >>> array_leaves({"b": np.ones(2), "a": np.zeros(1)})
     [array([0.]), array([1., 1.])]
     """
+    check_named(tree)
     leaves = jax.tree.leaves(tree)
     if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
         for name, leaf in named_leaves(tree).items():

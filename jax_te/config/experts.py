@@ -11,6 +11,7 @@ from jax_te._validation import (
     check_choice,
     check_number,
     check_positive,
+    checked,
     is_integer,
     log_hints,
     log_once,
@@ -398,6 +399,7 @@ class ExpertsConfig:
         # One device has all experts, so that there is one group.
         object.__setattr__(self, "moe_router_num_groups", 1)
 
+    @checked
     def router_options(self, *, aux_loss_groups: int = 1) -> RouterOptions:
         """Return the options of the layers' routers.
 

@@ -52,6 +52,7 @@ class FilledInit(NormalInit):
     """A `NormalInit` that a configuration filled in, so that ``dataclasses.replace`` derives it from the new fields."""
 
 
+@checked
 def normal_init(std: float = TE_INIT_STD) -> NormalInit:
     """Return ``init(key, shape, dtype)`` that draws from N(0, std²).
 
@@ -66,6 +67,7 @@ def normal_init(std: float = TE_INIT_STD) -> NormalInit:
     return NormalInit(std)
 
 
+@checked
 def scaled_normal_init(std: float, num_layers: int) -> NormalInit:
     """Return `normal_init` with ``std / sqrt(2 num_layers)``, for projections that add to the residual stream.
 

@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te._validation import check_annotations, check_bool, check_positive, check_rate, float_dtype, is_integer
+from jax_te._validation import (
+    check_annotations,
+    check_bool,
+    check_positive,
+    check_rate,
+    checked,
+    float_dtype,
+    is_integer,
+)
 from jax_te.config.activation import ActivationLike, LimitedFunction, activation_parts, named_activation
 from jax_te.config.attention import AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
@@ -195,8 +203,12 @@ class TransformerConfig(
                 "Megatron; set add_bias_linear=False"
             )
 
+    @checked
     def has_experts(self, layer: int) -> bool:
         """Return whether layer number ``layer``, from 0, has experts in the place of its feed-forward block.
+
+        Raises:
+            ValueError: for a number that none of the layers has.
 
         >>> config = TransformerConfig(
         ...     num_layers=4, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_layer_freq=[0, 0, 1, 1]
@@ -204,6 +216,8 @@ class TransformerConfig(
         >>> [config.has_experts(layer) for layer in range(4)]
         [False, False, True, True]
         """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer must be in [0, {self.num_layers}), the numbers of the layers, got {layer}")
         return self._moe_layers(self.num_layers)[layer]
 
     @property
@@ -244,6 +258,7 @@ class TransformerConfig(
             elif not callable(given) or type(given).__hash__ is None:
                 raise TypeError(f"{name} must be a function init(key, shape, dtype) that can be hashed, got {given!r}")
 
+    @checked
     def in_high_precision(self, layer: int) -> bool:
         """Return whether layer number ``layer``, from 0, is one of the first and last that stay in high precision.
 

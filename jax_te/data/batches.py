@@ -114,6 +114,7 @@ class TrainBatches:
         self._next = state["grain"]["next_index"]
 
 
+@checked
 def heldout_batches(
     text: np.ndarray,
     *,
@@ -200,8 +201,8 @@ def _example(text: np.ndarray, position: int, seq_len: int, vocab_size: int | No
         if low < 0 or high >= below:
             raise ValueError(
                 f"the data have the token {low if low < 0 else high} between positions {position} and "
-                f"{position + seq_len}, and tokens must be from 0 to {below - 1}; give the tokenizer that the data "
-                "were made with"
+                f"{position + seq_len}, and tokens must be from 0 to {below - 1} (vocab_size); give the tokenizer that "
+                "the data were made with"
             )
     window = np.asarray(window, np.int32)
     return {"tokens": window[:-1], "labels": window[1:]}

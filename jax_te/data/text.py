@@ -38,6 +38,7 @@ class TextData:
     bytes_per_token: float | None = 1.0
 
 
+@checked
 def load_text(
     source: str | os.PathLike[str] | None = None,
     *,
@@ -101,6 +102,7 @@ def load_text(
     )
 
 
+@checked
 def byte_bigram_entropy(train: np.ndarray, heldout: np.ndarray) -> float:
     """Return the loss of a table of byte pairs on ``heldout``, in nats per byte.
 
@@ -119,6 +121,9 @@ def byte_bigram_entropy(train: np.ndarray, heldout: np.ndarray) -> float:
     >>> round(byte_bigram_entropy(text[:0], text), 4)
     0.3781
     """
+    for name, text in (("train", train), ("heldout", heldout)):
+        if text.ndim != 1 or text.dtype != np.uint8:
+            raise ValueError(f"{name} must be uint8 [n], got {text.dtype}{list(text.shape)}")
     if len(heldout) < 2:
         raise ValueError(f"the held-out text must have at least 2 bytes, got {len(heldout)}")
     scored = _pair_counts(heldout)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te._validation import checked, require_extra
+from jax_te._validation import brief, checked, require_extra
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_BYTES = 2**28
@@ -107,8 +107,9 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, without special ones and those beyond the vocabulary."""
+        numbers = _numbers(tokens)
         with _errors_of(f"{self.path} cannot decode"):
-            return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
+            return self._tokenizer.decode(numbers.tolist(), skip_special_tokens=True)
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         with _errors_of(f"{self.path} cannot encode this text"):
@@ -122,10 +123,12 @@ class ByteTokenizer:
 
     vocab_size, end_of_text, dtype = 256, None, np.dtype(np.uint8)
 
+    @checked
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes of a text."""
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
+    @checked
     def encode_documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         """Yield the bytes of documents, with nothing between them."""
         parts, size = [], 0
@@ -137,9 +140,10 @@ class ByteTokenizer:
                 parts, size = [], 0
         yield np.frombuffer(b"".join(parts), np.uint8)
 
+    @checked
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of bytes; those that are no UTF-8 are U+FFFD."""
-        return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")
+        return _numbers(tokens).astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
@@ -165,6 +169,18 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
         yield text[begin:end], False
         begin = end
     yield text[begin:], True
+
+
+def _numbers(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return tokens as an array ``[n]``.
+
+    Raises:
+        ValueError: for an array of another shape, or numbers that are none of a vocabulary.
+    """
+    numbers = np.asarray(tokens)
+    if numbers.ndim != 1 or (numbers.size and (numbers.dtype.kind not in "iu" or numbers.min() < 0)):
+        raise ValueError(f"tokens must be integers >= 0 in one row, got {brief(tokens)}")
+    return numbers.astype(np.int64)
 
 
 def _joined(encoded: list[np.ndarray], last: list[bool], ends: np.ndarray) -> np.ndarray:

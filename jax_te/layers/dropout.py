@@ -5,14 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_te._validation import check_axes, check_float, check_rate, checked
 from jax_te.ops import zigzag_positions
 from jax_te.sharding import auto_region, axis_ranks
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, Key, LogicalAxes
 
 _SEQUENCE = ("sequence", "sequence_parallel")
 
 
-def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigzag: bool = False) -> Array:
+@checked
+def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag: bool = False) -> Array:
     """Return ``x`` with each element set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
     The function is the identity if ``rate`` is 0 or ``key`` None. Which elements are dropped depends only on the key,
@@ -28,6 +30,7 @@ def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigz
     >>> dropout(jnp.ones(3), 0.5, None, axes=(None,)).tolist()
     [1.0, 1.0, 1.0]
     """
+    _check(x, rate, axes)
     if key is None or rate == 0.0:
         return x
 
@@ -36,6 +39,13 @@ def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigz
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
     return auto_region(drop, axes)(x, key)
+
+
+def _check(x: Array, rate: float, axes: LogicalAxes) -> None:
+    check_float("dropout", x)
+    check_rate(rate=rate)
+    if len(axes) != x.ndim:
+        raise ValueError(f"axes must name each axis of x, of shape {x.shape}, got {axes}")
 
 
 def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalAxes, zigzag: bool) -> Array:
@@ -53,7 +63,8 @@ def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: Log
     return jax.vmap(lambda key: jax.random.bernoulli(key, probability, rest), out_axes=axis)(keys)
 
 
-def drop_path(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes) -> Array:
+@checked
+def drop_path(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes) -> Array:
     """Return ``x`` with each example set to zero with probability ``rate``, and the others divided by ``1 - rate``.
 
     This is stochastic depth if ``x`` is the output of a block that is added to the residual stream. The function is the
@@ -70,6 +81,8 @@ def drop_path(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes) ->
     >>> drop_path(jnp.ones((2, 3)), 0.5, None, axes=(None, None)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
+    _check(x, rate, axes)
+    check_axes("x", x)
     if key is None or rate == 0.0:
         return x
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive, checked
+from jax_te._validation import check_axes, check_positive, checked
 from jax_te.quantize import pad_rows, padded_size
 from jax_te.recipe import ambient_recipe
 from jax_te.typing import Array
@@ -44,6 +44,7 @@ class Fp8Padding:
         Raises:
             ValueError: if there are not ``num_gemms`` groups, or their rows are not those of ``inp``.
         """
+        check_axes("inp", inp)
         sizes = self._padded_sizes(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         self._check(sum(m_splits), rows.shape[0], m_splits)
@@ -77,6 +78,7 @@ class Fp8Unpadding(Fp8Padding):
     (25, 8)
     """
 
+    @checked
     def __call__(self, inp: Array, m_splits: Sequence[int]) -> Array:  # type: ignore[override]
         """Return the groups' own rows, ``[sum(m_splits), k]``.
 
@@ -87,6 +89,7 @@ class Fp8Unpadding(Fp8Padding):
         Raises:
             ValueError: as `Fp8Padding`, with the padded groups' rows.
         """
+        check_axes("inp", inp)
         sizes = self._padded_sizes(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         self._check(sum(sizes), rows.shape[0], sizes)

@@ -109,9 +109,13 @@ class Linear(TensorParallelModule):
         rngs: nnx.Rngs,
     ):
         features = out_features if isinstance(out_features, tuple) else (out_features,)
+        if not features:
+            raise ValueError("out_features must be a size, or a tuple of at least one, got ()")
         check_positive(in_features=in_features, **{f"out_features[{i}]": size for i, size in enumerate(features)})
         mode_axes = kernel_logical_axes(parallel_mode, 1 + len(features))
         axes = mode_axes if kernel_axes is None else kernel_axes
+        if len(axes) != 1 + len(features):
+            raise ValueError(f"{len(axes)} logical axes {axes} for a kernel of shape {(in_features, *features)}")
         self.parallel_mode = None if parallel_mode is None else parallel_mode.lower()
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=parallel_mode is not None

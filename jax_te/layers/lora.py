@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import check_positive, checked
+from jax_te._validation import brief, check_positive, checked
 from jax_te.config import normal_init
 from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.layernorm_mlp import LayerNormMLP
@@ -205,8 +205,15 @@ def lora_labels(params: PyTree) -> PyTree:
     >>> nnx.to_pure_dict(lora_labels(nnx.state(layer, nnx.Param)))
     {'base': {'kernel': 'frozen'}, 'lora_a': 'lora', 'lora_b': 'lora'}
     """
+    for node in jax.tree.leaves(params, is_leaf=_is_variable):
+        if not _is_variable(node):
+            raise TypeError(f"params must be a state of Variables, nnx.state(model, nnx.Param), got {brief(node)}")
     return jax.tree.map(
         lambda variable: variable.replace("lora" if isinstance(variable, nnx.LoRAParam) else "frozen"),
         params,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
+        is_leaf=_is_variable,
     )
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 
 class TrainingMode(nnx.Module):
@@ -32,7 +32,7 @@ class TrainingMode(nnx.Module):
         """Whether the module trains; False after ``model.eval()``."""
         return not self.deterministic
 
-    def used_dropout_key(self, dropout_key: Array | None, **rates: float) -> Array | None:
+    def used_dropout_key(self, dropout_key: Key | None, **rates: float) -> Array | None:
         """Return the key that a call draws dropout from; None if it drops nothing.
 
         Args:

@@ -106,6 +106,7 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
+@checked
 def make_norm(
     normalization: str,
     hidden_size: int,

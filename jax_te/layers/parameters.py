@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import float_dtype
+from jax_te._validation import brief, checked, float_dtype
 from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.sharding import create_sharded, variable_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree
@@ -48,9 +48,14 @@ def parameter(
             f"{len(axes)} logical axes {axes} for a parameter of shape {shape}; name every dimension, or use None"
         )
     axes = tuple(axes)
-    value = create_sharded(
-        lambda key: init(key, shape, jnp.float32).astype(dtype), rngs.params(), shape=shape, axes=axes
-    )
+
+    def draw(key: Array) -> Array:
+        value = init(key, shape, jnp.float32)
+        if getattr(value, "shape", None) != shape:
+            raise ValueError(f"an initializer must return an array of shape {shape}, got {brief(value)} from {init!r}")
+        return value.astype(dtype)
+
+    value = create_sharded(draw, rngs.params(), shape=shape, axes=axes)
     return nnx.Param(value, logical_axes=axes)
 
 
@@ -102,6 +107,7 @@ def leading_axes(x: Array) -> LogicalAxes:
     return ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
 
 
+@checked
 def parameter_axes(model: nnx.Module) -> PyTree:
     """Return the logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with tuples of names for arrays.
 

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.quantize import quantizer_variables
 from jax_te.recipe import Recipe
 
 
+@checked
 def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module:
     """Give every quantizable layer of ``model`` fresh state for ``recipe``, or remove the state; return ``model``.
 

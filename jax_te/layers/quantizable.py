@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jax_te._validation import check_bool
+from jax_te._validation import check_bool, checked
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
@@ -238,6 +238,7 @@ class QuantizableModule(TrainingMode):
         return cached
 
 
+@checked
 def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]]:
     """Return path and module of every layer of ``model`` that a recipe can quantize, in the order of the paths.
 
@@ -264,6 +265,7 @@ def natural_order(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
+@checked
 def name_modules(model: nnx.Module) -> nnx.Module:
     """Return ``model`` after giving every quantizable layer its path as ``module_name``, for `observe_quantization`.
 
@@ -276,6 +278,7 @@ def name_modules(model: nnx.Module) -> nnx.Module:
     return model
 
 
+@checked
 def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
     """Return ``model``, whose layers no ambient recipe reaches any more, as if it were inside ``autocast(None)``.
 
@@ -314,6 +317,7 @@ def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array
     return [kernel for method in methods if method is not None for kernel in method()]
 
 
+@checked
 def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
     """Return ``model``, its kernels stored quantized as their layers' recipes say, in place of fp32 or bf16.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flax import nnx
 
-from jax_te._validation import check_positive
+from jax_te._validation import check_positive, checked
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.sharding import axis_ranks, constrain, current_mesh, logical_to_spec, ranks_of
 from jax_te.typing import Array, LogicalAxes, TensorGroup
@@ -124,6 +124,7 @@ class TensorParallelModule(QuantizableModule):
 
     tensor_parallel: TensorParallel
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Say which mesh axis the layer is split over, if it was not said when the layer was built.
 

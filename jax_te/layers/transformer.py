@@ -25,7 +25,7 @@ from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
 from jax_te.sharding import constrain
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
 
 _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
@@ -258,7 +258,7 @@ class TransformerLayer(ContextParallelModule):
         alibi_slopes: Array | None = None,
         self_attn_mask_type: str | None = None,
         enc_dec_attn_mask_type: str | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
@@ -297,6 +297,11 @@ class TransformerLayer(ContextParallelModule):
         if self.inter_attention is None and (encoder_output is not None or enc_dec_attn_mask is not None):
             raise ValueError(
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
+            )
+        if self.inter_attention is None and (encoder_lengths is not None or enc_dec_attn_mask_type is not None):
+            raise ValueError(
+                "an encoder layer takes no encoder_lengths and no enc_dec_attn_mask_type; build it with "
+                "layer_type='decoder'"
             )
         # Without a mask nothing of this runs: lengths, packed sequences and causal masks need no array.
         masks = MaskArguments(None, self_attn_mask_type)

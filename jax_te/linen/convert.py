@@ -7,10 +7,12 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.linen.module import LinenModule
 from jax_te.linen.variables import build_abstract, collections_of, with_variables
 
 
+@checked
 def from_nnx(module: nnx.Module) -> dict[str, Any]:
     """Return the variables of an NNX module as ``init`` of its Linen form returns them: with logical axes boxed.
 
@@ -32,6 +34,7 @@ def from_nnx(module: nnx.Module) -> dict[str, Any]:
     return collections_of(module, boxed=True)
 
 
+@checked
 def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], variables: Mapping[str, Any]) -> Any:
     """Return an NNX module that holds Linen variables; a layer has quantizer state if the variables have it.
 
@@ -56,5 +59,8 @@ def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], 
     elif not isinstance(source, nnx.Module):
         if not callable(source):
             raise TypeError(f"expected a module, or a function of nnx.Rngs that builds one, got {source!r}")
-        source = build_abstract(source)
+        made = build_abstract(source)
+        if not isinstance(made, nnx.Module):
+            raise TypeError(f"source must build an NNX module from nnx.Rngs, got {source!r}, which returns {made!r}")
+        source = made
     return with_variables(source, variables)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_te import layers
+from jax_te._validation import checked
 from jax_te.layers import DropInLayer, DropInReport
 from jax_te.layers.flax import (
     FlaxLinear,
@@ -83,6 +84,7 @@ class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
     """
 
 
+@checked
 def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **kwargs: Any) -> Any:
     """Return a model written in plain Flax Linen, in which recipes quantize the linear layers.
 
@@ -128,6 +130,7 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     return _as_class(plain, _quantized_class(type(plain), choice))
 
 
+@checked
 def dequantize_model(model: nn.Module) -> Any:
     """Return the model from which `quantize_model` made ``model``, or ``model``.
 

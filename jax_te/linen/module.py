@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jax_te._validation import check_bool
+from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
 from jax_te.quantize import counts_are_next_values
@@ -71,6 +71,7 @@ class LinenModule(nn.Module):
         super().__init_subclass__(**kwargs)
         cls.__init__ = _constructor(cls.__init__, parameters)
 
+    @checked
     @nn.nowrap
     def nnx_module(self, rngs: nnx.Rngs) -> nnx.Module:
         """Return a new NNX module with these arguments.

@@ -9,11 +9,13 @@ import jax
 from flax import linen as nn
 from flax.core import unfreeze
 
+from jax_te._validation import checked
 from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import ROLES, as_float32, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 
 
+@checked
 def prepare_quantization(
     model: nn.Module, variables: Mapping[str, Any], recipe: Recipe | None, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def prepare_quantization(
     return {**found, STATE: states}
 
 
+@checked
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate like ``jax.value_and_grad``, and merge the next values of quantizer states by their own rules.
 

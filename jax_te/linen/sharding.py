@@ -10,12 +10,13 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_te._validation import log_once
+from jax_te._validation import checked, log_once
 from jax_te.sharding import ShardingRules, current_mesh, logical_to_spec
 
 FlaxRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
+@checked
 def logical_axis_rules(mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> FlaxRules:
     """Return `jax_te.sharding.ShardingRules` in the form of ``nn.logical_to_mesh_sharding`` and its kin.
 

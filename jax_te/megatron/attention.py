@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import checked, log_hints
+from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
 from jax_te.config import TransformerConfig
 from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
 from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
-from jax_te.typing import Array, NoProcessGroups, TensorGroup
+from jax_te.typing import Array, NoProcessGroups, TensorGroup, Words
+
+# Megatron-Core's error for another type is a ValueError.
+SkipFrequency = Annotated[int | Sequence[int] | None, Words("", error=ValueError)]
 
 
+@checked
 def is_layer_window_attention(
-    window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
+    window_size: tuple[int, int] | None, window_attn_skip_freq: SkipFrequency, layer_number: int
 ) -> bool:
     """Return whether layer ``layer_number``, from 1, attends in a window.
 
@@ -30,20 +34,26 @@ def is_layer_window_attention(
         layer_number: of the layer, from 1.
 
     Raises:
-        ValueError: for a ``window_attn_skip_freq`` of another type.
+        ValueError: for a ``window_attn_skip_freq`` of another type, or without an entry for the layer.
 
     Source: ``megatron.core.transformer.utils.is_layer_window_attention``.
 
     >>> [is_layer_window_attention((128, 0), 3, number) for number in (1, 2, 3)]
     [True, True, False]
     """
+    check_positive(layer_number=layer_number)
     if window_size is None:
         return False
     if window_attn_skip_freq is None:
         return True
-    if isinstance(window_attn_skip_freq, int):
+    if is_integer(window_attn_skip_freq):
+        check_positive(window_attn_skip_freq=window_attn_skip_freq)
         return layer_number % window_attn_skip_freq != 0
     if isinstance(window_attn_skip_freq, (list, tuple)):
+        if len(window_attn_skip_freq) < layer_number:
+            raise ValueError(
+                f"window_attn_skip_freq has no entry for layer {layer_number}, got {window_attn_skip_freq}"
+            )
         return bool(window_attn_skip_freq[layer_number - 1])
     raise ValueError(
         f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "
@@ -175,6 +185,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             a tuple of this array and the max logit of each head, fp32 ``[n]``, in place of Megatron's attribute
             ``current_max_attn_logits``: merge the max logits of several calls with ``jnp.maximum``.
         """
+        check_axes("query", query, 3)
         if num_splits is not None:
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)

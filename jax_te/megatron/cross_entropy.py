@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from jax_te._validation import check_axes, checked
 from jax_te.layers import check_tp_group
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.typing import Array, LogicalAxes, TensorGroup
 
 
+@checked
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Array,
     target: Array,
@@ -40,6 +42,7 @@ def vocab_parallel_cross_entropy(
     1.3863
     """
     check_tp_group(tp_group)
+    check_axes("vocab_parallel_logits", vocab_parallel_logits)
     v = vocab_parallel_logits.shape[-1]
     # PyTorch's formula spreads its part over the label as well, which has then 1 - a for a part of a * v / (v - 1).
     options = LossOptions(label_smoothing=label_smoothing * v / max(v - 1, 1))

@@ -24,6 +24,7 @@ _FLOAT_TYPES, _HALF_TYPES, _BF16_TYPES = ("float32",), ("float16",), ("bfloat16"
 _WIDE_FLOATS = ("float64", *_FLOAT_TYPES, *_BF16_TYPES, *_HALF_TYPES)
 
 
+@checked
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     """Return ``val`` with ``conversion`` applied to every value in nested tuples and lists.
 
@@ -45,6 +46,7 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     return tuple(converted) if isinstance(val, tuple) else converted
 
 
+@checked
 def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> Any:
     """Return ``val`` with ``float16_convertor`` applied to every fp32 array in nested tuples and lists.
 
@@ -69,6 +71,7 @@ def float16_to_fp32(val: Any) -> Any:
     return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, *halves) else x)
 
 
+@checked
 def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
     """Return the argument, marked: `Float16Module` does not cast a marked Variable, or any Variable of a marked module.
 
@@ -85,17 +88,13 @@ def mark_keep_in_fp32(variable_or_module: _Marked) -> _Marked:
     """
     if isinstance(variable_or_module, nnx.Variable):
         variable_or_module.set_metadata("keep_in_fp32", True)
-    elif isinstance(variable_or_module, nnx.Module):
+    else:
         for variable in _variables(variable_or_module):
             variable.set_metadata("keep_in_fp32", True)
-    else:
-        raise TypeError(
-            "mark_keep_in_fp32 takes an nnx.Variable or an nnx.Module, which can carry the mark; got "
-            f"{type(variable_or_module).__name__}"
-        )
     return variable_or_module
 
 
+@checked
 def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeLike) -> None:
     """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
 
@@ -205,12 +204,7 @@ class Float16Module(MegatronModule):
             fp32_output: cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
             kwargs: passed on unchanged. Megatron's documentation says that they are cast; its code does not cast them,
                 and must not: sums over a loss mask, for example, need fp32.
-
-        Raises:
-            TypeError: if ``fp32_output`` is not a bool.
         """
-        if not isinstance(fp32_output, bool):
-            raise TypeError(f"fp32_output must be True or False, got {fp32_output!r}")
         if self.casts_inputs:
             inputs = fp32_to_float16(inputs, lambda x: x.astype(self.dtype))
         outputs = self.module(*inputs, **kwargs)  # type: ignore[operator]  # a module without __call__ raises

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import check_positive, checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import Rotary, drop_cached_kernels
 from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
@@ -98,6 +98,7 @@ class GraphableMegatronModule(MegatronModule):
             seq_length: ``s``.
             micro_batch_size: ``b``.
         """
+        check_positive(seq_length=seq_length, micro_batch_size=micro_batch_size)
         config: Any = self.config
         dtype = jnp.bfloat16 if config.bf16 else jnp.float16 if config.fp16 else config.compute_dtype
         ones = jnp.ones((micro_batch_size, seq_length, config.hidden_size), dtype)

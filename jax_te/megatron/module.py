@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import SYMMETRIC_AR_TYPES
 from jax_te.layers import TrainingMode, drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
@@ -14,6 +15,7 @@ from jax_te.megatron.state_dict import StateDicts
 _QUANTIZED_BY = ("fp8", "fp4", "quant_recipe")
 
 
+@checked
 def param_is_not_shared(param: nnx.Variable) -> bool:
     """Return False if the metadata of a parameter has a true ``shared``: a count of parameters then skips it.
 
@@ -25,8 +27,6 @@ def param_is_not_shared(param: nnx.Variable) -> bool:
     >>> param_is_not_shared(nnx.Param(jnp.ones(2))), param_is_not_shared(nnx.Param(jnp.ones(2), shared=True))
     (True, False)
     """
-    if not isinstance(param, nnx.Variable):
-        raise TypeError(f"param_is_not_shared takes an nnx.Variable, got {type(param).__name__}")
     return not param.get_metadata("shared", False)
 
 
@@ -62,6 +62,7 @@ class MegatronModule(StateDicts, TrainingMode):
             ) from None
         self.config = config
 
+    @checked
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return this module's part of a checkpoint: its `state_dict`, unless a subclass overrides this method."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -80,6 +81,7 @@ class MegatronModule(StateDicts, TrainingMode):
         if self._quantizes:
             self._set_everywhere("is_first_microbatch", True, unless="disable_parameter_transpose_cache")
 
+    @checked
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
         """Set ``symmetric_ar_type`` on every submodule that has this attribute.
 

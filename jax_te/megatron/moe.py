@@ -25,7 +25,7 @@ from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method
 from jax_te.ops import Activation
-from jax_te.typing import Array, Initializer, NoProcessGroups
+from jax_te.typing import Array, Initializer, Key, NoProcessGroups
 
 
 class ReplayedExperts(StepState):
@@ -88,7 +88,7 @@ class TopKRouter(StateDicts, Router):
         input: Array,
         padding_mask: Array | None = None,
         *,
-        key: Array | None = None,
+        key: Key | None = None,
         experts: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return probabilities and map of the tokens' experts.
@@ -117,7 +117,7 @@ class TopKRouter(StateDicts, Router):
         x: Array,
         *,
         padding_mask: Array | None = None,
-        key: Array | None = None,
+        key: Key | None = None,
         experts: Array | None = None,
     ) -> Any:
         """Return the experts of each token as `Router.assign` does; those that were set, if any were."""
@@ -278,7 +278,7 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         intermediate_tensors: None = None,
         padding_mask: Array | None = None,
         *,
-        key: Array | None = None,
+        key: Key | None = None,
         experts: Array | None = None,
         is_first_microbatch: bool | None = None,
     ) -> tuple[Array, None]:

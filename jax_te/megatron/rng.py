@@ -62,13 +62,16 @@ class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
     def __init__(self) -> None:
         super().__init__(is_inference_rng_tracker=True)
 
+    @checked
     def add(self, name: str, seed: int) -> None:
         """Do nothing."""
 
+    @checked
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Do nothing."""
 
     # The base's fork yields a key, and this one never does.
+    @checked
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[Any]:
         """Yield None, whatever the name."""
@@ -109,6 +112,7 @@ def initialize_rng_tracker(
         _tracker = InferenceCudaRNGStatesTracker() if inference_rng_tracker else TECudaRNGStatesTracker()
 
 
+@checked
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> TECudaRNGStatesTracker:
@@ -144,6 +148,7 @@ def get_all_rng_states() -> dict[str, StreamState]:
     return _tracker.get_states()
 
 
+@checked
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,
@@ -179,6 +184,7 @@ def model_parallel_cuda_manual_seed(
                 f"{name}={rank!r}: one program runs on all ranks, and inside shard_map each folds its own into its "
                 "keys; leave it None, or 0"
             )
+    model_parallel_seed(seed)  # which raises for one out of range
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     model_parallel_seed(seed, get_cuda_rng_tracker())
 

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.megatron.state_dict import arrays_of, state_dict, variables_of
 from jax_te.sharding import named_sharding, variable_axes
 
 
+@checked
 def sharded_state_dict(
     module: nnx.Module,
     prefix: str = "",

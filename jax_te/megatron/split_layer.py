@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import CachedKernel, LayerNorm, RMSNorm, norm_spec
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
@@ -27,6 +28,7 @@ _COPIED = (
 )
 
 
+@checked
 def split_te_layernorm_column_parallel_linear(
     fused_layer: TELayerNormColumnParallelLinear,
     config: TransformerConfig,

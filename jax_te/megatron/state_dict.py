@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers import StepState, drop_cached_kernels
 from jax_te.megatron.layout import Layout, megatron_layout
@@ -29,6 +30,7 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
+@checked
 def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
     """Return the arrays of all Variables of a module by dotted name: parameters, quantizer state, RNG state, others.
 
@@ -55,6 +57,7 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     return _arrays(variables_of(module), prefix)
 
 
+@checked
 def load_state_dict(
     module: nnx.Module, arrays: dict[str, Any], strict: bool = True, *, prefix: str = ""
 ) -> IncompatibleKeys:
@@ -132,6 +135,7 @@ class StateDicts:
 
     megatron_names = True
 
+    @checked
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -147,6 +151,7 @@ class StateDicts:
         destination.update(state_dict(cast(nnx.Module, self), prefix, keep_vars))
         return destination
 
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load the arrays of a `state_dict` into this module, see `jax_te.megatron.load_state_dict`.
 

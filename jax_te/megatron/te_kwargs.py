@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
 from jax_te.typing import Array, Initializer
 
 
+@checked
 def condition_init_method(config: ModelParallelConfig, init_method: Initializer) -> Initializer:
     """Return ``init_method``, or an initializer of zeros if ``config.perform_initialization`` is False.
 
@@ -36,6 +38,7 @@ def condition_init_method(config: ModelParallelConfig, init_method: Initializer)
     return init_method if config.perform_initialization else jax.nn.initializers.zeros
 
 
+@checked
 def get_extra_te_kwargs(config: ModelParallelConfig) -> dict[str, Any]:
     """Return the keyword arguments that every layer is built with: ``params_dtype``.
 

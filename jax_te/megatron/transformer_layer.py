@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te import layers
-from jax_te._validation import check_choice, check_positive
+from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
@@ -17,7 +17,7 @@ from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, Key, LogicalAxes
 
 
 def refuse_experts(config: TransformerConfig, number: int) -> None:
@@ -164,6 +164,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
 
+    @checked
     def forward(
         self,
         hidden_states: Array,
@@ -174,7 +175,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         *,
         attention_bias: Array | None = None,
         packed_seq_params: layers.PackedSeqParams | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         **others: Any,
     ) -> tuple[Any, ...]:
         """Apply the layer.
@@ -217,6 +218,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         output, *more = output if isinstance(output, tuple) else (output,)
         return output, context, *more
 
+    @checked
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
         """Return ``hidden_states``, and ``attention_mask`` bool ``[b, 1, s, s]``: True after the diagonal.
 
@@ -224,9 +226,9 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             seq_length: ``s``.
             micro_batch_size: ``b``.
         """
+        inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
         mask = ~jnp.tri(seq_length, dtype=bool)[None, None]
         mask = jnp.tile(mask, (micro_batch_size, 1, 1, 1))
-        inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
         return inputs | {"attention_mask": constrain(mask, ("batch", None, None, None))}
 
     def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

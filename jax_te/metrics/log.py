@@ -130,6 +130,7 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return read_records(Path(directory) / METRICS_FILE)
 
 
+@checked
 def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | None = None) -> Path | None:
     """Draw ``loss.png`` from the run's records.
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_te._validation import checked, require_extra
+from jax_te._validation import brief, checked, require_extra
 from jax_te.metrics.writers import cut_after, is_number, read_records
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
@@ -58,6 +58,10 @@ class PrecisionLog:
         """Append a step's statistics, and write them to the disk."""
         if jax.process_index():
             return
+        statistics = list(statistics)
+        for tensor in statistics:
+            if not isinstance(tensor, TensorStatistics):
+                raise TypeError(f"statistics must be those of inspect_precision, got {brief(tensor)}")
         lines = [json.dumps({"step": step} | plain_values(tensor)) + "\n" for tensor in statistics]
         with (self.directory / PRECISION_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
@@ -106,6 +110,7 @@ def _whole(record: Mapping[str, Any]) -> bool:
     )
 
 
+@checked
 def plot_precision(directory: str | os.PathLike[str]) -> Path | None:
     """Draw ``precision.png`` from a run's records.
 

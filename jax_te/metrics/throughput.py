@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_te._validation import check_annotations, check_positive, checked
+from jax_te._validation import brief, check_annotations, check_positive, checked
 from jax_te.config import ACTIVATIONS, TransformerConfig
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
@@ -31,14 +31,21 @@ def peak_flops(device: Any) -> float | None:
     """Return the dense bf16 FLOP/s that a device's maker publishes; None for devices that are not in the table.
 
     Args:
-        device: of ``jax.devices()``.
+        device: one of ``jax.devices()``.
+
+    Raises:
+        TypeError: for anything else.
 
     >>> peak_flops(jax.devices()[0]) is None  # a CPU
     True
     """
-    return next((peak for words, peak in _PEAKS if re.search(rf"\b({words})\b", device.device_kind)), None)
+    kind = getattr(device, "device_kind", None)
+    if not isinstance(kind, str):
+        raise TypeError(f"device must be one of jax.devices(), got {brief(device)}")
+    return next((peak for words, peak in _PEAKS if re.search(rf"\b({words})\b", kind)), None)
 
 
+@checked
 def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, sequence_length: int) -> float:
     """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
 
@@ -100,6 +107,7 @@ class StepWork:
             if value is not None and not value > 0.0:
                 raise ValueError(f"{name} must be a number > 0, or None if it is not known, got {value!r}")
 
+    @checked
     def rates(self, seconds: float) -> dict[str, float]:
         """Return metrics of a step that took so long; ``mfu``, a fraction, only if FLOPs and peak are known."""
         speed = self.tokens / seconds

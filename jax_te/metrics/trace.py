@@ -32,6 +32,7 @@ _CONTAINER = re.compile(r"(while|call|conditional)([._]\d+)*$")
 _OPERATION = re.compile(r"[a-z][\w.-]*$")
 
 
+@checked
 def kernel_kind(name: str) -> str:
     """Return the kind of a kernel, or of an operation of XLA, by its name.
 
@@ -102,6 +103,7 @@ class KernelTimes:
             yield f"{kernel.ms:>10.3f} ms  x{kernel.calls:<6g} {kernel.kind}: {kernel.name[:80]}"
 
 
+@checked
 def kernel_times(folder: str | os.PathLike[str], *, steps: int = 1) -> KernelTimes:
     """Return the times of the kernels in a trace.
 

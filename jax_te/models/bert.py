@@ -19,7 +19,7 @@ from jax_te.models.tokens import check_like_tokens, check_tokens
 from jax_te.ops import LossOptions, activation
 from jax_te.recipe import autocast
 from jax_te.sharding import auto_region, constrain
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 _EXECUTION, _OPTIONS = Execution(), LossOptions()
 
@@ -111,7 +111,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> Array:
         """Return the logits of the token at every position, or without the head the encoder's output.
 
@@ -135,7 +135,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> Array:
         """Return the encoder's output ``[b, s, h]``; the arguments are those of a call."""
         with jax.named_scope("BertEncoder"):
@@ -174,10 +174,13 @@ class BertModel(LanguageModel):
             encoded: ``[b, s, h]``, of `encode`.
 
         Raises:
-            ValueError: for a model without ``add_pooler``.
+            ValueError: for a model without ``add_pooler``, or another shape.
         """
         if self.pooler is None:
             raise ValueError("the model has no pooler; build it with add_pooler=True")
+        h = self.config.hidden_size
+        if encoded.ndim != 3 or encoded.shape[1] == 0 or encoded.shape[2] != h:
+            raise ValueError(f"encoded must be [b, s, {h}], as encode returns it, got shape {encoded.shape}")
         first = auto_region(lambda x: x[:, 0], ("batch", "hidden"))(encoded)
         return jnp.tanh(self.pooler(first))  # type: ignore[arg-type]
 
@@ -189,7 +192,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
     ) -> Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import TransformerLayer, check_context_size, keep_in_high_precision
 from jax_te.megatron import (
@@ -35,6 +36,7 @@ ENCODER_NOT_FOLLOWED = {
 """Fields that models with an encoder do not follow."""
 
 
+@checked
 def transformer_layer(
     config: TransformerConfig,
     number: int = 0,
@@ -61,6 +63,8 @@ def transformer_layer(
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
+    if number < 0:
+        raise ValueError(f"number must be that of a layer, from 0, got {number}")
     refuse_experts(config, number)
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     with layer_precision(config, number):

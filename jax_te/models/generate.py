@@ -10,18 +10,19 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive
+from jax_te._validation import check_positive, checked
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.sharding import auto_region, whole_sequences
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 
+@checked
 def generate(
     model: GPTModel,
     prompt: Array,
     *,
     steps: int,
-    key: Array,
+    key: Key,
     temperature: float = 1.0,
     top_k: int | None = None,
     lengths: Sequence[int] | None = None,

@@ -17,7 +17,7 @@ from jax_te.models.options import Execution, RotaryPositions
 from jax_te.models.stack import StackInput, layer_keys, rotary_of
 from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
 from jax_te.ops import LossOptions
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 Cache = tuple[KVCache, ...]
 """One `KVCache` for each layer."""
@@ -100,7 +100,7 @@ class GPTModel(LanguageModel):
         tokens: Array,
         *,
         positions: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         cache: Cache | None = None,
     ) -> Array | tuple[Array, Cache]:
         """Return the logits of the next token at every position.
@@ -142,7 +142,7 @@ class GPTModel(LanguageModel):
         tokens: Array,
         labels: Array,
         loss_mask: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         *,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
@@ -268,7 +268,7 @@ class GPTModel(LanguageModel):
             return angles
         return angles, rotary_embedding(positions, d, rotary.window_base, rotary_percent=rotary.percent)
 
-    def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Array | None) -> Array:
+    def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Key | None) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""
         stack = self.before(tokens, positions=positions, dropout_key=dropout_key)
         return self.final_norm(stack.output(self.layers))

@@ -19,7 +19,7 @@ from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
-from jax_te.typing import Array, NoProcessGroups, Words
+from jax_te.typing import Array, Key, NoProcessGroups, Words
 
 _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache")
@@ -185,7 +185,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         labels: Array | None = None,
         *,
         runtime_gather_output: bool | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         cache: Cache | None = None,
         **others: Any,
     ) -> Any:
@@ -235,7 +235,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         logits = constrain(logits, ("batch", "sequence", None))
         return (logits, *more) if more else logits
 
-    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Array | None = None) -> StackInput:
+    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None) -> StackInput:
         """Return what the layers of a whole model are called with, see `GPTModel.before`."""
         if not self._is_whole:
             raise ValueError(
@@ -249,7 +249,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         positions: Array | None,
         x: Array | None,
         labels: Array | None,
-        dropout_key: Array | None,
+        dropout_key: Key | None,
     ) -> Array:
         """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)

@@ -30,6 +30,7 @@ UNROLL_LIMIT = 96
 """Layers of a stack that ``"auto"`` unrolls at most, see `runs_scanned`."""
 
 
+@checked
 def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     """Return whether a stack of ``num_layers`` layers runs in a loop.
 
@@ -109,6 +110,7 @@ def check_recompute_policy(config: RecomputeConfig, policy: RecomputePolicy | st
         )
 
 
+@checked
 def run_layers(
     layers: Sequence[nnx.Module],
     x: Array,

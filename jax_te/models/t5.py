@@ -18,7 +18,7 @@ from jax_te.models.options import Execution, RelativePositions
 from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import check_like_tokens, check_tokens
 from jax_te.ops import LossOptions
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
 """Kinds of position embedding of `T5Model`, in Megatron-Core's words."""
@@ -125,7 +125,7 @@ class T5Model(LanguageModel):
         decoder_tokens: Array,
         *,
         encoder_lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> Array:
         """Return the logits of the next token of the decoder's sequence at every position.
 
@@ -144,7 +144,7 @@ class T5Model(LanguageModel):
         encoded = self.encode(encoder_tokens, encoder_lengths=encoder_lengths, dropout_key=keys[0])
         return self.decode(decoder_tokens, encoded, encoder_lengths=encoder_lengths, dropout_key=keys[1])
 
-    def encode(self, tokens: Array, *, encoder_lengths: Array | None = None, dropout_key: Array | None = None) -> Array:
+    def encode(self, tokens: Array, *, encoder_lengths: Array | None = None, dropout_key: Key | None = None) -> Array:
         """Return the encoder's output ``[b, s, h]``."""
         # T5 drops behind its last norm as well, hence one key more than in GPT.
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.encoder_layers) + 2)
@@ -164,12 +164,12 @@ class T5Model(LanguageModel):
         encoded: Array,
         *,
         encoder_lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> Array:
         """Return the logits ``[b, t, v]`` of the decoder's tokens, given the encoder's output ``[b, s, h]``."""
         return self._head(self._hidden(tokens, encoded, encoder_lengths, dropout_key))
 
-    def _hidden(self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Array | None) -> Array:
+    def _hidden(self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Key | None) -> Array:
         """Return the head's input ``[b, t, h]``."""
         with jax.named_scope("T5Decoder"):
             y = self._decoder_input(tokens, encoded, encoder_lengths, dropout_key).output(self.decoder_layers)
@@ -201,7 +201,7 @@ class T5Model(LanguageModel):
         loss_mask: Array | None = None,
         *,
         encoder_lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
     ) -> Array:

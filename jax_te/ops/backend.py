@@ -10,6 +10,7 @@ from typing import get_args
 
 import jax
 
+from jax_te._validation import checked
 from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
@@ -24,6 +25,7 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 ambient_backend = jax.make_user_context("auto")
 
 
+@checked
 @contextlib.contextmanager
 def use_backend(name: BackendName) -> Iterator[None]:
     """Return a context that asks for a backend for every op traced inside; it is part of the jit cache key.
@@ -39,8 +41,6 @@ def use_backend(name: BackendName) -> Iterator[None]:
     ...     explain_backend("dense").backend
     'xla'
     """
-    if name not in BACKENDS:
-        raise ValueError(f"unknown backend {name!r}; allowed: {', '.join(BACKENDS)}")
     with ambient_backend(name):
         yield
 
@@ -57,6 +57,7 @@ class BackendChoice:
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
+@checked
 def explain_backend(
     op: str,
     *,
@@ -84,13 +85,13 @@ def explain_backend(
     >>> explain_backend("dense", backend="xla")
     BackendChoice(op='dense', backend='xla', reason='asked for')
     """
+    if activation is not None:
+        Activation(activation)  # which raises for an unknown one
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; allowed: {', '.join(OPS)}")
     if op == "softmax_cross_entropy":
         return BackendChoice(op, "xla", "Transformer Engine has no kernel for it")
     asked = ambient_backend.value if backend is None else backend
-    if asked not in BACKENDS:
-        raise ValueError(f"unknown backend {asked!r}; allowed: {', '.join(BACKENDS)}")
     if asked == "xla":
         return BackendChoice(op, "xla", "asked for")
     supported, reason = te.supports(op, recipe=recipe, attention=attention, unsharded=unsharded)

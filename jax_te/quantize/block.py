@@ -111,6 +111,7 @@ class MXQuantizer(Quantizer):
     def __post_init__(self) -> None:
         check_fp8(self.dtype)
 
+    @checked
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_te._validation import checked
 from jax_te.quantize.guard import Guard
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
 from jax_te.quantize.tensor import OpaqueTree, QuantizedTensor
@@ -73,6 +74,7 @@ class QuantizedKernel:
         one_scale = isinstance(self.quantizer, TensorQuantizer)
         return None if one_scale else "its kernel was quantized in blocks as a whole"
 
+    @checked
     def partition_specs(self, kernel: PartitionSpec, per_device: PartitionSpec) -> QuantizedKernel:
         """Return the PartitionSpecs of its arrays, of a kernel with this one; every device has the one scale."""
         if isinstance(self.form, OpaqueTree):
@@ -83,6 +85,7 @@ class QuantizedKernel:
         amax, guard = jax.tree.map(lambda _: PartitionSpec(), (self.amax, self.guard))
         return replace(self, form=form, amax=amax, guard=guard)
 
+    @checked
     def of_layer(self, ndim: int) -> QuantizedKernel:
         """Return it with ``shape`` that of one layer's kernel, of ``ndim`` axes, where a loop took it from a stack."""
         return self if self.ndim == ndim else replace(self, shape=self.shape[-ndim:])
@@ -102,6 +105,7 @@ class QuantizedKernel:
 
         return of_layers(self._checked(self.form.rowwise))
 
+    @checked
     def taken_over(self, exact: Array) -> Array:
         """Return the exact values, with the kernel's own in the place of those that do not round to it.
 

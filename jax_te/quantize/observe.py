@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.quantize.quantizer import Quantizer
+from jax_te._validation import check_leaves, checked
+from jax_te.quantize.quantizer import Quantizer, column_axis
 from jax_te.quantize.scaling import amax
 from jax_te.quantize.tensor import QuantizedTensor
 from jax_te.typing import Array
@@ -40,6 +41,7 @@ class Observer:
     formats: dict[tuple[str, str], str] = field(default_factory=dict)
     group_amaxes: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
 
+    @checked
     def record(self, name: str | None, role: str, quantizer: Quantizer, statistics: dict[str, Array]) -> None:
         """Record a tensor that is about to be quantized; while tracing, too: numbers arrive when the program runs.
 
@@ -48,11 +50,17 @@ class Observer:
             quantizer: its quantizer.
             statistics: values for the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
                 has several groups.
+
+        Raises:
+            ValueError: for a name in `STATISTICS` that has no value.
         """
-        key = (name or "unnamed", role)
-        self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
+        if missing := [statistic for statistic in STATISTICS if statistic not in statistics]:
+            raise ValueError(f"statistics must have a value for each of {', '.join(STATISTICS)}; missing: {missing}")
+        check_leaves("statistics", statistics)
         # One array, so that a tensor costs one call to the host.
         values = jnp.stack([statistics[statistic] for statistic in STATISTICS])
+        key = (name or "unnamed", role)
+        self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
         jax.debug.callback(self._append, values, statistics.get("group_amaxes"), key=_Static(key))
 
     def _append(self, values: Any, group_amaxes: Any, *, key: _Static) -> None:
@@ -72,6 +80,7 @@ class _Static:
 jax.tree_util.register_static(_Static)
 
 
+@checked
 @contextlib.contextmanager
 def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]:
     """Yield an `Observer` that records statistics of every tensor that functions called inside quantize.
@@ -104,6 +113,7 @@ def current_observer() -> Observer | None:
     return ambient_observer.value
 
 
+@checked
 def quantization_statistics(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1
 ) -> dict[str, Array]:
@@ -123,7 +133,7 @@ def quantization_statistics(
     >>> float(stats["underflow"]), float(stats["saturation"])
     (0.5, 0.0)
     """
-    q, _ = quantizer.quantize(x, scale, axis=axis % x.ndim, columnwise=False)
+    q, _ = quantizer.quantize(x, scale, axis=column_axis(x, axis), columnwise=False)
     return _statistics(x, q.data, q.values(), _inverse_scales(q), x.size)
 
 

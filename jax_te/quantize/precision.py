@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import jax.numpy as jnp
 
+from jax_te._validation import checked
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
@@ -208,6 +209,7 @@ def precision_of(recipe: Recipe | None) -> Precision:
     )
 
 
+@checked
 def quantizer_for(recipe: Recipe | None, role: TensorRole) -> Quantizer | None:
     """Return the quantizer of a tensor role under a recipe, or None for high precision.
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import dtype_name
+from jax_te._validation import checked, dtype_name
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
@@ -40,6 +40,7 @@ class Quantizer(abc.ABC):
     dtype: DTypeLike
 
     @abc.abstractmethod
+    @checked
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
@@ -114,6 +115,7 @@ class TensorQuantizer(Quantizer):
                 error = TypeError if name == "power_of_two" else ValueError
                 raise error(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
 
+    @checked
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if delayed, from the tensor's amax if current."""
         if self.scaling == "delayed":
@@ -121,6 +123,7 @@ class TensorQuantizer(Quantizer):
             return scale
         return (power_of_two_scale if self.power_of_two else compute_scale)(x_amax, self.dtype)
 
+    @checked
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
@@ -133,6 +136,7 @@ class TensorQuantizer(Quantizer):
         data = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(self.dtype)
         return QuantizedTensor(data=data, scale_inv=1.0 / scale, dtype=x.dtype), x_amax
 
+    @checked
     def quantize_tiles(
         self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
@@ -194,6 +198,18 @@ class Quantization(NamedTuple):
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 
+def column_axis(x: Array, axis: int) -> int:
+    """Return ``axis`` counted from the front.
+
+    Raises:
+        ValueError: for an array that has no such axis, or no elements.
+    """
+    if not -x.ndim <= axis < x.ndim or x.size == 0:
+        raise ValueError(f"axis {axis} must be one of x, which has elements, got shape {x.shape}")
+    return axis % x.ndim
+
+
+@checked
 def quantize(
     x: Array, quantizer: Quantizer, scale: Array | None = None, *, axis: int = -1, columnwise: bool = False
 ) -> tuple[QuantizedTensor, Array | None]:
@@ -215,7 +231,7 @@ def quantize(
     >>> quantize(jnp.ones((4, 256)), BlockQuantizer(dtype=jnp.float8_e4m3fn))[0].scale_inv.shape
     (4, 2)
     """
-    return quantizer.quantize(x, scale, axis=axis % x.ndim, columnwise=columnwise)
+    return quantizer.quantize(x, scale, axis=column_axis(x, axis), columnwise=columnwise)
 
 
 def quantize_operand(

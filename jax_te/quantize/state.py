@@ -24,6 +24,7 @@ from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 from jax.custom_derivatives import SymbolicZero
 
+from jax_te._validation import brief, check_axes, check_leaves, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize.precision import ROLES, GemmState
 from jax_te.recipe import DelayedScaling, Recipe
@@ -104,6 +105,7 @@ def counting_of(variable: Any) -> Counting | None:
     return variable.get_metadata().get("counting") if isinstance(variable, nnx.Variable) else None
 
 
+@checked
 def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> GemmState | None:
     """Return fresh state for one linear layer: scales 1, histories 0. None if the recipe has no state.
 
@@ -158,6 +160,10 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
     >>> with_max_gradients(state)["x"]["scale"].dtype
     fp8_meta32
     """
+    check_leaves("quantizers", quantizers)
+    for leaf in jax.tree.leaves(quantizers):
+        if leaf.dtype not in (jnp.float32, fp32_max_grad):
+            raise TypeError(f"quantizers must be states in float32, got {leaf.dtype}")
     return map_amax_states(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
 
 
@@ -177,6 +183,7 @@ def as_float32(quantizers: PyTree) -> PyTree:
     >>> as_float32(with_max_gradients(state))["x"]["scale"].dtype
     dtype('float32')
     """
+    check_leaves("quantizers", quantizers)
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.float32), quantizers)
 
 
@@ -237,6 +244,9 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
         stacked: gradients of states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``;
             Variables if some count.
     """
+    check_leaves("stacked", stacked)
+    for leaf in jax.tree.leaves(stacked):
+        check_axes("a leaf of stacked", leaf)
 
     def merged(node: Any) -> Any:
         # A maximum is right for all leaves of delayed scaling: the scales are equal, because all were taken from the
@@ -339,6 +349,7 @@ def _largest(leaf: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 
 
+@checked
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
     """Return the states of the next step.
 
@@ -350,6 +361,10 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         gradient: their gradients, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
+    check_leaves("old", old)
+    check_leaves("gradient", gradient)
+    if keep_old is not None and keep_old.dtype != bool:
+        raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
     before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)
     after = treedef.flatten_up_to(nnx.as_pure(gradient))
     rules = _rules(old)
@@ -359,6 +374,11 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         rule = rules[leaf]
         leaf += len(jax.tree.leaves(states[0]))
         if rule is None:
+            if not _is_amax_state(states[0]):
+                raise TypeError(
+                    "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
+                    f"got {brief(old)}"
+                )
             alike[tuple(map(jax.typeof, jax.tree.leaves(states)))].append(index)  # on an Explicit mesh with sharding
             continue
         value = rule.advance(*states)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_te._validation import check_axes, checked
 from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
@@ -83,6 +84,7 @@ class QuantizedTensor:
             values = hadamard_rows(as_matrix(values, self.axis), inverse=True).reshape(self.shape)
         return values.astype(self.dtype)
 
+    @checked
     def holds(self, x: Array) -> Array:
         """Return where ``x``, fp32 in the shape of the data, rounds to these values under these scales: bool.
 
@@ -180,6 +182,7 @@ def as_matrix(x: Array, axis: int) -> Array:
     >>> as_matrix(jnp.ones((2, 3, 4)), -1).shape
     (6, 4)
     """
+    check_axes("x", x)
     axis = axis % x.ndim
     return x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
 

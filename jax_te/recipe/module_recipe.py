@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_te._validation import check_annotations
+from jax_te._validation import check_annotations, checked
 from jax_te.recipe.base import Recipe
 
 
@@ -49,6 +49,7 @@ class ModuleRecipe:
         """Whether the module's kernels are parameters in quantized form."""
         return self.fp8_param or self.fp4_param
 
+    @checked
     def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
         """Return the recipe to run under if ``ambient`` is the ambient one.
 

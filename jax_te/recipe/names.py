@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax_te._validation import checked
 from jax_te.recipe.base import Recipe
 from jax_te.recipe.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.recipe.tensor_scaling import DelayedScaling, Float8CurrentScaling
@@ -18,6 +19,7 @@ RECIPES: dict[str, type[Recipe] | None] = {
 """Names of the recipes that need no argument; ``"none"`` is no quantization."""
 
 
+@checked
 def recipe_from_name(name: str) -> Recipe | None:
     """Return the recipe with default fields for a command-line name; ``"none"`` gives None.
 

@@ -114,6 +114,7 @@ attention cores, so that neither runs again; ``"save_quantized"`` quantized oper
 quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""
 
 
+@checked
 def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | None:
     """Return the policy itself, or the one of that name in `POLICIES`; None saves everything.
 
@@ -131,11 +132,10 @@ def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | 
         if policy not in POLICIES:
             raise ValueError(f"unknown recompute policy {policy!r}; allowed: {', '.join(POLICIES)}")
         return POLICIES[policy]
-    if policy is not None and not isinstance(policy, RecomputePolicy):
-        raise TypeError(f"a recompute policy is a RecomputePolicy or a name in POLICIES, got {policy!r}")
     return policy
 
 
+@checked
 def remat(
     function: Callable[..., Any],
     *args: Any,

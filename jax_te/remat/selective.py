@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 
+from jax_te._validation import checked
 from jax_te.config import RECOMPUTE_MODULES
 
 # A user context takes part in the jit cache key: a function traced with other modules is traced again.
 ambient_modules = jax.make_user_context(())
 
 
+@checked
 @contextlib.contextmanager
 def selective_recompute(*modules: str) -> Iterator[None]:
     """Return a context in which backward recomputes these components of all layers that are traced or called.

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
+from jax_te._validation import checked
 from jax_te.sharding.network import CollectiveCount, Network
 from jax_te.sharding.program import Moved, collectives_of
 
@@ -78,6 +79,7 @@ class CommunicationReport:
         yield ("sum", "", "", *_sizes(self.rows), "", f"{1e3 * self.seconds:,.3f}")
 
 
+@checked
 def communication_report(
     program: Lowered | Compiled | str, mesh: Mesh | AbstractMesh | None = None, *, network: Network | None = None
 ) -> CommunicationReport:

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from jax_te._validation import checked
 from jax_te.sharding.rules import ShardingRules, current_rules, logical_to_spec
 from jax_te.typing import Array, LogicalAxes
 
 
+@checked
 def constrain(x: Array, axes: LogicalAxes | PartitionSpec | None) -> Array:
     """Return ``x`` with the sharding its logical axes stand for.
 
@@ -46,6 +48,7 @@ def _constrain_auto(x: Array, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+@checked
 def auto_region(fn: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
     """Return ``fn`` with the mesh's Explicit axes hidden from it, so that the compiler propagates shardings inside.
 

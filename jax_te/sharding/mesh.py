@@ -9,9 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jax_te._validation import brief, checked
 from jax_te.config import MESH_AXES, ParallelConfig
 
 
+@checked
 def make_mesh(
     config: ParallelConfig,
     *,
@@ -34,8 +36,6 @@ def make_mesh(
     ('pipeline', 'data', 'fsdp', 'context', 'tensor')
     """
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    if axis_type not in types:
-        raise ValueError(f"axis_type must be 'auto' or 'explicit', got {axis_type!r}")
     devices = jax.devices() if devices is None else devices
     if len(devices) < config.num_devices:
         sizes = ", ".join(f"{n}={s}" for n, s in zip(MESH_AXES, config.shape, strict=True))
@@ -43,6 +43,9 @@ def make_mesh(
             f"the mesh {sizes} takes {config.num_devices} devices, but there are {len(devices)}; make it smaller"
             " (on CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices)"
         )
+    for device in devices:
+        if not hasattr(device, "device_kind"):
+            raise TypeError(f"devices must be devices of JAX, such as jax.devices(), got {brief(device)}")
     # Row-major: devices that follow one another share a tensor group, which communicates in every layer.
     grid = np.asarray(devices[: config.num_devices], dtype=object).reshape(config.shape)
     return Mesh(grid, MESH_AXES, axis_types=(types[axis_type],) * len(MESH_AXES))

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_te._validation import check_annotations
+from jax_te._validation import check_annotations, checked
 
 CHAINS = (4, 24)
 """All-gathers in the two programs whose times are compared: the difference is without that of starting a program."""
@@ -88,6 +88,7 @@ class Network:
                 raise ValueError(f"{field.name} must be a number {'>=' if low == 0 else '>'} 0, got {value!r}")
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> Network:
         """Return the network of a text such as ``"intra_host=400e9,latency=1e-5"``; others are the defaults.
 
@@ -108,6 +109,7 @@ class Network:
         return cls(**values)  # type: ignore[arg-type]
 
     @classmethod
+    @checked
     def measured(cls, devices: Sequence[Any] | None = None, *, mib: tuple[float, float] = (32.0, 128.0)) -> Network:
         """Return the network among devices of one host: the line through the times of all-gathers of two sizes.
 
@@ -137,6 +139,7 @@ class Network:
         latency = max(0.0, small - sent[0] / speed)
         return cls(devices_per_host=len(devices), intra_host=speed, latency=latency)
 
+    @checked
     def seconds(self, row: CollectiveCount, mesh_shape: Mapping[str, int]) -> float:
         """Return the time that collectives of a mesh take, one after the other.
 
@@ -148,6 +151,8 @@ class Network:
         >>> Network(devices_per_host=1, inter_host=10.0, latency=1.0).seconds(row, {"data": 2})
         11.0
         """
+        if not {*row.axes} <= {*mesh_shape}:
+            raise ValueError(f"mesh_shape must have the row's axes {row.axes}, got {dict(mesh_shape)}")
         hosts = _hosts(row.axes, mesh_shape, self.devices_per_host)
         near = max(1, row.devices // hosts)  # devices of a group on one host
         if hosts == 1:

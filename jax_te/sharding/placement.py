@@ -14,7 +14,7 @@ from flax.core.spmd import apply_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_te._validation import log_once
+from jax_te._validation import check_leaves, checked, log_once
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.rules import current_mesh, current_rules, known_names, logical_to_spec, named_sharding, ranks_of
 from jax_te.typing import Array, LogicalAxes, PyTree
@@ -32,6 +32,7 @@ def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, Axes]]:
     >>> leaves_with_axes({"a": nnx.Param(jnp.ones((2, 2)), logical_axes=("fsdp", "ffn")), "b": jnp.ones(2)})[1][::2]
     ('b', (None,))
     """
+    check_leaves("the tree", tree)
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
         for inside, leaf in jax.tree_util.tree_leaves_with_path(node.get_value() if _is_variable(node) else node):
@@ -90,6 +91,7 @@ def check_divides(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh | Ab
             )
 
 
+@checked
 def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]:
     """Return the sharding on ``mesh`` of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jax_te._validation import checked
 from jax_te.sharding.drawing import draw_layout, mesh_axes_of
 from jax_te.sharding.placement import leaves_with_axes, shardings_of
 from jax_te.typing import LogicalAxes, PyTree
@@ -111,6 +112,7 @@ class ShardingReport:
                 yield f"{name}: {_size(whole)} in all, {_size(part)} on each device"
         yield f"{len(self.arrays)} arrays: {_size(self.bytes)} in all, {_size(self.bytes_per_device)} on each device"
 
+    @checked
     def draw(self, path: str | None = None) -> str:
         """Which devices hold which part of an array, as text.
 
@@ -132,6 +134,7 @@ class ShardingReport:
         return "\n\n".join(pictures)
 
 
+@checked
 def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = None) -> ShardingReport:
     """Every array of a model or a train state: its axes, how it is split, and its bytes on each device.
 

@@ -13,6 +13,7 @@ import jax
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_te._validation import checked
 from jax_te.config import MESH_AXES, check_mesh_axis
 from jax_te.typing import LogicalAxes
 
@@ -99,12 +100,15 @@ class ShardingRules:
         """
         return (*(rule.name for rule in fields(ShardingRules)), *_COMPOSED)
 
+    @checked
     def mesh_axes(self, name: str) -> MeshAxes:
         """Return the mesh axes of one of these `names`.
 
         >>> ShardingRules().mesh_axes("ffn_fsdp")
         ('tensor', 'fsdp', 'pipeline')
         """
+        if name not in self.names():
+            raise ValueError(f"name must be one of {', '.join(self.names())}, got {name!r}")
         # Each axis once: batch and sequence_parallel may name the same, where no array has both.
         return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
 
@@ -131,6 +135,7 @@ class _WithFlax(ShardingRules):
 _rules = jax.make_user_context(ShardingRules())
 
 
+@checked
 @contextlib.contextmanager
 def use_rules(rules: ShardingRules) -> Iterator[None]:
     """Return a context that resolves logical axes by ``rules``; part of the jit cache key, like the recipe.
@@ -161,6 +166,7 @@ def whole_sequences() -> contextlib.AbstractContextManager[None]:
     return use_rules(replace(current_rules(), sequence=(), sequence_parallel=()))
 
 
+@checked
 def logical_to_spec(
     axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None
 ) -> PartitionSpec:
@@ -454,6 +460,7 @@ def flat(dims: Dims) -> MeshAxes:
     return sum(dims, ())
 
 
+@checked
 def named_sharding(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
 

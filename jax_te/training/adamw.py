@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.tree_util import DictKey
 
-from jax_te._validation import checked
+from jax_te._validation import check_leaves, check_rate, checked, float_dtype
 from jax_te.typing import DTypeLike, PyTree
 
 
@@ -61,6 +61,8 @@ def weight_decay_mask(params: PyTree) -> PyTree:
     {'kernel': True, 'scale': False, 'wi_bias': False}
     """
 
+    check_leaves("params", params)
+
     def decide(path, leaf) -> bool:
         names = [str(entry.key) for entry in path if isinstance(entry, DictKey)]
         # A fused layer's bias may have two axes, as a norm's scale has in stacked layers, so the name decides, too.
@@ -102,7 +104,15 @@ def adamw_with_schedule(
     >>> [round(float(update), 3) for update in updates["bias"]]
     [-0.1, -0.1]
     """
+    if (shape := getattr(schedule, "shape", ())) != ():
+        raise ValueError(f"schedule must be a number or a function of the step, got an array {shape}")
     # An array may be traced: optax.inject_hyperparams gives such ones.
+    for name, rate in (("b1", b1), ("b2", b2)):
+        if isinstance(rate, int | float):
+            check_rate(**{name: rate})
+    if isinstance(eps, int | float) and not eps >= 0.0:
+        raise ValueError(f"eps must be >= 0, got {eps!r}")
+    mu_dtype = None if mu_dtype is None else float_dtype("mu_dtype", mu_dtype)
     if isinstance(clip_norm, int | float) and not clip_norm > 0.0:
         raise ValueError(f"clip_norm must be > 0, or None for no clipping; got {clip_norm!r}")
     adamw = optax.adamw(

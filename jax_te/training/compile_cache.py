@@ -9,7 +9,10 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jax_te._validation import checked
 
+
+@checked
 def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     """Return the folder in which JAX now keeps compiled programs, so that the same program does not compile again.
 

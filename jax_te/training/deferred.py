@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import Partial
 
+from jax_te._validation import checked, float_dtype
 from jax_te.layers import quantizable_kernels, set_grad_sinks
 from jax_te.ops.linear import Probe, Summands, deferred_sink, deferred_wgrad
 from jax_te.quantize import as_float32, with_max_gradients
@@ -40,6 +41,7 @@ class FirstHalf(NamedTuple):
     backward_dw: Partial
 
 
+@checked
 def deferred_vjp(
     fn: Callable[..., Any],
     model: nnx.Module,
@@ -90,6 +92,7 @@ def deferred_vjp(
     >>> [total["kernel"].shape for total in totals]
     [(4, 4), (4, 4)]
     """
+    wgrad_dtype = None if wgrad_dtype is None else float_dtype("wgrad_dtype", wgrad_dtype)
     graphdef, params, quantizers, rest = split_model(model)
 
     def run(sinks: PyTree, plain: PyTree, quantizers: PyTree, *inputs: PyTree) -> Any:

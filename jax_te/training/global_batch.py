@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from jax_te._validation import check_axes, check_leaves
 from jax_te.sharding import named_sharding
 from jax_te.typing import PyTree
 
@@ -43,6 +44,9 @@ def global_batch(local: PyTree) -> PyTree:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError("global_batch shards a batch over a mesh, and there is none; call it inside jax.set_mesh")
+    check_leaves("local", local)
+    for leaf in jax.tree.leaves(local):
+        check_axes("a leaf of local", leaf)
     local = jax.tree.map(np.asarray, local)
     if jax.process_count() > 1:
         _check_same_rows(local, named_sharding(("batch",), mesh))

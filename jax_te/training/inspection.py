@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers import name_modules, natural_order, prepare_quantization, quantizable_modules
 from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
@@ -21,7 +23,7 @@ from jax_te.training.global_batch import check_global, from_first
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, Key, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,9 @@ class TensorStatistics:
         return 10.0 * math.log10(self.relative_mse) if self.relative_mse > 0.0 else -math.inf
 
 
+@checked
 def inspect_precision(
-    model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Array | None = None, loss_scale: float | Array = 1.0
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Key | None = None, loss_scale: float | Array = 1.0
 ) -> list[TensorStatistics]:
     """Run a loss forward and backward, and return statistics of every tensor that is quantized.
 
@@ -103,7 +106,7 @@ def _observed(
         )
     check_global(batch, params)
     with observe_quantization() as observer:
-        _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, loss_scale)
+        _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, jnp.float32(loss_scale))
     _share(observer, params)
     if not observer.records:
         raise ValueError(
@@ -113,6 +116,7 @@ def _observed(
     return observer
 
 
+@checked
 def make_inspection(
     loss_fn: LossFn, *, microbatches: int = 1
 ) -> Callable[[TrainState, PyTree], list[TensorStatistics]]:
@@ -157,6 +161,7 @@ def make_inspection(
     return inspect
 
 
+@checked
 def exact_model(state: TrainState) -> Any:
     """Return ``state.model`` with the fp32 masters of kernels that are stored quantized (``fp8_param``).
 
@@ -172,6 +177,7 @@ def exact_model(state: TrainState) -> Any:
     return nnx.merge(state.graphdef, _exact_parameters(state), state.quantizers, state.rest, copy=True)
 
 
+@checked
 def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
     """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 
@@ -189,14 +195,17 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     >>> model.quantizers["x"]["amax_history"].tolist()
     [1.0, 0.0]
     """
-    prepare_quantization(model, recipe)
     if not isinstance(recipe, DelayedScaling):
+        prepare_quantization(model, recipe)
         return
+    # On a model that shares the arrays: a loss that fails leaves the caller's as it was.
+    trial = prepare_quantization(nnx.merge(*nnx.split(model)), recipe)
     with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
-        observer = _observed(model, loss_fn, batch, None, 1.0)
+        observer = _observed(trial, loss_fn, batch, None, 1.0)
     found = {(tensor.module, tensor.role): tensor.amax for tensor in _statistics(observer)}
     # Experts have a history each. NumPy's maximum keeps nan.
     found |= {key: np.maximum.reduce(amaxes) for key, amaxes in observer.group_amaxes.items()}
+    prepare_quantization(model, recipe)
     for path, module in quantizable_modules(model):
         for kernel, attribute in module.kernels.items():
             state = getattr(module, attribute)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
-from jax_te._validation import check_annotations, check_positive
+from jax_te._validation import check_annotations, check_float, check_leaves, check_positive, checked
 from jax_te.typing import Array, PyTree
 
 
@@ -24,6 +24,7 @@ class LossScale(abc.ABC):
 
     scale: Any
 
+    @checked
     def scale_loss(self, loss: Array) -> Array:
         """Return ``loss * scale`` in fp32. ``[]`` -> ``[]``."""
         return loss.astype(jnp.float32) * self.scale
@@ -31,10 +32,14 @@ class LossScale(abc.ABC):
     def unscale(self, grads: PyTree) -> PyTree:
         """Return gradients, of any shapes, divided by the scale, in fp32."""
         # Multiplied by the reciprocal, as in Megatron: a division would round differently.
+        check_leaves("grads", grads)
+        for grad in jax.tree.leaves(grads):
+            check_float("unscale", grad)
         inverse = 1.0 / self.scale
         return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
 
     @abc.abstractmethod
+    @checked
     def update(self, finite: Array) -> LossScale:
         """Return the scaler of the next step, given whether all gradients were finite (bool ``[]``)."""
 
@@ -63,6 +68,7 @@ class ConstantLossScale(LossScale):
         if not (math.isfinite(self.scale) and self.scale > 0.0):
             raise ValueError(f"scale must be finite and > 0, got {self.scale!r}")
 
+    @checked
     def update(self, finite: Array) -> ConstantLossScale:
         """Return the scaler itself."""
         return self
@@ -132,6 +138,7 @@ class DynamicLossScale(LossScale):
         set_field(self, "growth_tracker", jnp.zeros((), jnp.int32))
         set_field(self, "hysteresis_tracker", jnp.asarray(self.hysteresis, jnp.int32))
 
+    @checked
     def update(self, finite: Array) -> DynamicLossScale:
         """Return the scaler after a step, given whether all its gradients were finite (bool ``[]``)."""
         grown = self.growth_tracker + 1 >= self.growth_interval

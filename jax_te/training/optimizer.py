@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
 from jax_te.training.gradients import all_finite, as_created, was_scaled
@@ -125,6 +125,7 @@ class Optimizer(nnx.Optimizer):
             ValueError: if ``tx`` gives updates or a state of other shapes than it was given; if the optimizer has a
                 scaler, and the gradients are Variables that were computed without one.
         """
+        check_leaves("grads", grads)
         variables = any(map(_is_variable, jax.tree.leaves(grads, is_leaf=_is_variable)))
         given = nnx.state(grads, self.wrt) if variables else grads  # a filter finds no bare arrays
         if self.scaler != ConstantLossScale() and not was_scaled(given):
@@ -135,8 +136,11 @@ class Optimizer(nnx.Optimizer):
             )
         params = nnx.state(model, self.wrt)
         full = full_precision(params, taken_over(params, self.masters))
+        like = _like(full, given)
+        if jax.tree.structure(nnx.as_pure(like)) != jax.tree.structure(nnx.as_pure(full)):
+            raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
         # Variables, as at creation: functions that choose parameters read their names and axes there and here alike.
-        wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), _like(full, given), full)
+        wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), like, full)
         finite, tx = all_finite(wanted), as_transformation(self.tx)
         structure = jax.tree.structure(jax.eval_shape(lambda full: initial(tx, full), full))
         opt_state = jax.tree.unflatten(structure, jax.tree.leaves(self.opt_state))

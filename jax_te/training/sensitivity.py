@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import yaml
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers import QuantizableModule, quantizable_kernels, quantizable_modules, set_grad_sinks
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
@@ -44,6 +45,7 @@ class ModuleSensitivity:
     gradient_error: float
 
 
+@checked
 def sensitivity(
     model: nnx.Module, loss_fn: LossFn, batches: Sequence[PyTree], recipe: Recipe
 ) -> list[ModuleSensitivity]:
@@ -75,8 +77,6 @@ def sensitivity(
     >>> sorted(layer.module for layer in found), 0.0 < found[-1].gradient_error <= found[0].gradient_error
     (['proj', 'qkv'], True)
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"sensitivity needs a recipe to quantize with, got {recipe!r}; e.g. Float8CurrentScaling()")
     if not batches:
         raise ValueError("sensitivity needs at least one batch, got none")
     model = _plain_copy(model)
@@ -107,6 +107,7 @@ def sensitivity(
     return sorted(found, key=lambda layer: -layer.gradient_error)
 
 
+@checked
 def keep_in_bf16_rules(modules: Sequence[str]) -> str:
     """Return a precision file that keeps these layers in high precision and leaves the others to the ambient recipe.
 
@@ -133,7 +134,7 @@ def keep_in_bf16_rules(modules: Sequence[str]) -> str:
     <BLANKLINE>
     """
     if not modules:
-        raise ValueError("keep_in_bf16_rules needs the path of at least one layer")
+        raise ValueError("modules must have the path of at least one layer")
     payload = {TE_CONFIG_TYPE_KEY: "TEQuantizationParams", "training_recipe": {}}
     rules = {path: {"enabled": True, "type": "glob", "pattern": path, "config": "bf16"} for path in modules}
     return yaml.safe_dump({"configs": {"bf16": payload}, "matchers": rules}, sort_keys=False)

@@ -20,7 +20,7 @@ from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters,
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
 from jax_te.training.transformation import Transformation, as_transformation, initial
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, Key, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +62,7 @@ class TrainState:
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
 
 
+@checked
 def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State, nnx.State]:
     """Return ``(graphdef, parameters, quantizer states, other state)`` of a model; ``nnx.merge`` is the inverse.
 
@@ -79,7 +80,7 @@ def create_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: Transformation,
     *,
-    key: Array,
+    key: Key,
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
     fp8_param: bool = False,
@@ -161,6 +162,7 @@ def _buffers(leaf: Any) -> set[int]:
     return set()
 
 
+@checked
 def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     """Return the state for continuing under another recipe, e.g. FP8 after a start in bf16, or the reverse.
 
@@ -206,7 +208,7 @@ def abstract_train_state(
     model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: Transformation,
     *,
-    key: Array | None = None,
+    key: Key | None = None,
     scaler: LossScale | None = None,
     mesh: Mesh | None = None,
     fp8_param: bool = False,

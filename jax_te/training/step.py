@@ -183,6 +183,7 @@ def make_train_step(
     return of_global_batches(train_step)
 
 
+@checked
 def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     """Return a jitted ``eval_step(state, batch) -> loss``, fp32 ``[]``, which does not change the state.
 

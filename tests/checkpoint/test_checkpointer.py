@@ -250,7 +250,7 @@ def test_wrong_use(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"need a folder, and .*file is a file"):
         TrainCheckpointer(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"need a folder, and '' names none"):
+    with pytest.raises(TypeError, match="directory must be a path, got ''"):
         TrainCheckpointer("")
     for wrong in ({"keep": 0}, {"keep_every": 0}, {"keep_best": -1}, {"best": "most"}):
         with without_type_checker(), pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be"):

@@ -203,7 +203,9 @@ def test_megatrons_index_must_fit_its_data(tmp_path):
 def test_tokens_outside_of_the_vocabulary_are_named():
     for tokens, bad in (([1, 2, 300, 4], 300), ([1, -2, 3, 4], -2), ([1, 2, 2**32 + 1, 4], 2**32 + 1)):
         text = np.array(tokens, np.int64)
-        with pytest.raises(ValueError, match=rf"the token {bad} between .* from 0 to 255; give the tokenizer"):
+        with pytest.raises(
+            ValueError, match=rf"the token {bad} between .* from 0 to 255 .vocab_size.; give the tokenizer"
+        ):
             next(TrainBatches(text, batch_size=1, seq_len=3, seed=0, vocab_size=256))
         with pytest.raises(ValueError, match=f"the token {bad}"):
             next(heldout_batches(text, batch_size=1, seq_len=3, num_batches=1, vocab_size=256))

@@ -235,7 +235,10 @@ def test_wrong_arguments():
         te.Linear(16, 32)(X)
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         te.Linear(16, 32).init(jax.random.key(0))
-    with without_type_checker(), pytest.raises(TypeError, match="expected a module, or a function"):
+    with (
+        without_type_checker(),
+        pytest.raises(TypeError, match="source must be a LinenModule or a Module"),
+    ):
         te.to_nnx(3, {})
 
 

@@ -146,7 +146,7 @@ def test_which_layers_attend_in_a_window(skip, windowed):
     assert not is_layer_window_attention(None, 2, 1)
     with (
         without_type_checker(),
-        pytest.raises(ValueError, match="window_attn_skip_freq"),
+        pytest.raises(ValueError, match="window_attn_skip_freq must be an integer or a sequence"),
     ):
         is_layer_window_attention((2, 0), "all", 1)
 

@@ -558,6 +558,8 @@ def test_weights_go_from_a_model_into_a_module_of_ones_own_and_back():
 def test_clipping_without_logits_is_refused():
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, qk_clip=True)
     model = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))
-    for wrong in (None, jnp.ones(2), jnp.ones((2, 2))):
+    with without_type_checker(), pytest.raises(TypeError, match="max_logits must be an array, got None"):
+        model.clip_qk(None)
+    for wrong in (jnp.ones(2), jnp.ones((2, 2))):
         with without_type_checker(), pytest.raises(ValueError, match=r"max_logits must be an array \[1, 2\]"):
             model.clip_qk(wrong)

@@ -98,11 +98,14 @@ def test_cross_entropy_has_one_implementation():
 
 def test_unknown_names():
     with without_type_checker():
-        with pytest.raises(ValueError, match="unknown backend 'cuda'; allowed: auto, te, xla"), use_backend("cuda"):
+        with (
+            pytest.raises(ValueError, match="name must be one of 'auto', 'te', 'xla'"),
+            use_backend("cuda"),
+        ):
             pass
-        with pytest.raises(ValueError, match="unknown backend 'cuda'; allowed: auto, te, xla"):
+        with pytest.raises(ValueError, match="backend must be one of None, 'auto', 'te', 'xla', got 'cuda'"):
             explain_backend("dense", backend="cuda")
-        with pytest.raises(ValueError, match="unknown backend 'cuda'"):
+        with pytest.raises(ValueError, match=r"backend must be one of .* got 'cuda'"):
             dense(jnp.ones((2, 2)), jnp.ones((2, 2)), backend="cuda")
     with pytest.raises(
         ValueError,

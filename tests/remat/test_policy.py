@@ -179,7 +179,7 @@ def test_what_a_policy_cannot_be() -> None:
     with without_type_checker():
         with pytest.raises(TypeError, match="save must be a tuple of names, got 'gemm'"):
             RecomputePolicy(save="gemm")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="a recompute policy is a RecomputePolicy or a name"):
+        with pytest.raises(TypeError, match="policy must be a RecomputePolicy or text or None, got 1"):
             recompute_policy(1)  # type: ignore[arg-type]
 
 

@@ -40,6 +40,6 @@ def test_too_few_devices():
 def test_unknown_axis_type():
     with (
         without_type_checker(),
-        pytest.raises(ValueError, match="axis_type must be 'auto' or 'explicit', got 'manual'"),
+        pytest.raises(ValueError, match="axis_type must be one of 'auto', 'explicit', got 'manual'"),
     ):
         make_mesh(ParallelConfig(), axis_type="manual")

@@ -104,7 +104,7 @@ def test_rules():
             ShardingRules(ffn=wrong)
     with (
         without_type_checker(),
-        pytest.raises(TypeError, match="use_rules takes a ShardingRules"),
+        pytest.raises(TypeError, match="rules must be a ShardingRules"),
         use_rules({"ffn": ()}),
     ):
         pass

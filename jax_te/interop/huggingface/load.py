@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.block_scaled import BlockScaled, Choice, hold_block_scaled, read_block_scaled, reader
@@ -30,6 +31,7 @@ _SHOWN = 20
 """The most tensors in a message."""
 
 
+@checked
 def load_huggingface(
     folder: str | Path,
     *,

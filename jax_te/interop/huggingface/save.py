@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.checkpoint import gather_texts
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
@@ -34,6 +35,7 @@ _COMPANIONS = (
 )
 
 
+@checked
 def save_huggingface(
     model: Any,
     folder: str | Path,
@@ -74,6 +76,8 @@ def save_huggingface(
     >>> save_huggingface(model, "tuned", like="Llama-3.2-1B")  # doctest: +SKIP
     """
     folder = Path(folder)
+    check_positive(max_shard_size=max_shard_size)
+    dtype = None if dtype is None else float_dtype("dtype", dtype)
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}

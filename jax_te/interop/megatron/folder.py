@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te._validation import brief, checked
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
@@ -51,6 +52,7 @@ class MegatronCheckpoint(NamedTuple):
     files: list[Any]
 
 
+@checked
 def read_megatron(
     path: str | Path, *, iteration: int | None = None, gated: bool | None = None, vocab_size: int | None = None
 ) -> MegatronCheckpoint:
@@ -206,6 +208,8 @@ def _chunks(state: Any, path: Path) -> list[Any]:
     """Return the state dicts of a rank's parts of the model: one, or one for each virtual stage."""
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds no state dict")
+    if not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{path} holds no state dict: its keys are not all text, {brief([*state])}")
     if all(hasattr(value, "shape") or name.endswith("_extra_state") for name, value in state.items()):
         return [state]
     # Virtual stages.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jax_te._validation import checked, float_dtype
 from jax_te.interop.huggingface import (
     REQUIRED,
     TIED,
@@ -186,6 +187,7 @@ MEGATRON = Architecture(
 )
 
 
+@checked
 def load_megatron(
     path: str | Path,
     *,
@@ -231,6 +233,7 @@ def load_megatron(
     return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
 
 
+@checked
 def save_megatron(
     model: Any,
     path: str | Path,
@@ -264,11 +267,10 @@ def save_megatron(
     >>> save_megatron(model, "converted", tensor_parallel=2)  # doctest: +SKIP
     """
     path = Path(path)
+    dtype = None if dtype is None else float_dtype("dtype", dtype)
     if jax.process_count() > 1:
         raise ValueError("save_megatron writes from one process; save with TrainCheckpointer, and convert that")
     single, whole = path.suffix == ".pt", format == "torch_dist"
-    if format not in ("torch", "torch_dist"):
-        raise ValueError(f"format must be 'torch' or 'torch_dist', got {format!r}")
     if tensor_parallel < 1 or (tensor_parallel > 1 and (single or whole)):
         raise ValueError(
             f"tensor_parallel must be >= 1, and 1 for a single file and for torch_dist, which is for any number of "

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te._validation import checked
 from jax_te.interop.torch.pickles import Global, Record, read_pickle
 from jax_te.interop.torch.read_file import Mapped, load_archive, with_arrays
 from jax_te.interop.torch.stored_tensor import DTYPES, Piece, StoredTensor
@@ -34,6 +35,7 @@ class Distributed(NamedTuple):
     files: list[Mapped]
 
 
+@checked
 def read_torch_distributed(folder: str | Path) -> Distributed:
     """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, merged, without torch.
 

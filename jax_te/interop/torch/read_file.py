@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te._validation import checked
 from jax_te.interop.torch.pickles import Global, Handlers, Record, read_pickle
 from jax_te.interop.torch.stored_tensor import DTYPES, StoredTensor
 
@@ -49,6 +50,7 @@ class Mapped:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
+@checked
 def read_torch_file(path: str | Path) -> Any:
     """Return what ``torch.save`` wrote to a file, without torch and without running code of the file.
 

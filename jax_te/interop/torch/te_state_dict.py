@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import Layout, load_variables
 
@@ -22,6 +23,7 @@ _SEPARATE = ("query", "key", "value")
 _Shape = tuple[int, ...]
 
 
+@checked
 def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix: str = "") -> None:
     """Load a state dict of a module of ``transformer_engine.pytorch`` into the layer of the same name here.
 

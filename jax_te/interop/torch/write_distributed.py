@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_te._validation import checked
 from jax_te.interop.torch.read_distributed import METADATA
 from jax_te.interop.torch.stored_tensor import Piece, StoredTensor
 from jax_te.interop.torch.write_file import TORCH_NAMES, pickled, write_torch_file
@@ -16,6 +17,7 @@ from jax_te.interop.torch.write_file import TORCH_NAMES, pickled, write_torch_fi
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 
 
+@checked
 def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> None:
     """Write what ``torch.distributed.checkpoint.load`` reads, without torch.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te._validation import checked
 from jax_te.interop.torch.read_file import STORAGE_OF
 from jax_te.interop.torch.stored_tensor import DTYPES, Tensor
 
@@ -26,6 +27,7 @@ class _Written(NamedTuple):
     tensor: Tensor
 
 
+@checked
 def write_torch_file(path: str | Path, value: Any) -> None:
     """Write what ``torch.load(path, weights_only=True)`` reads, without torch.
 
@@ -47,15 +49,18 @@ def write_torch_file(path: str | Path, value: Any) -> None:
     root, partial = path.stem or "archive", path.with_name(path.name + ".part")
     tensors: list[_Written] = []
     described = b"\x80\x02" + b"".join(pickled(value, tensors)) + b"."
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        _add(archive, f"{root}/data.pkl", described)
-        _add(archive, f"{root}/byteorder", b"little")
-        for key, tensor in tensors:
-            array = np.ascontiguousarray(np.asarray(tensor))
-            _add(archive, f"{root}/data/{key}", array.reshape(-1).view(np.uint8).data)
-        _add(archive, f"{root}/version", b"3\n")
-    # Whole or not at all: a reader never sees a file that is cut off.
-    partial.replace(path)
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            _add(archive, f"{root}/data.pkl", described)
+            _add(archive, f"{root}/byteorder", b"little")
+            for key, tensor in tensors:
+                array = np.ascontiguousarray(np.asarray(tensor))
+                _add(archive, f"{root}/data/{key}", array.reshape(-1).view(np.uint8).data)
+            _add(archive, f"{root}/version", b"3\n")
+        # Whole or not at all: a reader never sees a file that is cut off.
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a write that failed
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:

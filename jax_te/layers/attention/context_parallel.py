@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers.mode import TrainingMode
+from jax_te.typing import Words
 
 CONTEXT_AXIS = "context"
 """Mesh axis that takes the place of Transformer Engine's context-parallel process group."""
 
-
-def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None) -> None:
-    """Raise TypeError unless ``cp_group`` is None or the mesh's axis ``"context"``, and the other arguments are None.
-
-    >>> check_cp_group("context")
-    """
-    if cp_group is not None and cp_group != CONTEXT_AXIS:
-        raise TypeError(
-            f"cp_group must be None or the mesh axis {CONTEXT_AXIS!r}, got {cp_group!r}: JAX has no process groups. "
-            "jax.set_mesh(make_mesh(ParallelConfig(context=...))) says which devices split a sequence"
-        )
-    if cp_global_ranks is not None:
-        raise TypeError(
-            f"cp_global_ranks must be None, got {cp_global_ranks!r}: the order of devices along the mesh's context "
-            "axis is that of the ranks; make_mesh(..., devices=...) takes another one"
-        )
-    if cp_stream is not None:
-        raise TypeError(
-            f"cp_stream must be None, got {cp_stream!r}: there are no streams in JAX, XLA overlaps exchange and "
-            "computation by itself"
-        )
+ContextGroup = Annotated[
+    str | None,
+    Words(
+        f"None or the mesh axis {CONTEXT_AXIS!r}",
+        "JAX has no process groups: jax.set_mesh(make_mesh(ParallelConfig(context=...))) says which devices split a "
+        "sequence",
+        holds=lambda group: group is None or (isinstance(group, str) and group == CONTEXT_AXIS),
+    ),
+]
+NoRanks = Annotated[
+    None,
+    Words(
+        "None",
+        "the order of devices along the mesh's context axis is that of the ranks; make_mesh(..., devices=...) takes "
+        "another one",
+    ),
+]
+NoStream = Annotated[
+    None, Words("None", "there are no streams in JAX, XLA overlaps exchange and computation by itself")
+]
 
 
 class ContextParallelModule(TrainingMode):
     """Base of the layers that have attention inside."""
 
+    @checked
     def set_context_parallel_group(
         self,
-        cp_group: str | None,
-        cp_global_ranks: None = None,
-        cp_stream: None = None,
+        cp_group: ContextGroup,
+        cp_global_ranks: NoRanks = None,
+        cp_stream: NoStream = None,
         cp_comm_type: str = "p2p",
     ) -> None:
         """Choose how the devices along the mesh's context axis exchange keys and values, in all attention of the layer.
@@ -63,8 +65,6 @@ class ContextParallelModule(TrainingMode):
         >>> core.context_parallel.cp_comm_type
         'all_gather'
         """
-        # Before the first change, so that a refused call leaves all cores as they were.
-        check_cp_group(cp_group, cp_global_ranks, cp_stream)
         layer: Any
         for _, layer in nnx.iter_modules(self):
             # By attribute and not by class: a core of one's own in place of `DotProductAttention` is found, too.

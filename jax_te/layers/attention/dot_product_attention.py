@@ -17,7 +17,7 @@ from jax_te.layers.results import layer_output
 from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
 from jax_te.ops.attention import QKV, AttentionArrays, normal_window
 from jax_te.remat import ambient_modules
-from jax_te.typing import Array
+from jax_te.typing import Array, Key
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
@@ -33,6 +33,7 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
     return groups
 
 
+@checked
 def alibi_slopes(num_attention_heads: int) -> Array:
     """Return ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``.
 
@@ -51,6 +52,7 @@ def alibi_slopes(num_attention_heads: int) -> Array:
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
     check_positive(num_attention_heads=num_attention_heads)
+    num_attention_heads = int(num_attention_heads)
     power = 2 ** (num_attention_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_attention_heads - power) + 1, 2)]
@@ -162,7 +164,7 @@ class DotProductAttention(ContextParallelModule):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,

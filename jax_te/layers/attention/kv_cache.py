@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive, float_dtype
+from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike
 
@@ -39,6 +39,7 @@ class KVCache:
         """Number of tokens for which there is room."""
         return self.k.shape[1]
 
+    @checked
     def append(self, k: Array, v: Array) -> KVCache:
         """Return the cache with ``k, v [b, s, g, d]`` appended.
 
@@ -46,8 +47,9 @@ class KVCache:
         keys and values become nan, as does all attention over the cache from then on.
 
         Raises:
-            ValueError: if ``s`` alone exceeds ``max_len``.
+            ValueError: if ``s`` alone exceeds ``max_len``, or for other batches, heads or head sizes than the cache's.
         """
+        _check_new(self.k, self.v, k, v)
         if k.shape[1] > self.max_len:
             raise ValueError(f"{k.shape[1]} tokens do not fit a KV cache of max_len {self.max_len}; make it longer")
 
@@ -61,8 +63,10 @@ class KVCache:
         put = auto_region(write, _AXES)
         return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])
 
+    @checked
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
         """Return the mask type and the lengths for the newest ``sq`` tokens of ``b`` sequences, already appended."""
+        check_positive(b=b, sq=sq)
         # Bottom-right: the newest query stands beside the last valid key, wherever the unused positions begin.
         ones = jnp.ones((b,), jnp.int32)
         return "padding_causal_bottom_right", {"q_lengths": ones * sq, "kv_lengths": ones * self.length}
@@ -94,12 +98,15 @@ class WindowKVCache:
         """Number of slots, ``c``."""
         return self.k.shape[1]
 
+    @checked
     def append(self, k: Array, v: Array) -> WindowKVCache:
         """Return the cache with ``k, v [b, s, g, d]`` appended.
 
         Raises:
-            ValueError: if the last of the ``s`` tokens would overwrite a token in the window of the first.
+            ValueError: if the last of the ``s`` tokens would overwrite a token in the window of the first, or for other
+                batches, heads or head sizes than the cache's.
         """
+        _check_new(self.k, self.v, k, v)
         if k.shape[1] + self.left > self.places:
             raise ValueError(
                 f"{k.shape[1]} tokens and the {self.left} before them do not fit a cache of {self.places} slots; give "
@@ -116,9 +123,10 @@ class WindowKVCache:
             k=put(self.k, k, slots), v=put(self.v, v, slots), length=self.length + k.shape[1], left=self.left
         )
 
+    @checked
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
         """Return the mask type and the mask for the newest ``sq`` tokens, already appended."""
-        del b
+        check_positive(b=b, sq=sq)
         last = self.length - 1
         # The position in each slot: the newest one that falls into it. Slots that are still empty come out negative.
         key = last - (last - jnp.arange(self.places, dtype=jnp.int32)) % self.places
@@ -127,6 +135,15 @@ class WindowKVCache:
         return "arbitrary", {"attention_mask": hidden[None, None]}
 
 
+def _check_new(old_k: Array, old_v: Array, k: Array, v: Array) -> None:
+    """Raise ValueError for keys or values that are not ``[b, s, g, d]`` with the sizes of those in a cache."""
+    for name, old, new in (("k", old_k, k), ("v", old_v, v)):
+        b, _, g, d = old.shape[-4:]
+        if new.ndim != old.ndim or new.shape[-4::2] != (b, g) or new.shape[-1] != d or new.shape[1:2] != k.shape[1:2]:
+            raise ValueError(f"{name} must be [{b}, s, {g}, {d}] for this cache, got shape {new.shape}")
+
+
+@checked
 def init_kv_cache(
     batch: int, max_len: int, num_gqa_groups: int, kv_channels: int, dtype: DTypeLike = jnp.float32
 ) -> KVCache:
@@ -146,6 +163,7 @@ def init_kv_cache(
     return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
 
 
+@checked
 def init_window_kv_cache(
     batch: int,
     left: int,

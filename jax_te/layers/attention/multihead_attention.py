@@ -34,7 +34,7 @@ from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import MaskType, SoftmaxType, Window, layernorm
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
-from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
 @checked
@@ -281,7 +281,7 @@ class MultiheadAttention(ContextParallelModule):
         alibi_slopes: Array | None = None,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_annotations
+from jax_te._validation import check_annotations, check_positive, checked
 from jax_te.ops import Segments, segments_from_cu_seqlens
 from jax_te.ops.attention import check_boundaries, segment_positions
 from jax_te.typing import Array
@@ -88,6 +88,7 @@ class PackedSeqParams:
         ends = jnp.atleast_2d(offsets)[:, None, 1:]
         return jnp.sum(jnp.arange(self.total_tokens)[None, :, None] >= ends, axis=-1, dtype=jnp.int32)
 
+    @checked
     def check(self, q_size: int, kv_size: int | None = None) -> None:
         """Raise ValueError for boundaries that cannot be those of a row; without effect where they are traced.
 
@@ -99,22 +100,27 @@ class PackedSeqParams:
         Traceback (most recent call last):
         ValueError: cu_seqlens_q must begin with 0 and never decrease, got [0, 6, 4]
         """
+        check_positive(q_size=q_size, **{} if kv_size is None else {"kv_size": kv_size})
         check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, q_size)
         if self.cu_seqlens_kv is not None:
             padded = self.cu_seqlens_kv_padded
             check_boundaries("kv", self.cu_seqlens_kv, padded, q_size if kv_size is None else kv_size)
 
+    @checked
     def positions(self, size: int) -> Array:
         """Return the position of each of a row's ``size`` tokens in its own sequence, int32 ``[b, size]``.
 
         Rotary embeddings take these positions. Padding has position 0.
         """
+        check_positive(size=size)
         check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, size)
         segments = self.segments
         return segment_positions(segments.q_offsets, segments.q_lengths, size).position
 
+    @checked
     def segment_ids(self, size: int) -> Array:
         """Return the number of each token's sequence, from 1, int32 ``[b, size]``; padding has 0, to mask a loss."""
+        check_positive(size=size)
         check_boundaries("q", self.cu_seqlens_q, self.cu_seqlens_q_padded, size)
         segments = self.segments
         return segment_positions(segments.q_offsets, segments.q_lengths, size).segment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jax_te._validation import checked
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.linear import Linear
@@ -11,6 +12,7 @@ from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
 
 
+@checked
 def clip_qk(
     attention: MultiheadAttention, max_logit: Array, *, threshold: float = 100.0, alpha: float = 0.5
 ) -> MultiheadAttention:

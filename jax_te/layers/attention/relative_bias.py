@@ -101,6 +101,7 @@ class RelativePositionBias(nnx.Module):
             ``[1, n, q_length, kv_length]`` in the table's dtype, split over heads, for ``core_attention_bias`` of type
             ``"post_scale_bias"``.
         """
+        check_positive(q_length=q_length, kv_length=kv_length)
         # In NumPy: lengths are static, so the buckets are a constant of the program.
         distance = np.arange(kv_length)[None] - (np.arange(q_length)[:, None] + offset)
         buckets = relative_buckets(distance, self.num_buckets, self.max_distance, bidirectional=self.bidirectional)

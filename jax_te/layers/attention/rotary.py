@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te._validation import check_float
+from jax_te._validation import check_float, checked
 from jax_te.layers.attention.rotary_scaling import RotaryScaling
 from jax_te.typing import Array
 
@@ -36,6 +36,7 @@ class Rotary:
     interleaved: bool = field(default=False, metadata={"static": True})
 
 
+@checked
 def rotary_embedding(
     positions: Array,
     d: int,
@@ -87,6 +88,7 @@ def rotary_embedding(
     return Rotary(cos=cos, sin=sin, head_size=d, interleaved=interleaved)
 
 
+@checked
 def apply_rotary(x: Array, rotary: Rotary) -> Array:
     """Rotate the pairs of features of every head by their angles.
 
@@ -106,8 +108,8 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
     """
     cos, sin = rotary.cos, rotary.sin
     check_float("apply_rotary", x)
-    if x.shape[-1] != rotary.head_size:
-        raise ValueError(f"rotary embedding of head size {rotary.head_size} for heads of size {x.shape[-1]}")
+    if x.ndim != 4 or x.shape[-1] != rotary.head_size:
+        raise ValueError(f"rotary embedding of head size {rotary.head_size} for x of shape {x.shape}, [b, s, n, d]")
     if cos.ndim == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos[:, :, None], sin[:, :, None]

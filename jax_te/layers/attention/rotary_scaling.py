@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_te._validation import check_annotations, check_positive
+from jax_te._validation import check_annotations, check_positive, checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class LinearScaling:
     def __post_init__(self) -> None:
         _check_fields(self)
 
+    @checked
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``."""
         del base
@@ -75,6 +76,7 @@ class Llama3Scaling:
                 f"{self.high_freq_factor!r}"
             )
 
+    @checked
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``."""
         del base
@@ -133,6 +135,7 @@ class YarnScaling:
         over, under = (0.1 * scale * math.log(self.factor) + 1.0 for scale in (self.mscale, self.mscale_all_dim))
         return over / under
 
+    @checked
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``, a geometric series that begins with 1."""
         # With base 1 all frequencies are equal, and the ramp over their index has no meaning.

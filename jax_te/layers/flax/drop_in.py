@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
@@ -19,7 +19,7 @@ from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, RowGroups, dense, explain_backend, group_alignment, grouped_dense
 from jax_te.quantize import padded_size
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, own_recipe
-from jax_te.typing import Array
+from jax_te.typing import Array, DTypeLike
 
 
 @checked
@@ -90,11 +90,11 @@ class DotGeneral(QuantizableModule):
         self,
         lhs: Array,
         rhs: Array,
-        dimension_numbers: Any,
+        dimension_numbers: Sequence[Sequence[Sequence[int]]],
         precision: Any = None,
-        preferred_element_type: Any = None,
+        preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
     ) -> Array:
         """Return the product of ``lhs``, the input, and ``rhs``, the kernel; arguments as of ``lax.dot_general``.
 
@@ -103,9 +103,8 @@ class DotGeneral(QuantizableModule):
             ``lhs``.
         """
         if self.recipe is None:
-            return jax.lax.dot_general(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-            )
+            numbers: Any = dimension_numbers  # JAX takes lists, too, and its annotation does not say so
+            return jax.lax.dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=out_sharding)
         (summed, kernel_summed), (batch, kernel_batch) = dimension_numbers
         why = self._batch_reason([rhs.shape[axis] for axis in kernel_batch]) or precision_reason(precision)
         if why is not None:
@@ -175,7 +174,16 @@ class EinsumOp(DotGeneral):
 
     attribute: ClassVar[str] = "einsum_op"
 
-    def __call__(self, equation: str, lhs: Array, rhs: Array, *, out_sharding: Any = None, **options: Any) -> Array:  # type: ignore[override]
+    @checked
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        *,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        **options: Any,
+    ) -> Array:  # type: ignore[override]
         """Return the result of ``equation`` for ``lhs``, the input, and ``rhs``, the kernel.
 
         Args:

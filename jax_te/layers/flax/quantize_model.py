@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear, size_reason
 from jax_te.layers.flax.drop_in_mesh import kernel_names
@@ -232,6 +233,7 @@ def report_of(layers: list[DropInLayer], rules: Rules) -> DropInReport:
     return DropInReport(ordered, tuple(pattern for pattern in rules if pattern not in used))
 
 
+@checked
 def quantize_model(
     model: nnx.Module,
     *args: Any,
@@ -328,6 +330,7 @@ def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
+@checked
 def dequantize_model(model: nnx.Module) -> nnx.Module:
     """Return ``model`` after undoing `quantize_model`: its layers compute as Flax made them, quantizer state is gone.
 

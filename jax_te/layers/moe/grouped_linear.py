@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te._validation import check_positive, checked, is_integer, log_hints
+from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
 from jax_te.config import normal_init
 from jax_te.layers.linear import kernel_logical_axes
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
@@ -84,6 +84,8 @@ class GroupedLinear(TensorParallelModule):
         rngs: nnx.Rngs,
     ):
         features = out_features if isinstance(out_features, tuple) else (out_features,)
+        if not features:
+            raise ValueError("out_features must be a size, or a tuple of at least one, got ()")
         sizes = {f"out_features[{i}]": size for i, size in enumerate(features)}
         check_positive(num_gemms=num_gemms, in_features=in_features, **sizes)
         mode_axes = ("expert", *kernel_logical_axes(parallel_mode, 1 + len(features)))
@@ -151,6 +153,7 @@ class GroupedLinear(TensorParallelModule):
         Args:
             x, group_sizes: arguments of the call.
         """
+        check_axes("x", x)
         if isinstance(group_sizes, RowGroups):
             return group_sizes
         if not isinstance(group_sizes, jax.Array):

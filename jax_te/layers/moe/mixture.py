@@ -19,7 +19,7 @@ from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
 from jax_te.ops import Activation, permute
 from jax_te.remat import recomputed, selective_recompute
-from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
 class MixtureOfExperts(TrainingMode):
@@ -42,7 +42,7 @@ class MixtureOfExperts(TrainingMode):
         self,
         x: Array,
         padding_mask: Array | None,
-        key: Array | None,
+        key: Key | None,
         chosen: Array | None,
         is_first_microbatch: bool | None,
     ) -> tuple[Array, Routing]:
@@ -57,7 +57,7 @@ class MixtureOfExperts(TrainingMode):
             )
 
     def _mixed(
-        self, x: Array, padding_mask: Array | None, key: Array | None, chosen: Array | None, first: bool | None
+        self, x: Array, padding_mask: Array | None, key: Key | None, chosen: Array | None, first: bool | None
     ) -> tuple[Array, Routing]:
         shared = self._shared(x, first)
         routing = self.router.assign(x, padding_mask=padding_mask, key=key, experts=chosen)
@@ -212,7 +212,7 @@ class MoE(MixtureOfExperts):
         is_first_microbatch: bool | None = None,
         *,
         padding_mask: Array | None = None,
-        key: Array | None = None,
+        key: Key | None = None,
         experts: Array | None = None,
     ) -> Any:
         """Apply the layer.

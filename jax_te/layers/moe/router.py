@@ -17,7 +17,7 @@ from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, Qu
 from jax_te.layers.parameters import parameter, value_or_none
 from jax_te.ops import losses, routing
 from jax_te.quantize import QuantizerState, count
-from jax_te.typing import Array, DTypeLike, Initializer
+from jax_te.typing import Array, DTypeLike, Initializer, Key
 
 
 class Routing(NamedTuple):
@@ -65,9 +65,11 @@ class Router(TrainingMode):
         quantile_bias: `QuantizerState` ``[e + 1]``, or None.
 
     Raises:
+        TypeError: when called, for a mask that is not bool, or experts that are no integers.
         ValueError: for ``dtype="fp64"`` unless JAX's 64-bit mode is on; when called, for an input that is not
-            ``[..., h]``, a batch that does not divide into ``aux_loss_groups``, no key where one is drawn from, and as
-            `jax_te.config.RouterOptions` for a number of tokens.
+            ``[..., h]`` or has no token, arrays that do not have its shape, a batch that does not divide into
+            ``aux_loss_groups``, no key where one is drawn from, and as `jax_te.config.RouterOptions` for a number of
+            tokens.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter``.
 
@@ -122,7 +124,7 @@ class Router(TrainingMode):
         x: Array,
         *,
         padding_mask: Array | None = None,
-        key: Array | None = None,
+        key: Key | None = None,
         experts: Array | None = None,
     ) -> Any:
         """Return what `assign` does."""
@@ -133,7 +135,7 @@ class Router(TrainingMode):
         x: Array,
         *,
         padding_mask: Array | None = None,
-        key: Array | None = None,
+        key: Key | None = None,
         experts: Array | None = None,
     ) -> Routing:
         """Return the experts of each token.
@@ -149,13 +151,10 @@ class Router(TrainingMode):
             The routing, with the leading axes of ``x``.
         """
         with jax.named_scope("Router"):
-            if x.ndim not in (2, 3) or x.shape[-1] != self.kernel.get_value().shape[0]:
-                h = self.kernel.get_value().shape[0]
-                raise ValueError(f"the input of a Router must be [b, s, {h}] or [s, {h}], got shape {x.shape}")
-            check_float("Router", x)
+            self._check_call(x, padding_mask, experts)
             logits = self._logits(x, key)
             lead, (b, s) = x.shape[:-1], x.shape[:-1] if x.ndim == 3 else (1, x.shape[0])
-            counted = self._counted(padding_mask, lead)
+            counted = self._counted(padding_mask)
             logits = logits.reshape(b, s, -1)
             given = None if experts is None else experts.reshape(b * s, -1)
             chosen = self._assignment(logits.reshape(b * s, -1), given)
@@ -173,7 +172,24 @@ class Router(TrainingMode):
                 values,
             )
 
-    def _logits(self, x: Array, key: Array | None) -> Array:
+    def _check_call(self, x: Array, padding_mask: Array | None, experts: Array | None) -> None:
+        """Raise for arrays whose shapes or dtypes do not fit the router and each other."""
+        h, lead = self.kernel.get_value().shape[0], x.shape[:-1]
+        if x.ndim not in (2, 3) or x.shape[-1] != h or x.size == 0:
+            raise ValueError(
+                f"the input of a Router must be [b, s, {h}] or [s, {h}], of one token or more, got shape {x.shape}"
+            )
+        check_float("Router", x)
+        if padding_mask is not None and padding_mask.dtype != bool:
+            raise TypeError(f"padding_mask must be bool, True for padding, got {padding_mask.dtype}")
+        if padding_mask is not None and padding_mask.shape != lead:
+            raise ValueError(f"padding_mask must be {list(lead)}, True for padding, got shape {padding_mask.shape}")
+        if experts is not None and not jnp.issubdtype(experts.dtype, jnp.integer):
+            raise TypeError(f"experts must be integers, the numbers of experts, got {experts.dtype}")
+        if experts is not None and experts.shape != (*lead, self.options.topk):
+            raise ValueError(f"experts must be {[*lead, self.options.topk]}, got shape {experts.shape}")
+
+    def _logits(self, x: Array, key: Key | None) -> Array:
         """Return the logits ``[..., e]``, of the input or at random."""
         options = self.options
         jitter = 0.0 if options.input_jitter_eps is None else options.input_jitter_eps
@@ -197,7 +213,7 @@ class Router(TrainingMode):
         bias_key = fixed if std < 0.0 else jax.random.fold_in(drawn, 2)
         return routing.biased_at_random(logits, abs(std), drawn, bias_key)
 
-    def _counted(self, padding_mask: Array | None, lead: tuple[int, ...]) -> Array | None:
+    def _counted(self, padding_mask: Array | None) -> Array | None:
         """Return which tokens losses and counts include; None: all."""
         if padding_mask is None:
             return None
@@ -206,9 +222,7 @@ class Router(TrainingMode):
                 "padding_mask does not go with load_balancing_type='quantile_balancing', whose quantiles are of all "
                 "tokens; leave one out"
             )
-        if padding_mask.shape != lead:
-            raise ValueError(f"padding_mask must be {list(lead)}, True for padding, got shape {padding_mask.shape}")
-        return ~padding_mask.astype(bool)
+        return ~padding_mask
 
     def _assignment(self, logits: Array, given: Array | None) -> routing.Assignment:
         """Return experts and probabilities of tokens ``[t, e]``."""
@@ -238,6 +252,7 @@ class Router(TrainingMode):
 
     def capacity(self, tokens: int) -> int | None:
         """Return how many of ``tokens`` an expert takes; None: as many as come."""
+        check_positive(tokens=tokens)
         options = self.options
         if options.expert_capacity_factor is None:
             return None
@@ -313,6 +328,7 @@ def _state(size: int, rule: Any) -> QuantizerState:
     return QuantizerState(jnp.zeros(size, jnp.float32), counting=rule)
 
 
+@checked
 def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
     """Say by how much the loss is scaled while it is differentiated, so that routers scale their losses alike.
 

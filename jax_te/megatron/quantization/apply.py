@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron.float16 import Float16Module
 from jax_te.megatron.quantization.gemm_paths import kernel_paths
@@ -87,6 +88,7 @@ class QuantizationReport:
         return "\n".join([*lines, *(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)])
 
 
+@checked
 def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | None) -> QuantizationReport:
     """Give every quantizable layer the precision of the first rule that matches its path.
 

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 
+from jax_te._validation import checked
 from jax_te.megatron.quantization.te_params import TEQuantizationParams
 from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe
 from jax_te.recipe import autocast, current_recipe
 
 
+@checked
 def get_fp8_autocast_for_quant_recipe(
     qrecipe: TEQuantizationRecipe,
 ) -> contextlib.AbstractContextManager[None]:
@@ -49,6 +51,7 @@ def get_fp8_autocast_for_quant_recipe(
     return contextlib.nullcontext()
 
 
+@checked
 def get_fp8_autocast_for_quant_params(
     qparams: TEQuantizationParams | None, training: bool
 ) -> contextlib.AbstractContextManager[None]:
@@ -65,6 +68,7 @@ def get_fp8_autocast_for_quant_params(
     return get_fp8_autocast_for_quant_recipe(qparams.recipe_for(training))
 
 
+@checked
 def get_should_context_be_quantized_recipe(qrecipe: TEQuantizationRecipe, is_original_context_quantized: bool) -> bool:
     """Return whether `get_fp8_autocast_for_quant_recipe` gives a quantized context, without opening the context.
 
@@ -79,6 +83,7 @@ def get_should_context_be_quantized_recipe(qrecipe: TEQuantizationRecipe, is_ori
     return qrecipe.fp8_quantization_recipe is not None or qrecipe.fp4_quantization_recipe is not None
 
 
+@checked
 def get_should_context_be_quantized_params(
     qparams: TEQuantizationParams | None, training: bool, is_context_quantized: bool
 ) -> bool:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers import QuantizableModule
 from jax_te.megatron.quantization.rules import QuantizationConfig
 from jax_te.megatron.quantization.te_params import TEQuantizationParams
 from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
+from jax_te.typing import Words
 
 _ANY_RECIPE = Float8CurrentScaling()  # stands for a quantized ambient context; which recipe it is does not matter
 
+Layer = Annotated[QuantizableModule, Words("a quantizable layer (Linear, LayerNormLinear, LayerNormMLP)")]
 
-def finish_init(module: QuantizableModule, quantization_config: QuantizationConfig | None) -> None:
+
+@checked
+def finish_init(module: Layer, quantization_config: QuantizationConfig | None) -> None:
     """Give a layer the precision of a quantization config, which replaces the layer's own; None removes it.
 
     The layer's ``module_recipe`` is static, so jitted functions are traced again.
@@ -38,7 +43,6 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
     >>> will_execute_quantized(layer, is_context_quantized=True)
     False
     """
-    _check_quantizable(module, "finish_init")
     module.module_recipe, module.kernel_recipes = own_recipe(quantization_config), ()
 
 
@@ -49,7 +53,8 @@ def own_recipe(quantization_config: QuantizationConfig | None) -> ModuleRecipe |
     return TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
 
 
-def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool) -> bool:
+@checked
+def will_execute_quantized(module: Layer, is_context_quantized: bool) -> bool:
     """Return whether a layer runs quantized in its current mode, given whether the ambient context is quantized.
 
     Raises:
@@ -61,7 +66,6 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     >>> will_execute_quantized(Linear(16, 16, rngs=nnx.Rngs(0)), is_context_quantized=True)
     True
     """
-    _check_quantizable(module, "will_execute_quantized")
     # Through resolve, which layers use, so that this answer and a call cannot differ.
     ambient = _ANY_RECIPE if is_context_quantized else None
     own = [module.own_recipe(kernel) for kernel in module.kernels]
@@ -70,6 +74,7 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     )
 
 
+@checked
 def set_save_original_input(module: nnx.Module) -> None:
     """Make a layer save its input as the residual, instead of the quantized copy of the input.
 
@@ -92,10 +97,3 @@ def set_save_original_input(module: nnx.Module) -> None:
             "GEMM can keep it, e.g. Linear"
         )
     setattr(module, "save_original_input", True)  # noqa: B010 - not every module has it
-
-
-def _check_quantizable(module: Any, function: str) -> None:
-    if not isinstance(module, QuantizableModule):
-        raise TypeError(
-            f"{function} takes a quantizable layer (Linear, LayerNormLinear, LayerNormMLP), got {type(module).__name__}"
-        )

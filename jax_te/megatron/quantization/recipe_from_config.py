@@ -77,6 +77,7 @@ class TEDelayedScaling(DelayedScaling):
     __hash__ = DelayedScaling.__hash__
 
 
+@checked
 def recipe_from_config(config: PrecisionConfig) -> Recipe | None:
     """Return the recipe of a whole model; None without ``fp8`` and ``fp4``.
 

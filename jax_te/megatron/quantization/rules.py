@@ -83,6 +83,7 @@ class Matcher(ABC):
     """The rule's label in a quantization file."""
 
     @abstractmethod
+    @checked
     def match(self, context: MatchContext) -> str | None:
         """Return the config key if the rule applies to the module, else None."""
 
@@ -234,6 +235,7 @@ class RecipeConfig:
         return QuantizationConfig(copy.deepcopy(self.configs[key]), operator_context, key, self.factory_modules)
 
 
+@checked
 def load_quantization_recipe(recipe_path: str | Path, factory_modules: Iterable[str] = ()) -> RecipeConfig:
     """Return the rules of a quantization file.
 
@@ -256,6 +258,7 @@ def load_quantization_recipe(recipe_path: str | Path, factory_modules: Iterable[
     return RecipeConfig.from_yaml_file(recipe_path, factory_modules)
 
 
+@checked
 def match_context(module_path: str) -> MatchContext:
     """Return the `MatchContext` of a path; its layer number is that of the first ``layers.N`` in the path.
 
@@ -267,6 +270,7 @@ def match_context(module_path: str) -> MatchContext:
     return MatchContext(module_path, None if found is None else int(found[1]))
 
 
+@checked
 def get_quant_config_or_none(module_path: str | None, recipe: RecipeConfig | None) -> QuantizationConfig | None:
     """Return the config that ``recipe`` gives to a module; None if no rule applies, or without a path or a recipe.
 

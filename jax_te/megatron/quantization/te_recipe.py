@@ -188,6 +188,7 @@ class TEQuantizationRecipe:
                 raise ValueError(f"{name}={brief(getattr(self, name))} has no effect, because {why}; leave it out")
 
 
+@checked
 def resolve_factory(path: str | None) -> Callable[[str], Any]:
     """Return the function at a dotted path.
 

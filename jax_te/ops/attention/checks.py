@@ -6,11 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_te._validation import COMPUTE_DTYPES, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_choice, check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     BIAS_TYPES,
-    MASK_TYPES,
     QKV,
     SOFTMAX_TYPES,
     AttentionArrays,
@@ -21,6 +20,7 @@ from jax_te.ops.attention.spec import (
 from jax_te.typing import Array
 
 
+@checked
 def attention_spec(
     qkv: QKV,
     mask_type: MaskType,
@@ -47,13 +47,8 @@ def attention_spec(
     (-1, 0)
     """
     b, sq, skv, n, g, d, dv = shape_of(qkv)
-    for name, value, allowed in (
-        ("mask_type", mask_type, MASK_TYPES),
-        ("bias_type", options.get("bias_type", "no_bias"), BIAS_TYPES),
-        ("softmax_type", options.get("softmax_type", "vanilla"), SOFTMAX_TYPES),
-    ):
-        if value not in allowed:
-            raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
+    check_choice(BIAS_TYPES, bias_type=options.get("bias_type", "no_bias"))
+    check_choice(SOFTMAX_TYPES, softmax_type=options.get("softmax_type", "vanilla"))
     spec = AttentionSpec(
         dtype=jnp.dtype(qkv[0].dtype),
         batch=b,

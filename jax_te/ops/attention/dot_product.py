@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te._validation import check_bool, check_number, check_rate
+from jax_te._validation import check_number, check_rate, checked
 from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
@@ -31,9 +31,10 @@ from jax_te.ops.attention.spec import (
 from jax_te.ops.backend import ambient_backend, primitives, select
 from jax_te.ops.primitives import Backend
 from jax_te.sharding import auto_region, constrain, current_rules, free_axes
-from jax_te.typing import Array, BackendName, LogicalAxes
+from jax_te.typing import Array, BackendName, Key, LogicalAxes
 
 
+@checked
 def dot_product_attention(
     qkv: QKV,
     *,
@@ -50,7 +51,7 @@ def dot_product_attention(
     logit_softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
+    dropout_key: Key | None = None,
     return_max_logit: bool = False,
     context_parallel: ContextParallel | None = None,
     out_axes: LogicalAxes | None = None,
@@ -116,7 +117,6 @@ def dot_product_attention(
     if logit_softcap is not None:
         check_number(logit_softcap=logit_softcap)
         logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
-    check_bool(return_max_logit=return_max_logit)
     spec = attention_spec(
         qkv,
         mask_type,

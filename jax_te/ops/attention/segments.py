@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_te._validation import brief
+from jax_te._validation import brief, checked
 from jax_te.typing import Array
 
 
@@ -44,6 +44,7 @@ class SegmentPositions(NamedTuple):
     length: Array
 
 
+@checked
 def segments_from_cu_seqlens(
     cu_seqlens_q: Array,
     cu_seqlens_kv: Array | None = None,

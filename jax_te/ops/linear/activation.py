@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te._validation import check_float
+from jax_te._validation import check_float, checked
 from jax_te.config import ActivationLike, ActivationParams
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
@@ -15,6 +15,7 @@ from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def activation(
     x: Array,
     name: ActivationLike,

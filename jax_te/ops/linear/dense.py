@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_te._validation import checked
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
 from jax_te.ops.linear.norm_and_activation import NormSpec
@@ -19,6 +20,7 @@ from jax_te.sharding import reduce_sum
 from jax_te.typing import Array, BackendName
 
 
+@checked
 def dense(
     x: Array,
     kernel: Array | QuantizedKernel,
@@ -67,6 +69,7 @@ def dense(
     return run_op(_linear, "dense", x, (layer,), recipe=recipe, backend=backend)
 
 
+@checked
 def layernorm_dense(
     x: Array,
     scale: Array,

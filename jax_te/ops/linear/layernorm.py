@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_te._validation import check_float
+from jax_te._validation import check_axes, check_float, checked
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.linear.dense import norm_backward
@@ -17,6 +17,7 @@ from jax_te.sharding import REPLICATED, constrain
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def layernorm(
     x: Array,
     scale: Array,
@@ -51,6 +52,7 @@ def layernorm(
     [[-1.0, 1.0]]
     """
     check_float("layernorm", x, scale, bias)
+    check_axes("x", x)
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
     plan = row_plan(x.shape, out_axes, out_axes, whole=1)
     chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)

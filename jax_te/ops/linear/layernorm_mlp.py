@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_te._validation import checked
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.dense import norm_backward, normed_operand
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
@@ -40,6 +41,7 @@ class MlpOptions(NamedTuple):
     wo: LinearOptions = LinearOptions()
 
 
+@checked
 def layernorm_mlp(
     x: Array,
     scale: Array,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_te._validation import check_axes, checked
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
@@ -42,6 +43,7 @@ from jax_te.sharding import (
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 
+@checked
 def quantize_kernel(
     kernel: Array,
     *,
@@ -79,6 +81,7 @@ def quantize_kernel(
     >>> dense(jnp.ones((16, 32)), quantized, recipe=Float8CurrentScaling()).shape
     (16, 16)
     """
+    check_axes("kernel", kernel, 2)
     # Rounding to FP8 has no useful derivative; the calls that read the result return the kernel's gradient.
     kernel, state = jax.lax.stop_gradient((kernel, state))
     precision = precision_of(recipe)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jax_te._validation import COMPUTE_DTYPES, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_axes, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
@@ -87,6 +87,7 @@ def run_op(
     Raises:
         ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
     """
+    check_axes("x", x)
     precision = precision_of(recipe)
     _check_arrays(name, x, layers, norm)
     weights = [usable_weights(layer.weights, precision, recipe) for layer in layers]
@@ -168,7 +169,9 @@ def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: Nor
     """Raise ValueError unless scale (and bias) are ``[h]`` and the bias is there for layer norm only."""
     shapes = scale.shape, None if bias is None else bias.shape
     if shapes not in (((hidden,), (hidden,)), ((hidden,), None)):
-        raise ValueError(f"{op}: the norm's scale and bias must have shape ({hidden},), got {shapes}")
+        raise ValueError(
+            f"{op}: the norm's scale and bias must have shape ({hidden},), the last axis of x, got {shapes}"
+        )
     if norm.kind == "rmsnorm" and bias is not None:
         raise ValueError(f"{op}: RMS norm has no bias; pass None, or NormSpec(kind='layernorm')")
 

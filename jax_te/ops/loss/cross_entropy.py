@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_te._validation import checked
 from jax_te.ops.loss.reduction import LossOptions, reduced_loss
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, LogicalAxes
@@ -14,6 +15,7 @@ from jax_te.typing import Array, LogicalAxes
 _OPTIONS = LossOptions()
 
 
+@checked
 def softmax_cross_entropy(
     logits: Array,
     labels: Array,

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_positive
+from jax_te._validation import check_positive, checked
 from jax_te.ops.loss.cross_entropy import check_labels, cross_entropy_gradient, cross_entropy_value
 from jax_te.ops.loss.reduction import LossOptions, reduced_loss
 from jax_te.sharding import axis_ranks, constrain
@@ -17,6 +17,7 @@ _LOGITS: LogicalAxes = ("batch", "sequence", "vocab")
 _OPTIONS = LossOptions()
 
 
+@checked
 def linear_cross_entropy(
     x: Array,
     kernel: Array,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jax_te._validation import check_annotations, check_choice, check_float, check_rate
+from jax_te._validation import check_annotations, check_choice, check_float, check_rate, checked
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 
@@ -40,6 +40,7 @@ class LossOptions:
         check_annotations(self, LossOptions)
         check_rate(label_smoothing=self.label_smoothing)
 
+    @checked
     def ignored(self, labels: Array) -> Array:
         """Return bool ``[...]``, which of the labels ``[...]`` are ignored."""
         return jnp.zeros(labels.shape, bool) if self.ignore_index is None else labels == self.ignore_index

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import COMPUTE_DTYPES, check_float
+from jax_te._validation import COMPUTE_DTYPES, check_float, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear import gemms
@@ -36,6 +36,7 @@ from jax_te.sharding import constrain, device_mesh
 from jax_te.typing import Array, BackendName
 
 
+@checked
 def grouped_dense(
     x: Array,
     kernel: Array | QuantizedKernel,

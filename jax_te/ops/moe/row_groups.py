@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import check_bool, check_positive, is_integer
+from jax_te._validation import check_bool, check_positive, checked, is_integer
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
 from jax_te.quantize import Precision, padded_size, precision_of
@@ -76,6 +76,7 @@ class RowGroups:
         return jnp.where(row < (starts + self.sizes)[group], group, self.count)
 
 
+@checked
 def row_bound(rows: int, groups: int, *, alignment: int) -> int:
     """Return how many rows an array needs for ``rows`` rows in ``groups`` groups of any sizes: `RowGroups`'s ``rows``.
 
@@ -91,6 +92,7 @@ def row_bound(rows: int, groups: int, *, alignment: int) -> int:
     return padded_size(rows + groups * (alignment - 1), alignment)
 
 
+@checked
 def group_alignment(recipe: Recipe | None) -> int:
     """Return the alignment that the rows of groups need for `grouped_dense` to read them as they are under a recipe.
 

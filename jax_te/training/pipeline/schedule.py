@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_te._validation import check_choice, check_positive
+from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import PIPELINE_SCHEDULES
 
 
@@ -93,6 +93,7 @@ class Schedule:
         return float(1 - work.sum() / (work.max(axis=1).sum() * self.stages))
 
 
+@checked
 def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """Return a schedule.
 
@@ -138,6 +139,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     return run.schedule(name)
 
 
+@checked
 def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
     """Return how many layers each of ``chunks`` consecutive parts of a stack has.
 
@@ -156,6 +158,9 @@ def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last
     >>> split_layers(10, 4), split_layers(10, 4, last=1)
     ((3, 3, 2, 2), (3, 3, 3, 1))
     """
+    check_positive(num_layers=num_layers, chunks=chunks)
+    if chunks > num_layers:
+        raise ValueError(f"{num_layers} layers do not split into {chunks} pipeline stages: each needs a layer")
     given = {0: first} if first is not None else {}
     if last is not None:
         given[chunks - 1] = last

@@ -227,7 +227,10 @@ def test_models_that_megatron_cannot_say_are_refused(tmp_path):
             save_megatron(build("llama"), tmp_path / name, **options)
     with pytest.raises(ValueError, match="torch_dist needs a folder"):
         save_megatron(build("llama"), tmp_path / "a.pt", format="torch_dist")
-    with without_type_checker(), pytest.raises(ValueError, match="format must be 'torch' or 'torch_dist', got 'zarr'"):
+    with (
+        without_type_checker(),
+        pytest.raises(ValueError, match=r"format must be one of .*, got 'zarr'"),
+    ):
         save_megatron(build("llama"), tmp_path / "a", format="zarr")
     assert not list(tmp_path.iterdir())
 

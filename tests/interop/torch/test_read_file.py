@@ -127,6 +127,13 @@ def test_what_torch_does_not_read_is_not_written(value, tmp_path):
         write_torch_file(tmp_path / "a.pt", value)
 
 
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "model.pt").mkdir()
+    with pytest.raises(OSError, match=r"model\.pt"):
+        write_torch_file(tmp_path / "model.pt", {"a": np.ones(2, np.float32)})
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
 def test_known_classes_are_records(tmp_path):
     dictionary = pickle.dumps(OrderedDict(a=1), protocol=2)
     assert read_pickle(dictionary, "it", {"collections.OrderedDict": dict}) == {"a": 1}

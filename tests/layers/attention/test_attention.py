@@ -82,7 +82,7 @@ def test_arbitrary_mask_hides_where_it_is_true() -> None:
             lambda q: DotProductAttention(N, D)(q, q, q, alibi_slopes=jnp.ones(N)),
             "alibi_slopes are for core_attention_bias_type 'alibi', got 'no_bias'",
         ),
-        (lambda q: DotProductAttention(N, D)(q, q, q, attn_mask_type="none"), "unknown mask_type 'none'"),
+        (lambda q: DotProductAttention(N, D)(q, q, q, attn_mask_type="none"), "mask_type must be one of .* got 'none'"),
         (lambda q: DotProductAttention(N, D, attn_mask_type="sliding"), "attn_mask_type must be one of.* 'sliding'"),
         (lambda q: DotProductAttention(N, D, attention_dropout=1.5), r"attention_dropout must be in \[0, 1\)"),
         (lambda q: DotProductAttention(N, D, num_gqa_groups=3), "4 is not divisible by num_gqa_groups 3"),

@@ -170,5 +170,5 @@ def test_bad_sizes_say_what_is_allowed() -> None:
         rotary_embedding(jnp.arange(4), 5)
     with pytest.raises(ValueError, match="base must be > 0"):
         rotary_embedding(jnp.arange(4), D, 0.0)
-    with pytest.raises(ValueError, match="rotary embedding of head size 8 for heads of size 16"):
+    with pytest.raises(ValueError, match=r"rotary embedding of head size 8 for x of shape \(1, 4, 1, 16\)"):
         apply_rotary(draw("x", (1, 4, 1, 16)), rotary_embedding(jnp.arange(4), D))

@@ -106,7 +106,7 @@ def test_sizes_are_a_list_or_an_array_and_rows_may_be_aligned(x):
         ([20, 0], ValueError, r"must have shape \(3,\)"),
         ([20, -1, 3], ValueError, "must be >= 0 and add up to at most 48 rows"),
         ([20, 20, 20], ValueError, "at most 48 rows"),
-        ([20.0, 0, 3], TypeError, "must be integers"),
+        ([20.0, 0, 3], TypeError, "group_sizes must be .* integer"),
         (jnp.ones(E), TypeError, "must be integers, got float32"),
     ):
         with without_type_checker(), pytest.raises(error, match=match):
@@ -349,5 +349,9 @@ def test_alignments_of_recipes():
 def test_sizes_of_the_layer_are_checked():
     with pytest.raises(ValueError, match="num_gemms must be an integer >= 1, got 0"):
         GroupedLinear(0, K, N, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="out_features must be a size"):
+        GroupedLinear(2, K, (), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="x must have 1 axes or more"):
+        layer()(jnp.float32(1), [1, 0, 0])
     with pytest.raises(ValueError, match="parallel_mode must be None, 'column' or 'row'"):
         layer(parallel_mode="both")

@@ -222,12 +222,16 @@ def test_a_choice_that_is_given():
     ("call", "words"),
     [
         ({"x": jnp.ones((2, 3, 4))}, r"must be \[b, s, 16\]"),
+        ({"x": X[:, :0]}, r"one token or more, got shape \(4, 0, 16\)"),
         ({"x": X, "padding_mask": jnp.ones((S, B), bool)}, r"padding_mask must be \[4, 6\]"),
+        ({"x": X, "padding_mask": jnp.ones((B, S))}, "padding_mask must be bool"),
         ({"x": X, "experts": jnp.zeros((B, S, 3), jnp.int32)}, "experts must be"),
+        ({"x": X, "experts": jnp.zeros((B, 2 * S, 1), jnp.int32)}, r"experts must be \[4, 6, 2\]"),
+        ({"x": X, "experts": jnp.zeros((B, S, 2))}, "experts must be integers"),
     ],
 )
 def test_bad_calls(call, words):
-    with without_type_checker(), pytest.raises(ValueError, match=words):
+    with without_type_checker(), pytest.raises((ValueError, TypeError), match=words):
         make()(**call)
 
 

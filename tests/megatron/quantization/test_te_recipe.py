@@ -211,7 +211,7 @@ def test_factories_that_cannot_be_resolved(path: str | None, message: str):
 
 
 def test_a_factory_may_not_be_text():
-    with without_type_checker(), pytest.raises(ValueError, match="custom_recipe_factory"):
+    with without_type_checker(), pytest.raises(TypeError, match="path must be text"):
         resolve_factory(len)  # type: ignore[arg-type]
 
 

@@ -212,7 +212,7 @@ LENGTHS = jnp.array([4, 6], jnp.int32)
     [
         (
             {"mask_type": "window"},
-            "unknown mask_type 'window'; allowed: no_mask, causal, causal_bottom_right, padding, padding_causal",
+            "mask_type must be one of 'no_mask', 'causal', .*, got 'window'",
         ),
         ({"mask_type": "arbitrary"}, "mask_type 'arbitrary' needs a mask"),
         ({"mask_type": "causal", "mask": MASK}, "mask_type 'causal' takes no mask"),

@@ -217,20 +217,20 @@ PACKED = segments_from_cu_seqlens(jnp.array([[0, 2, 4]] * B))
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"window": (1,)}, ValueError, r"window_size must be \(left, right\), two integers >= -1 .*, got \(1,\)"),
+        ({"window": (1,)}, TypeError, r"window must be a tuple \(an integer, an integer\) or None, got \(1,\)"),
         ({"window": (-2, 0)}, ValueError, r"two integers >= -1"),
         ({"window": (1, 1)}, ValueError, r"window_size \(1, 1\) shows 1 positions ahead, mask type 'causal' none"),
         ({"bias_type": "alibi"}, ValueError, "ALiBi needs slopes"),
         ({"bias_type": "alibi", "bias": jnp.ones(3)}, ValueError, r"slopes must be \[n\] = \(4,\) .*, got \(3,\)"),
         ({"bias": BIAS}, ValueError, "bias_type 'no_bias' takes no bias"),
         ({"bias_type": "post_scale_bias"}, ValueError, "bias_type 'post_scale_bias' needs a bias"),
-        ({"bias_type": "relative"}, ValueError, "unknown bias_type 'relative'; allowed: no_bias, pre_scale_bias"),
+        ({"bias_type": "relative"}, ValueError, "bias_type must be one of 'no_bias', 'pre_scale_bias'"),
         ({"bias_type": "post_scale_bias", "bias": BIAS[0]}, ValueError, r"bias must have four axes, .* \(4, 4, 5\)"),
         ({"bias_type": "post_scale_bias", "bias": jnp.ones((1, N, SQ, SKV), int)}, TypeError, "floating point"),
         ({"softmax_type": "learnable"}, ValueError, "softmax_type 'learnable' needs softmax_offset"),
         ({"softmax_offset": OFFSET}, ValueError, "softmax_type 'vanilla' takes no softmax_offset"),
         ({"softmax_type": "learnable", "softmax_offset": OFFSET[:2]}, ValueError, r"one entry for each head, \(4,\)"),
-        ({"softmax_type": "off_by_one"}, ValueError, "unknown softmax_type 'off_by_one'; allowed: vanilla, off-by-one"),
+        ({"softmax_type": "off_by_one"}, ValueError, "softmax_type must be one of 'vanilla', 'off-by-one'"),
         ({"logit_softcap": 0.0}, ValueError, "logit_softcap must be > 0"),
         ({"segments": PACKED}, ValueError, "packed sequences need a padding mask type, got 'causal'"),
         (

@@ -66,9 +66,9 @@ def test_layernorm_without_a_bias():
 
 def test_errors():
     x = jnp.ones((4, 16))
-    with pytest.raises(ValueError, match=r"layernorm: the norm's .* \(16,\), got \(\(8,\)"):
+    with pytest.raises(ValueError, match=r"layernorm: the norm's .* \(16,\), .* got \(\(8,\)"):
         layernorm(x, jnp.ones(8))
-    with pytest.raises(ValueError, match=r"must have shape \(16,\), got .*\(1, 16\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(16,\), .*got .*\(1, 16\)"):
         layernorm(x, jnp.ones(16), jnp.ones((1, 16)))
     with pytest.raises(ValueError, match=r"RMS norm has no bias; pass None, or NormSpec\(kind='layernorm'\)"):
         layernorm(x, jnp.ones(16), jnp.ones(16), norm=NormSpec(kind="rmsnorm"))

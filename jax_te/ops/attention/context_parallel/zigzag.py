@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te._validation import check_positive
+from jax_te._validation import check_positive, checked
 from jax_te.sharding import axis_ranks
 from jax_te.typing import Array
 
@@ -24,6 +24,7 @@ def chunk_order(shards: int) -> list[int]:
     return [chunk for shard in range(shards) for chunk in (shard, 2 * shards - 1 - shard)]
 
 
+@checked
 def zigzag_positions(s: int, ranks: int | None = None) -> Array:
     """Return the position of every token of a sequence in zig-zag order, int32 ``[s]``.
 
@@ -46,6 +47,7 @@ def zigzag_positions(s: int, ranks: int | None = None) -> Array:
     return jnp.asarray(_order(s, axis_ranks("sequence") if ranks is None else ranks), jnp.int32)
 
 
+@checked
 def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArray:
     """Return ``x`` with its sequence axis brought into zig-zag order, see `zigzag_positions`.
 
@@ -63,17 +65,26 @@ def reorder_to_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> A
     >>> reorder_to_zigzag(np.arange(8)[None], 2).tolist()
     [[0, 1, 6, 7, 2, 3, 4, 5]]
     """
+    _check_axis(x, axis)
     return _take(x, _order(x.shape[axis], axis_ranks("sequence") if ranks is None else ranks), axis)
 
 
+@checked
 def undo_zigzag(x: AnyArray, ranks: int | None = None, axis: int = 1) -> AnyArray:
     """Return ``x`` in natural order: the inverse of `reorder_to_zigzag`.
 
     >>> undo_zigzag(reorder_to_zigzag(jnp.arange(8)[None], 2), 2).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
+    _check_axis(x, axis)
     order = _order(x.shape[axis], axis_ranks("sequence") if ranks is None else ranks)
     return _take(x, np.argsort(order), axis)
+
+
+def _check_axis(x: Any, axis: int) -> None:
+    """Raise for an array that has no such axis."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be one of an array of shape {x.shape}, got {axis}")
 
 
 def _order(s: int, ranks: int) -> np.ndarray:
