@@ -29,7 +29,7 @@ def differences(there: Mapping[str, Record], here: Mapping[str, Record], names: 
 
     Args:
         there, here: dtype and shape of each array of what is read and of what it should fill; None: no such array.
-        names: of those that differ.
+        names: names that differ.
 
     >>> differences({"a": ("int32", (2,)), "b": ("int32", ())}, {"a": ("int32", (3,))}, ["a", "b"])
     '1 unexpected: b is int32[] there, absent here. 1 of another shape: a is int32[2] there, int32[3] here'

@@ -120,7 +120,7 @@ class RNGStatesTracker:
 
         Args:
             name: a checksum of the name is folded into the stream's key.
-            seed: in [0, 2^32).
+            seed: seed of the stream, in [0, 2^32).
 
         Raises:
             RuntimeError: if the name or the seed is taken.
@@ -146,7 +146,7 @@ class RNGStatesTracker:
         inside of the block; here the key is passed on, for example as a layer's ``dropout_key``.
 
         Args:
-            name: of the stream.
+            name: name of the stream.
 
         Raises:
             KeyError: for an unknown stream.

@@ -99,7 +99,8 @@ def fp8_autocast(
 
     Args:
         enabled: quantize. The first releases' default was False.
-        calibrating, fp8_recipe, fp8_group: as ``calibrating``, ``recipe`` and ``amax_reduction_group`` of `autocast`.
+        calibrating, fp8_recipe, fp8_group: arguments ``calibrating``, ``recipe`` and ``amax_reduction_group`` of
+            `autocast`.
 
     Raises:
         ValueError, TypeError: as `autocast`.
@@ -132,10 +133,10 @@ def checkpoint(
 
     Args:
         function: function of arrays and pytrees of arrays, or a module.
-        *args, **kwargs: of ``function``.
+        *args, **kwargs: arguments of ``function``.
         distribute_saved_activations, get_rng_state_tracker, tp_group: see `jax_te.megatron.te_checkpoint`.
         get_cuda_rng_tracker: the older name of ``get_rng_state_tracker``.
-        use_reentrant: without effect: it chooses among PyTorch's implementations.
+        use_reentrant: option without effect: it chooses among PyTorch's implementations.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `jax_te.megatron.te_checkpoint`.
@@ -182,9 +183,9 @@ class TransformerLayer(layers.TransformerLayer):
 
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
-            inference_params: its ``cache``; a call with one also returns it, with the new tokens appended.
+            inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
             attention_mask, encoder_output, enc_dec_attn_mask, is_first_microbatch, checkpoint_core_attention, options:
-                as there.
+                see `jax_te.layers.TransformerLayer`.
 
         Returns:
             As there.

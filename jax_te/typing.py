@@ -13,7 +13,7 @@ class Words(NamedTuple):
 
     Args:
         words: description of an allowed value. Empty: that of the type.
-        remedy: what to give instead, for the end of the message.
+        remedy: remedy to name at the end of the message.
         error: type of the exception, where a reference's differs from the usual one.
 
     >>> Words("a path", remedy="give the run's folder").words

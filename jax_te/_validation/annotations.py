@@ -29,7 +29,7 @@ class Kind(NamedTuple):
         holds: test of a value.
         error: type of the exception for any other value.
         plain: whether it is a flag, a number or one of a few names.
-        remedy: what to give instead, for the end of a message.
+        remedy: remedy to name at the end of a message.
     """
 
     words: str
@@ -87,8 +87,8 @@ def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> Non
 
     Args:
         config: a dataclass.
-        base: it or a base, whose fields are checked.
-        names: of these fields; empty: all.
+        base: the class itself or one of its bases, whose fields are checked.
+        names: names of the fields to check; empty: all.
     """
     kinds = _kinds(base)
     for name in names or [field.name for field in dataclasses.fields(base) if field.init]:

@@ -25,7 +25,7 @@ def float_dtype(name: str, value: DTypeLike) -> np.dtype:
     """Return ``value`` as a dtype.
 
     Args:
-        name: of the argument, for the message.
+        name: argument's name, for the message.
         value: anything that ``np.dtype`` takes.
 
     Raises:
@@ -52,7 +52,7 @@ def check_float(op: str, *arrays: Any) -> None:
     """Raise TypeError for an array, None apart, whose dtype is not in `COMPUTE_DTYPES`.
 
     Args:
-        op: what takes the arrays, for the message.
+        op: operation that takes the arrays, for the message.
         arrays: arrays or `QuantizedKernel`, with the dtype that it was quantized from.
     """
     for array in arrays:

@@ -37,9 +37,9 @@ def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -
     Args:
         state: a run's; its numbers are replaced by random ones. Orbax gets random keys as data, since it has no form
             for them.
-        folder: on the file system to measure; made if missing.
-        rounds: of each.
-        name: of the state.
+        folder: folder on the file system to measure; made if missing.
+        rounds: number of measured rounds.
+        name: name of the state.
 
     Raises:
         OSError: if the folder cannot be written.

@@ -51,12 +51,12 @@ class Contestant:
     """A train step and its measurements; a subclass says how it begins and takes steps.
 
     Args:
-        name: of its row.
+        name: name of the row.
 
     Attributes:
-        compile_s, seconds: to compile, and of a step in each round.
+        compile_s, seconds: seconds to compile, and seconds of a step in each round.
         error: why it has no measurements.
-        times: of its kernels, where they were traced.
+        times: times of its kernels, if they were traced.
     """
 
     name: str
@@ -138,8 +138,8 @@ class CompiledStep(Contestant):
     """A train step that JAX compiles.
 
     Args:
-        name: of its row.
-        state: what it steps.
+        name: name of the row.
+        state: initial state of the step.
         lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
         prepare: turns a state that another contestant has left into one for this step; copies nothing.
     """
@@ -183,7 +183,7 @@ def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
 
     Args:
         contestants: after their rounds.
-        tokens: of a step.
+        tokens: number of tokens in a step.
     """
     first = next((contestant for contestant in contestants if contestant.error is None), None)
     rows = []

@@ -86,8 +86,8 @@ def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None =
     """Yield rows of each case: te.jax's layer, where that is here, then jax_te's, timed in turn.
 
     Args:
-        cases: what to measure. For a recipe that te.jax does not have, its bf16 layer is the peer.
-        settings: of the measurement.
+        cases: layers and recipes to measure. For a recipe that te.jax does not have, its bf16 layer is the peer.
+        settings: settings of the measurement.
         hlo: folder for the compiled programs.
     """
     for case in cases:

@@ -33,7 +33,7 @@ class MegatronProcess:
     """A running `jax_te.bench.peers.megatron_gpt`, with which torch's libraries stay out of this process.
 
     Args:
-        rank, ranks: its place among the processes of one model.
+        rank, ranks: index of this process, and number of processes, of one model.
     """
 
     def __init__(self, rank: int, ranks: int):
@@ -135,8 +135,8 @@ class MegatronGPT(Contestant):
     """Megatron-Core's GPT.
 
     Args:
-        name: of its row.
-        model: as `megatron_model` describes it.
+        name: name of the row.
+        model: description of the model, see `megatron_model`.
         ranks: processes that run it, one for each GPU.
     """
 
@@ -191,9 +191,9 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
     """Return a GPT and its train step as `jax_te.bench.peers.megatron_gpt` takes them.
 
     Args:
-        sizes: of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's data
-            parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
-        recipe: one of `MEGATRON_RECIPES`, or None for bf16.
+        sizes: sizes of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's
+            data parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
+        recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
         fp32_gradients: several ranks, and microbatches, add up gradients in fp32; else in bf16.
 
     Source: ``megatron.core.transformer.TransformerConfig``.

@@ -24,7 +24,7 @@ class Settings:
     """How something is measured.
 
     Args:
-        backend: of jax_te's side.
+        backend: backend of jax_te's side.
         rounds: times that every contestant has its turn; the median counts.
         calls: calls of a turn.
         profile: folder for traces of train steps, one for each contestant. None: nothing is traced.
@@ -41,11 +41,11 @@ class Sizes:
     """Sizes of a GPT and of its batch.
 
     Args:
-        config: of the model's layers.
+        config: configuration of the model's layers.
         vocabulary: rows of the embedding.
         batch, sequence: sizes of a step's tokens.
-        microbatches: of a step.
-        mesh: that it runs on, or None.
+        microbatches: number of microbatches in a step.
+        mesh: mesh that the step runs on, or None.
         distributed_optimizer: replicas split masters and optimizer state.
         tied: the embedding's rows are the head's, too.
     """

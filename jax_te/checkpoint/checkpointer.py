@@ -135,7 +135,7 @@ class TrainCheckpointer:
 
         Args:
             state: pytree of arrays.
-            data_state: any value that JSON can hold, for example the state of a data iterator.
+            data_state: JSON-serializable value, for example the state of a data iterator.
             step: name of the checkpoint, an integer >= 0.
             metrics: numbers by name, stored beside the arrays.
 
@@ -234,7 +234,7 @@ class TrainCheckpointer:
             abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` or of arrays, with the shardings to
                 restore to (on any mesh, whatever it was saved from). A leaf without one, such as ``jax.eval_shape``
                 gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated.
-            step: of the checkpoint; None: the newest. A damaged one that is named is an error.
+            step: step of the checkpoint; None: the newest. A damaged checkpoint that is named is an error.
             allow: names of conversions that lose or add something, which are refused otherwise:
 
                 - ``"cast"``: ``value.astype(dtype)``, where no master holds the value.
@@ -283,7 +283,7 @@ class TrainCheckpointer:
         Args:
             abstract_params: the ``params`` of a `TrainState`, or a model's ``nnx.state(model, nnx.Param)``, as in
                 `restore`. Of a model with other state, restore that by ``restore``, too.
-            step, allow: as in `restore`.
+            step, allow: see `restore`.
 
         Returns:
             Parameters, step.
@@ -526,7 +526,7 @@ class _Save(NamedTuple):
     """A save under way.
 
     Args:
-        step: its step.
+        step: number of the step.
         written: done when all is.
         logged: errors of Orbax in this process, which wait for the other processes before anybody can raise them.
     """

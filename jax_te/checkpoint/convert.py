@@ -49,12 +49,13 @@ class Made:
     """An array as it is read, or made of others.
 
     Args:
-        shape, dtype: of it.
-        parts: what it is made of.
+        shape, dtype: shape and dtype of the array.
+        parts: arrays that it is made of.
         make: function of the parts' arrays; None: it is read under the name ``source``.
-        axes_of_parts: how each part is sharded, so that a device makes its shard of what it holds.
-        sliced: it is a piece of its only part.
-        note: what is done, for the log.
+        axes_of_parts: function that returns how each part is sharded, so that a device makes its shard from what it
+            holds.
+        sliced: whether it is a slice of its only part.
+        note: description of the conversion, for the log.
         needs: names of `ALLOWED`.
     """
 
@@ -102,7 +103,7 @@ class Forms:
 
     Args:
         saved: record of each array of the checkpoint.
-        wanted: of each array of the state.
+        wanted: record of each array of the state.
     """
 
     def __init__(self, saved: dict[str, Record], wanted: dict[str, Record]):

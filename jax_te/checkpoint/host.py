@@ -93,8 +93,8 @@ def _one_replica(leaf: jax.Array, number: int) -> jax.Array | None:
     """Return an array of the same values of which each part is on one device; None if that takes more than views.
 
     Args:
-        leaf: of any sharding.
-        number: of the leaf; replicas take turns, so that each device copies its share.
+        leaf: array of any sharding.
+        number: index of the leaf; replicas take turns, so that each device copies its share.
     """
     sharding = leaf.sharding
     if sharding.num_devices * math.prod(sharding.shard_shape(leaf.shape)) == leaf.size:

@@ -27,9 +27,9 @@ class Target:
     """A state to fill.
 
     Args:
-        tree: of arrays or their descriptions.
+        tree: tree of arrays or their descriptions.
         allow: names of `ALLOWED`.
-        part: what its names begin with, and all that is asked for; "" for a whole state.
+        part: prefix of the names; only arrays under it are restored. "": the whole state.
 
     Raises:
         ValueError: for an unknown name in ``allow``.
@@ -60,10 +60,10 @@ class Plan:
     """How the arrays of a state come about.
 
     Args:
-        made: of the checkpoint's arrays.
+        made: arrays read or made from the checkpoint's arrays.
         kernels: exact values of kernels, which are quantized here.
-        kept: those given with the state.
-        left_out: what the checkpoint has and the state lacks.
+        kept: names of arrays kept from the given state.
+        left_out: names of the checkpoint's arrays that the state lacks.
     """
 
     made: dict[Name, Made] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     """Return a state and the data state.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         what: subject of messages.
         target: the state to fill.
 

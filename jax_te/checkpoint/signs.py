@@ -76,11 +76,11 @@ class Signs:
     locks.
 
     Args:
-        folder: one that all processes share; made if it is not there.
+        folder: folder that all processes share; made if missing.
         run: a name that is the same in all processes, and no other start has.
         index, count: number of this process, and of all.
-        bounds: all bounds of waiting in seconds; signs come ten times as often as the shortest asks for.
-        look: called after every look at the others, in a thread of its own. It may end the process.
+        bounds: all timeouts in seconds; signs are written ten times as often as the shortest one needs.
+        look: function called after every look at the other processes, in a thread of its own. It may end the process.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class Signs:
 
         Args:
             doing: a few words, behind which a line says "in".
-            waits: it is a wait for other processes. Otherwise time of the CPU counts as getting on: the process
-                compiles, say.
+            waits: whether it is a wait for other processes. Otherwise CPU time counts as progress, such as that of
+                compilation.
         """
         with self._of_own:
             self._own = self._own._replace(place=self._own.place + 1, doing=doing[:_TEXT])

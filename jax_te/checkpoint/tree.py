@@ -34,7 +34,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 
     Args:
         tree: the pytree.
-        is_leaf: as in ``jax.tree.leaves``.
+        is_leaf: predicate for leaves, see ``jax.tree.leaves``.
 
     Raises:
         ValueError: if two leaves have the same name.

@@ -80,8 +80,8 @@ def build_model(config: RunConfig, *, execution: Execution | None = None) -> Cal
     """Return a function that builds the run's model, without the rules of its precision file and without adapters.
 
     Args:
-        config: of the run.
-        execution: of the layers and the loss. None: the run's.
+        config: configuration of the run.
+        execution: execution options of the layers and the loss. None: the run's.
     """
     execution = execution or _execution(config)
 
@@ -168,8 +168,8 @@ class Trainer:
 
     Args:
         config: the run.
-        data: its tokens.
-        checkpointer: where states go.
+        data: tokens to train on and to evaluate.
+        checkpointer: checkpointer that writes states.
     """
 
     def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer):

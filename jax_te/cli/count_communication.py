@@ -42,7 +42,7 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
       ``a + b * n``, since a ring has a step for each device.
 
     Args:
-        config: with a mesh.
+        config: configuration with a mesh.
         count: counts each of several configurations. None: `count_in_process`.
 
     Raises:

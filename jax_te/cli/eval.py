@@ -102,8 +102,8 @@ def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) ->
 
     Args:
         model: evaluated under the ambient recipe.
-        data: at least two tokens.
-        batch_size, seq_len: of what is computed at once; a token is predicted from those before it in its window.
+        data: tokens, at least two.
+        batch_size, seq_len: size of what is computed at once; a token is predicted from those before it in its window.
 
     Raises:
         ValueError: for a text that is too short, for tokens that the model does not know, and for windows that are

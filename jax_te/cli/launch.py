@@ -20,8 +20,8 @@ class Launch(NamedTuple):
     """A process's place among those of its run.
 
     Args:
-        index: its number, from 0.
-        count: of processes; None: JAX finds it.
+        index: index of this process, from 0.
+        count: number of processes; None: JAX finds it.
         coordinator: ``host:port`` of process 0; None: JAX finds it.
     """
 
@@ -34,9 +34,9 @@ class Bounds(NamedTuple):
     """Seconds that a process waits for others of its run, counted from their last sign of life.
 
     Args:
-        start: until another one has come.
-        save: until another file has grown, while a checkpoint is written.
-        step: until one has got on, anywhere else.
+        start: timeout until another process has joined.
+        save: timeout until another file has grown, while a checkpoint is written.
+        step: timeout until a process has made progress, at any other time.
     """
 
     start: float = 300.0

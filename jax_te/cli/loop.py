@@ -31,10 +31,11 @@ class LoopPlan:
         eval_saved: held-out losses also come with checkpoints, but for one that a signal asks for.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
         inspect_every: steps that are inspected; 0 for none.
-        work: of a step, for the speed.
+        work: work of a step, from which the speed is computed.
         give_up_after: steps in a row that made no update, or whose loss or gradient norm was not finite, after which a
             run is lost.
-        learning_rate: gives the rate of an update by its number, from 0, for the record. None: not recorded.
+        learning_rate: function from an update's number, from 0, to its learning rate, for the record. None: not
+            recorded.
     """
 
     steps: int
@@ -57,12 +58,13 @@ class LoopActions:
         evaluate: returns the held-out loss of a state.
         save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
             return before it is on disk.
-        check: called at each step; raises what went wrong in the background since then. None: nothing.
+        check: function called at each step, which raises errors that occurred in the background since the last one.
+            None: nothing.
         inspect: ``(step, state, batch)``, with the number of a step, the state before it and its batch. None: nothing.
-        trace: of some steps. None: of none.
-        agree: called at each step with the signal that this process got, or None; returns the one to end on. None: its
-            own.
-        signs: of life, for the other processes. None: there are none.
+        trace: trace of some steps. None: no trace.
+        agree: function called at each step with the signal that this process received, or None; returns the signal to
+            stop on. None: the process's own.
+        signs: signs of life for the other processes. None: no signs.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
@@ -88,7 +90,7 @@ class LoopResult:
         state: the last state.
         step: the last step done.
         stopped_by: the signal that ended the run early, or None.
-        heldout_loss: of the last state if it was computed in this run, else None.
+        heldout_loss: held-out loss of the last state if it was computed in this run, else None.
         seconds: wall time of the loop.
         tokens_per_second: mean of the steps that were timed (`jax_te.metrics.Speed`), without work between steps;
             None if there were none.
@@ -156,9 +158,9 @@ def run_loop(
 
     Args:
         state: the state after step ``first``.
-        batches: of the steps, in order.
-        actions: what is done with states.
-        plan: how long and how often.
+        batches: batches of the steps, in order.
+        actions: functions of the run's states.
+        plan: length of the run, and intervals of its actions.
         log: gets the records.
         progress: shows the run.
         first: steps done already.

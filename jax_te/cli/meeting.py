@@ -23,7 +23,7 @@ def meet(launch: Launch, bound: float, say: Callable[[str], None]) -> None:
     JAX would wait for as long without a word, and then abort.
 
     Args:
-        launch: with a coordinator and a count.
+        launch: launch with a coordinator and a count.
         bound: seconds without another process that comes.
         say: shows a line on the wait.
 

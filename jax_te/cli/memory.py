@@ -15,7 +15,7 @@ def check_memory(config: RunConfig, *, training: bool = True) -> None:
     """Raise ValueError if a device has less memory than `least_memory`, unless the configuration says not to check.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         training: False: the parameters are loaded alone.
 
     Raises:
@@ -34,8 +34,8 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
 
     Args:
         needed: bytes on each device.
-        devices: how many there are of them.
-        advice: what the message says to lower.
+        devices: number of these devices.
+        advice: what to lower, for the message.
     """
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
@@ -51,7 +51,7 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     """Return bytes that each device holds at the very least: what is left out here only adds to it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         training: False: the parameters alone.
     """
     sizes = config.parallel_config() or ParallelConfig()

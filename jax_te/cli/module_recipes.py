@@ -16,10 +16,10 @@ class LayerRecipes:
     """The recipes of one quantizable layer.
 
     Args:
-        module: its path in the model.
+        module: path of the module in the model.
         kind: name of its class.
         training, evaluation: recipe in each mode; None is high precision.
-        why: what decided it, in words.
+        why: reason for these recipes, as text.
         layer, kernels: the layer, and the names of those of its kernels that this is about.
     """
 

@@ -24,12 +24,13 @@ class Option:
         kind: kind of the value, see `jax_te.cli.option_values`.
         help: noun phrase or sentence about its effect, without the default.
         shown: default in words. None: the field's default, that of ``recipes``, or the preset's if there is neither.
-        several: one or more values are given, separated by spaces; the field is a tuple.
-        positional: it is given by its place, without a flag.
+        several: whether it takes one or more values, separated by spaces; the field is a tuple.
+        positional: whether it is given by position, without a flag.
         may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
             trained.
-        of_mesh: it has no effect without a mesh.
-        kept: it is in ``config.json``. False for what only a command line may give, and gives anew each time.
+        of_mesh: whether it has no effect without a mesh.
+        kept: whether it is saved in ``config.json``. False for options that belong to one command line and are given
+            again each time.
         recipes: names of the recipes that have this field.
         library: the library's names for it, where they differ.
     """

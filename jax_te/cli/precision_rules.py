@@ -33,7 +33,7 @@ def quantization_rules(text: str, factory_modules: str | None = None) -> RecipeC
     """Return the rules of a precision file's text, see `jax_te.megatron.RecipeConfig`.
 
     Args:
-        text: of the file.
+        text: text of the file.
         factory_modules: modules, separated by commas, whose functions it may name; a file alone makes no code run.
 
     Raises:

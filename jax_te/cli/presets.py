@@ -20,7 +20,7 @@ class Preset:
     """Values of options under one name.
 
     Args:
-        summary: one line for ``--help``.
+        summary: summary in one line, for ``--help``.
         values: fields of `jax_te.cli.run_config.RunConfig`.
     """
 

@@ -123,7 +123,7 @@ def as_run(architecture: str, ignored: str | None, fields: dict[str, Any]) -> Fo
 
     Args:
         architecture, ignored: see `pretrained_form`.
-        fields: of a `TransformerConfig`, from the options.
+        fields: fields of a `TransformerConfig`, from the options.
     """
     changes = {name: value for name, value in fields.items() if name not in _SAID}
     return pretrained_form(architecture, ignored)[1].run_as(changes, fields["params_dtype"])

@@ -53,9 +53,9 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
     it, and the same command resumes.
 
     Args:
-        launch: of `find_launch`. None: one process, or those that are connected already.
+        launch: launch of `find_launch`. None: one process, or processes that are connected already.
         output: folder of the run, in which the signs are.
-        bounds: of all waiting.
+        bounds: timeouts of all waits.
         debug: show the traceback of an error.
 
     Raises:

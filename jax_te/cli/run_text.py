@@ -19,8 +19,8 @@ def tokenizer_values(path: str, vocab_size: int | None) -> dict[str, Any]:
     """Return the fields of a run's configuration that follow from ``--tokenizer``.
 
     Args:
-        path: of the file, or of its folder.
-        vocab_size: of the model that has been chosen; None: of a new one.
+        path: path of the file, or of its folder.
+        vocab_size: vocabulary size of the model that has been chosen; None: of a new model.
 
     Raises:
         ValueError: for a file that is no tokenizer, and one with more tokens than the model's embedding has rows.

@@ -78,12 +78,12 @@ def continue_text(
     model's context, or `LONGEST` tokens of it, is full, generation goes on from its second half.
 
     Args:
-        model: its layers lose recipes of their own, which might quantize one token at a time.
-        tokenizer: of the model.
-        prompt: at least one token.
+        model: model, whose layers lose recipes of their own, which might quantize one token at a time.
+        tokenizer: tokenizer of the model.
+        prompt: tokens of the prompt, at least one.
         length: >= 1.
-        seed: of the drawing.
-        temperature, top_k: as for `generate`; ``top_k`` 0 draws from all.
+        seed: seed of the sampling.
+        temperature, top_k: sampling options, see `generate`; ``top_k`` 0 samples from all tokens.
         copies: rows of the batch, all alike, for a mesh that splits the batch.
     """
     text = prompt.tolist()

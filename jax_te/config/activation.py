@@ -33,7 +33,7 @@ class LimitedFunction:
     """A function of one component, ``function(min(max(x, low), high)) + offset``.
 
     Args:
-        function: one of the functions in `ACTIVATIONS`, by name, or a function of one array.
+        function: name of a function in `ACTIVATIONS`, or a function of one array.
         low, high: limits of its argument, where its slope is still 1. None: no limit.
         offset: added to its value.
 
@@ -74,7 +74,7 @@ def activation_parts(activation: ActivationLike, name: str = "activation") -> tu
 
     Args:
         activation: a name, a function, or a tuple of them.
-        name: of the argument, for the message.
+        name: argument's name, for the message.
 
     Raises:
         ValueError: for an unknown name, or no function at all.

@@ -39,25 +39,25 @@ class RouterOptions:
         num_groups: number of groups of ``e / num_groups`` consecutive experts, of which each token uses ``group_topk``.
             A group's score is the sum of its ``topk // group_topk`` largest.
         group_topk: number of groups that a token uses.
-        load_balancing_type: one of `LOAD_BALANCING_TYPES`, or several of the losses among them. ``"aux_loss"``: a loss
-            over all tokens of a microbatch; ``"seq_aux_loss"``: over each sequence; ``"global_aux_loss"``: by the mean
-            counts of a step's microbatches so far; ``"sinkhorn"``: the choice is an optimal transport, in training;
-            ``"quantile_balancing"``: the choice is by logits less a bias of each expert, which follows the quantiles of
-            its logits.
+        load_balancing_type: load-balancing method, one of `LOAD_BALANCING_TYPES`, or several of the losses among them.
+            ``"aux_loss"``: a loss over all tokens of a microbatch; ``"seq_aux_loss"``: over each sequence;
+            ``"global_aux_loss"``: by the mean counts of a step's microbatches so far; ``"sinkhorn"``: the choice is an
+            optimal transport, in training; ``"quantile_balancing"``: the choice is by logits less a bias of each
+            expert, which follows the quantiles of its logits.
         aux_loss_coeff: coefficient of the loss, or of each. 0: no loss.
         z_loss_coeff: coefficient of ``mean(logsumexp(logits)^2)``. None: no such loss.
         aux_loss_groups: number of parts of a batch, along its first axis, of which each has losses of its own, and the
             mean of these counts: Megatron's numbers for as many data ranks. 1: the losses of all rows.
         enable_expert_bias: add a bias of each expert to the scores for the choice. Once a step it grows for experts
             with less than the mean load and shrinks for those with more.
-        bias_update_rate: by how much.
+        bias_update_rate: size of a bias update.
         quantile_balancing_ema: share of the old bias in the new one of ``"quantile_balancing"``.
         input_jitter_eps: multiply the router's input by uniform factors in ``[1 - eps, 1 + eps]``, in training.
         expert_capacity_factor: an expert takes ``ceil(t k / e * factor)`` of ``t`` tokens; what is more is dropped, and
             the token's other experts are left as they are. None, or below 0: as many as come.
         pad_expert_input_to_capacity: give each expert so many rows, the last of them zeros.
-        token_drop_policy: which tokens an expert keeps: ``"probs"``, those with its largest probabilities;
-            ``"position"``, those of the first positions of all sequences.
+        token_drop_policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
+            probabilities; ``"position"``, those of the first positions of all sequences.
         dtype: dtype of the router's GEMM and of its probabilities, ``"fp32"`` or ``"fp64"``. None: the GEMM is in the
             dtype of the input, and all that follows in fp32.
         force_load_balancing: choose at random, for measurements under equal load.
@@ -145,7 +145,7 @@ def checked_router_options(
 
     Args:
         given: values by the names of `RouterOptions`.
-        name_of: gives the name of a field for messages.
+        name_of: function that returns a field's name for messages.
 
     Raises:
         ValueError: as `RouterOptions`.
@@ -273,8 +273,8 @@ class ExpertsConfig:
 
     Args:
         num_moe_experts: ``e``. None: no layer has experts.
-        moe_layer_freq: which layers have experts: every ``N``-th, from the first on, or a list with 1 (experts) or 0
-            for each layer.
+        moe_layer_freq: layers with experts: every ``N``-th, from the first on, or a list with 1 (experts) or 0 for each
+            layer.
         moe_ffn_hidden_size: ``f`` of an expert. None: ``ffn_hidden_size``.
         moe_router_topk, moe_router_load_balancing_type, moe_router_score_function, moe_router_pre_softmax,
             moe_router_topk_scaling_factor, moe_router_num_groups, moe_router_group_topk, moe_router_dtype,

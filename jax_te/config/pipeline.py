@@ -17,7 +17,7 @@ class PipelineConfig:
     """How the layers of a model run as the stages of a pipeline, see `jax_te.training.pipeline`.
 
     Args:
-        schedule: one of `PIPELINE_SCHEDULES`.
+        schedule: name of the schedule, one of `PIPELINE_SCHEDULES`.
         virtual_stages: chunks of layers on each stage (Megatron's ``virtual_pipeline_model_parallel_size``).
         first_layers, last_layers: layers of the first and of the last chunk, which run the embedding and the loss as
             well. None: as many as any other.

@@ -30,17 +30,18 @@ class PrecisionConfig:
         fp8_param, fp4_param: hold kernels in quantized form: `create_train_state` does, for a model with this
             configuration. Layers are always built with exact kernels, because masters are taken from those.
         fp8_quantizer_factory, fp4_quantizer_factory: dotted path of a ``"custom"`` recipe's ``qfactory``.
-        fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: of delayed scaling, see
-            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. Without effect under another recipe.
+        fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: options of delayed scaling, see
+            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. No effect under another recipe.
         fp8_wgrad: False: weight gradients in high precision. Megatron's has no effect; here it holds, and for every
             recipe of FP8.
         fp8_output_proj: the models' output head follows the ambient recipe, too, whichever that is; in Megatron only
             MXFP8. False: it stays in the compute dtype.
-        fp8_dot_product_attention, fp8_multi_head_attention: refused if True: attention does not run in FP8 here.
+        fp8_dot_product_attention, fp8_multi_head_attention: must be False: attention does not run in FP8 here.
         fp4: ``"e2m1"`` or None.
         fp4_recipe: ``"nvfp4"`` or ``"custom"``.
         first_last_layers_bf16: keep the first and last layers in high precision, whatever the ambient recipe is.
-        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: how many, if so; each in [0, ``num_layers``].
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: number of such layers, if ``first_last_layers_bf16``;
+            each in [0, ``num_layers``].
 
     Raises:
         ValueError: for an unknown name; fp8 and fp4 together; ``fp8_param`` without fp8 and ``fp4_param`` without fp4;

@@ -24,17 +24,17 @@ class RecomputeConfig:
 
     Args:
         recompute_granularity: ``"full"``: whole layers; ``"selective"``: the modules named below; None: nothing.
-        recompute_method: of full recomputation. ``"uniform"``: of every ``recompute_num_layers`` consecutive layers
-            (fewer in the last group) only the first one's input is kept; ``"block"``: so many layers at the start of
-            the stack keep only their inputs, the others keep everything.
-        recompute_num_layers: of full recomputation, how many.
-        recompute_modules: of selective recomputation, some of `RECOMPUTE_MODULES`: ``"core_attn"``, scores and softmax;
-            ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation function's
-            output; ``"mlp"``, the feed-forward block with its norm; ``"moe"``, the whole of a layer of experts;
-            ``"moe_act"``, its activation; ``"shared_experts"``, what all tokens pass. None: the attention core. Lists
-            become tuples.
-        distribute_saved_activations: of full recomputation: shard the saved inputs over the tensor axis, and all-gather
-            them in backward.
+        recompute_method: method of full recomputation. ``"uniform"``: of every ``recompute_num_layers`` consecutive
+            layers (fewer in the last group) only the first one's input is kept; ``"block"``: ``recompute_num_layers``
+            layers at the start of the stack keep only their inputs, the others keep everything.
+        recompute_num_layers: number of layers for full recomputation, see ``recompute_method``.
+        recompute_modules: modules to recompute selectively, among `RECOMPUTE_MODULES`: ``"core_attn"``, scores and
+            softmax; ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation
+            function's output; ``"mlp"``, the feed-forward block with its norm; ``"moe"``, the whole of a layer of
+            experts; ``"moe_act"``, its activation; ``"shared_experts"``, the experts that all tokens pass. None: the
+            attention core. Lists become tuples.
+        distribute_saved_activations: whether full recomputation shards the saved inputs over the tensor axis, and
+            all-gathers them in backward.
 
     Raises:
         ValueError: for an unknown name; for a field without effect: a method or number of layers without full

@@ -31,10 +31,11 @@ class TrainBatches:
         text: tokens, integers ``[n]``, ``n > seq_len``; only the windows that are asked for are read of a memory map.
         batch_size: ``b``.
         seq_len: ``s``.
-        seed: in [0, 2^32).
+        seed: seed of the order of windows, in [0, 2^32).
         vocab_size: tokens must be from 0 to below it. None: of any size that int32 holds.
-        sharding: of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows that its
-            devices hold. The windows and their order are the same without it, and for every number of processes.
+        sharding: sharding of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows
+            that its devices hold. The windows and their order are the same without it, and for every number of
+            processes.
 
     Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
 
@@ -127,7 +128,7 @@ def heldout_batches(
 
     Args:
         text: tokens, integers ``[n]``, ``n > seq_len``.
-        batch_size, seq_len, vocab_size, sharding: as for `TrainBatches`; the batches have the same form.
+        batch_size, seq_len, vocab_size, sharding: see `TrainBatches`; the batches have the same form.
         num_batches: number of batches.
 
     Raises:
@@ -173,7 +174,7 @@ def whole_batches(
 
     Args:
         text: tokens, integers ``[n]``.
-        batch_size, seq_len, vocab_size: as for `TrainBatches`; the batches have the same form.
+        batch_size, seq_len, vocab_size: see `TrainBatches`; the batches have the same form.
 
     Raises:
         ValueError: for fewer than two tokens, and for one outside of the vocabulary.

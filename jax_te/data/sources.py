@@ -27,7 +27,7 @@ class Tokens:
 
     Args:
         tokens: integers ``[n]``; over a memory map if the source is a file of tokens.
-        source: its name, for messages.
+        source: name of the source, for messages.
         files: number of files read.
         text_bytes: bytes of the text in UTF-8; None for a file of tokens.
         vocab_size: tokens must be below.

@@ -26,8 +26,9 @@ class TextData:
             memory map.
         source: the origin of the text, for messages.
         files: number of files read.
-        vocab_size: every token is to be below it.
-        bytes_per_token: of the whole text in UTF-8; None for files of tokens, whose text is not known.
+        vocab_size: upper bound (exclusive) of token IDs.
+        bytes_per_token: mean number of UTF-8 bytes in a token, over the whole text; None for files of tokens, whose
+            text is not known.
     """
 
     train: np.ndarray
@@ -65,10 +66,10 @@ def load_text(
             about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, ``.jsonl`` and
             ``.parquet`` are read, except those whose name or folder begins with a dot.
         seq_len: tokens of an example; training and held-out text must each be long enough for one.
-        heldout_fraction: in (0, 1).
-        tokenizer: of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with nothing between
-            documents.
-        text_key: of JSON lines and Parquet.
+        heldout_fraction: fraction of the text that is held out, in (0, 1).
+        tokenizer: tokenizer of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with
+            nothing between documents.
+        text_key: key of the text in JSON lines and Parquet.
 
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file, whose line or

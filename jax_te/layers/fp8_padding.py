@@ -69,7 +69,7 @@ class Fp8Unpadding(Fp8Padding):
     """Take away the rows that `Fp8Padding` has appended to each group.
 
     Args:
-        num_gemms, align_size: those of the `Fp8Padding`.
+        num_gemms, align_size: values of the `Fp8Padding`.
 
     Source: ``transformer_engine.pytorch.Fp8Unpadding``.
 

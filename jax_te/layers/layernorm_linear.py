@@ -29,8 +29,8 @@ class LayerNormLinear(Linear):
         bias: learn an additive bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: store the norm's scale as an offset from 1.
-        return_layernorm_output: also return the norm's output, e.g. for a residual connection that starts there. It
-            then exists in full precision in memory, so the norm is no longer fused with quantization.
+        return_layernorm_output: whether to return the norm's output, too, e.g. for a residual connection that starts
+            there. It then exists in high precision in memory, so the norm is no longer fused with quantization.
         skip_weight_param_allocation: have no kernel and no bias, as in `Linear`; the norm has its parameters.
         init_method, sequence_parallel, tp_group, tp_size, parallel_mode, fuse_wgrad_accumulation, return_bias,
             params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each device of the
@@ -98,7 +98,7 @@ class LayerNormLinear(Linear):
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
-            weight, bias, is_first_microbatch: as in `Linear`.
+            weight, bias, is_first_microbatch: see `Linear`.
 
         Returns:
             ``y [..., *n]``, or a tuple of it and what was asked for, in this order: the bias, the norm's output

@@ -46,17 +46,17 @@ class LayerNormMLP(TensorParallelModule):
         bias: learn biases in both projections.
         activation: a key of `jax_te.config.ACTIVATIONS`, an elementwise function, or a tuple with one for each
             component, see `jax_te.ops.activation`.
-        activation_params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
+        activation_params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: store the norm's scale as an offset from 1.
         init_method: initializer of ``wi_kernel``. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
-        return_layernorm_output: also return the norm's output; then the norm is not fused with quantization.
+        return_layernorm_output: whether to return the norm's output, too; then the norm is not fused with quantization.
         set_parallel_mode: split the projections as said above, which TE does if told to; here the mesh decides whether
             there is something to split. False: every tensor device holds them whole and computes the same.
         sequence_parallel: input, output and the norm's output ``[b, s, h]`` are sharded over the tensor axis along
             ``s``, as in `Linear`.
-        tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`.
+        tp_group, tp_size, fuse_wgrad_accumulation: see `Linear`.
         return_bias: do not add ``wo_bias`` but return it beside the output.
         seq_length, micro_batch_size: sizes that TE warms its kernels up with; without effect, since ``jax.jit``
             compiles for the shapes of each call.
@@ -144,7 +144,7 @@ class LayerNormMLP(TensorParallelModule):
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
             adapters: ``f(z, out_axes)`` for each kernel, added to its product with ``z``: `LoRA`'s two. With them the
                 norm and the activation are not fused with quantization.
 

@@ -68,7 +68,8 @@ class Linear(TensorParallelModule):
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
-        frozen: no gradient reaches the parameters, and none is computed for the kernel. False. `LoRA` sets it.
+        frozen: whether the parameters are frozen: no gradient reaches them, and none is computed for the kernel.
+            Initially False; `LoRA` sets it.
         save_original_input: keep the input itself for backward and quantize it there again, see `dense`. False.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 

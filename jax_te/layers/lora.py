@@ -120,8 +120,8 @@ class LoRA(nnx.Module):
 
         Args:
             x: ``[..., k]``.
-            weight, bias: as in `Linear`, which alone takes them.
-            is_first_microbatch: as in `Linear`.
+            weight, bias: see `Linear`, which alone takes them.
+            is_first_microbatch: see `Linear`.
 
         Raises:
             ValueError: for ``weight`` or ``bias`` given to a `LayerNormMLP`.

@@ -12,8 +12,8 @@ class TrainingMode(nnx.Module):
 
     Attributes:
         deterministic: evaluation in place of training; Flax's ``model.eval()`` and ``model.train()`` set it.
-        without_dropout: no dropout in training either, whatever the rates: ``model.set_attributes(without_dropout=
-            True)`` sets it in all layers. Generation and measurements do so.
+        without_dropout: whether dropout is off in training, too, whatever the rates:
+            ``model.set_attributes(without_dropout= True)`` sets it in all layers. Generation and measurements do so.
 
     >>> class Block(TrainingMode):
     ...     pass

@@ -25,7 +25,7 @@ class Options:
         """Return the group that has the values of ``arguments`` under the names of its fields.
 
         Args:
-            arguments: of a constructor: its ``locals()``. Names that are no fields are ignored.
+            arguments: arguments of a constructor, its ``locals()``. Names that are not fields are ignored.
             others: fields whose values are not in ``arguments``, or differ from them.
 
         Raises:

@@ -25,8 +25,8 @@ def parameter(
 
     Args:
         init: ``init(key, shape, dtype)``.
-        rngs: its ``params`` stream gives the key.
-        shape: of the parameter.
+        rngs: random streams, whose ``params`` stream gives the key.
+        shape: shape of the parameter.
         dtype: fp32, bf16 or fp16.
         axes: logical axes, see `jax_te.sharding.ShardingRules`.
 

@@ -34,12 +34,12 @@ class QuantizableModule(TrainingMode):
     Attributes:
         high_precision: take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last layers.
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
-        kernel_recipes: what single kernels have in place of ``module_recipe``: pairs of a kernel's name and a
+        kernel_recipes: recipes of single kernels in place of ``module_recipe``: pairs of a kernel's name and a
             `ModuleRecipe` or None.
         deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
             recipes holds.
-        is_first_microbatch: what a call that does not say takes: True: quantize the kernels anew and keep them, for
-            this call alone, after which the attribute is False; False: use those kept; None: keep nothing.
+        is_first_microbatch: default of the call's argument. True: quantize the kernels anew and keep them, for this
+            call alone, after which the attribute is False; False: use the kept ones; None: keep nothing.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
     """
 
@@ -155,9 +155,9 @@ class QuantizableModule(TrainingMode):
         A cached kernel that was made under another recipe than the call's is passed over.
 
         Args:
-            kernel: its name.
-            bias: of the call.
-            is_first_microbatch: as in a layer's call.
+            kernel: name of the kernel.
+            bias: bias of the call.
+            is_first_microbatch: see the call of a layer.
             given: the kernel that the call was given. None: the layer's own. A layer that has its own quantizes another
                 one in each call.
 

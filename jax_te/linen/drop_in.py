@@ -97,7 +97,8 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     ``__call__`` apart: interceptors and ``capture_intermediates`` see it twice.
 
     Args:
-        model: not changed. The result is an instance of a subclass of its class, with the same fields.
+        model: Linen model; it is not changed. The result is an instance of a subclass of its class, with the same
+            fields.
         args, kwargs: arguments of ``model.init`` after its ``rngs``, arrays or their shapes (``jax.ShapeDtypeStruct``).
             The call is traced, not run.
         rules: glob pattern of paths (``"block_*.mlp.up"``: the names of the parameters' scopes, joined by dots) -> a
@@ -141,7 +142,7 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
     Call it under the recipe that is to be in force. It warns of rules that fit no layer.
 
     Args:
-        model: of `quantize_model`. It is traced, not run.
+        model: result of `quantize_model`. It is traced, not run.
         args, kwargs: arguments of ``model.init`` after its ``rngs``.
 
     Raises:
@@ -166,7 +167,7 @@ class _Choice(NamedTuple):
 
     Args:
         rules: patterns and what they give, in order.
-        gemms: of the model.
+        gemms: GEMMs of the model.
         own: parameters of modules of the user's own that a rule fits.
     """
 

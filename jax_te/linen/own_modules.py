@@ -32,7 +32,7 @@ class OwnParameter(NamedTuple):
 
     Args:
         scope: path of the scope that holds it.
-        name: its name there.
+        name: name of the parameter in its module.
         kind: name of the module's class.
         seen: uses of the parameter in the module's ``__call__``.
     """

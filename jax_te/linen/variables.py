@@ -69,7 +69,7 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     """Return a copy of ``module`` that holds ``variables``; a layer has quantizer state only if the variables have it.
 
     Args:
-        module: with arrays, or with shapes.
+        module: module with arrays, or with shapes.
         variables: collections as `collections_of` returns them, boxed or not.
         scope: name for errors.
 

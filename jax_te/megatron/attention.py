@@ -25,9 +25,9 @@ def is_layer_window_attention(
 
     Args:
         window_size: None: no layer has a window.
-        window_attn_skip_freq: which layers have one. None: all; an integer ``N``: all but every ``N``-th; a sequence
-            with an entry for each layer: those whose entry is true.
-        layer_number: of the layer, from 1.
+        window_attn_skip_freq: layers with window attention. None: all; an integer ``N``: all but every ``N``-th; a
+            sequence with an entry for each layer: those whose entry is true.
+        layer_number: number of the layer, from 1.
 
     Raises:
         ValueError: for a ``window_attn_skip_freq`` of another type.
@@ -59,14 +59,14 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
 
     Args:
         config: sizes, softmax type, softcap, window, dropout, and whether a call returns max logits.
-        layer_number: of the layer, from 1; whether it attends in a window may depend on it.
+        layer_number: number of the layer, from 1; whether it attends in a window may depend on it.
         attn_mask_type: an `AttnMaskType`, or its name.
         attention_type: ``"self"`` or ``"cross"``.
         attention_dropout: None: the configuration's.
         softmax_scale: None: the configuration's, or ``1 / sqrt(d)``.
         k_channels, v_channels: head sizes of keys and values, if both are given. Else ``config.kv_channels``.
         num_splits: an attribute without effect; it tunes one CUDA kernel. None: 1 if ``config.batch_invariant_mode``.
-        cp_comm_type: how the devices of the mesh's context axis exchange keys and values, see
+        cp_comm_type: exchange of keys and values between devices of the mesh's context axis, see
             `jax_te.ops.ContextParallel`. None: ``"p2p"``. As in Megatron, this argument is read instead of
             ``config.cp_comm_type``, which the caller may pass.
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
@@ -75,7 +75,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         padding_at_end: padding masks hide nothing but the end of each sequence, so that their lengths say the same.
             Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them, and
             runs in plain JAX.
-        rngs: not needed, because nothing is drawn.
+        rngs: unused, because nothing is random.
 
     Raises:
         ValueError: for unknown names; when called, for masks that are missing or have no effect.
@@ -164,9 +164,9 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
                 ``padding_causal`` and ``no_mask`` as ``padding``.
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: several sequences in each row.
-            num_splits: without effect, see the class.
-            others: as in `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None is no
-                argument.
+            num_splits: option without effect, see the class.
+            others: other arguments of `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None
+                means not given.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``

@@ -29,7 +29,7 @@ class CapturedGraphs:
 
     Attributes:
         hooks: pairs of a function and its arguments, called before each replay.
-        current_microbatch: which microbatch of a step comes next, from 0.
+        current_microbatch: index of the next microbatch of a step, from 0.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class CapturedGraphs:
         """Return the result of a captured ``forward``, and the variables that it changed.
 
         Args:
-            module: its variables are inputs of the graph; it is not changed.
+            module: module whose variables are inputs of the graph; it is not changed.
             inputs: ``(args, kwargs)`` with arrays, and static values, which can be hashed.
-            first: this is a step's first microbatch.
+            first: whether this is a step's first microbatch.
             capture: capture the call if it is new.
 
         Raises:

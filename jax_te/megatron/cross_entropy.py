@@ -23,9 +23,9 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: ``[..., v]``, the global array: in Megatron each rank has its shard.
         target: integers ``[...]`` in ``[0, v)``; -100 gives 0, another label nan.
-        label_smoothing: in ``[0, 1 - 1 / v)``.
+        label_smoothing: label smoothing in ``[0, 1 - 1 / v)``.
         tp_group: None or ``"tensor"``.
-        out_axes: as in `jax_te.ops.softmax_cross_entropy`.
+        out_axes: see `jax_te.ops.softmax_cross_entropy`.
 
     Returns:
         fp32 ``[...]``.

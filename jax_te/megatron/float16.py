@@ -141,11 +141,11 @@ class Float16Module(MegatronModule):
     PyTorch. `jax_te.training.TrainState` holds fp32 masters.
 
     Args:
-        config: its attribute ``fp16`` or ``bf16`` is True; hashable.
+        config: hashable object whose attribute ``fp16`` or ``bf16`` is True.
         module: the model; cast in place.
-        pre_process: this is the first pipeline stage, so inputs are cast. None: what the module's own ``pre_process``
-            says, and without one True; JAX has no process groups that could tell.
-        post_process: this is the last pipeline stage, so outputs are cast back. None: likewise.
+        pre_process: whether this is the first pipeline stage, so that inputs are cast. None: the module's own
+            ``pre_process``, or True if it has none; JAX has no process groups that could tell.
+        post_process: whether this is the last pipeline stage, so that outputs are cast back. None: likewise.
         vp_size: virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
         vp_stage: number of this virtual stage, from 0. None: the module's own ``vp_stage``, if it has one.
             Inputs are cast on the first, outputs on the last.

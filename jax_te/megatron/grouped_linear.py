@@ -31,14 +31,15 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         parallel_mode: ``"column"``, ``"row"`` or None, as in `TELinear`; without effect for an expert.
         config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
-        bias: there are biases ``[e, n]``, initially 0.
-        skip_bias_add: with ``bias``, return the biases instead of adding them, for a fused operation to add.
+        bias: whether there are biases ``[e, n]``, initially 0.
+        skip_bias_add: whether to return the biases instead of adding them, for a fused operation to add.
         is_expert: the layer is that of a mixture's experts, whose kernels the tensor axis does not shard (Megatron's
             ``expert_tensor_parallel_size=1``).
-        tp_comm_buffer_name: any name or None, without effect.
+        tp_comm_buffer_name: option without effect.
         pg_collection: None.
         name: under which the rules of ``config.quant_recipe`` know the layer, as in `TELinear`.
-        rngs: its stream ``expert-parallel-rng`` draws the kernels, else one that follows from ``params``.
+        rngs: random streams; ``expert-parallel-rng`` draws the kernels, or if it is missing a stream derived from
+            ``params``.
 
     Attributes:
         is_first_microbatch, module_recipe, deterministic, module_name: see `TELinear`.
@@ -102,7 +103,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         Args:
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
             m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. The host does not wait for them.
-            is_first_microbatch, alignment: as in `GroupedLinear`.
+            is_first_microbatch, alignment: see `GroupedLinear`.
 
         Returns:
             ``(y [rows, n], None)`` with the biases, if any, added to ``y``; with ``skip_bias_add`` and ``bias``

@@ -95,7 +95,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             x: ``[..., k]``; its dtype is the dtype of computation and of the output. If the norm's parameters are in
                 half precision and ``x`` is in fp32, such as an fp32 residual stream, ``x`` is cast to their dtype; its
                 gradient is in fp32.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(y [..., n], bias [n] or None)``, as `TELinear`; the norm's output is not returned.

@@ -35,8 +35,8 @@ class Layout:
 
     Args:
         shape: the array's own shape: a kernel's ``[in, *out]``, a bias's ``[*out]``.
-        own_axes: its logical axes.
-        is_kernel: its first axis is that of the input.
+        own_axes: logical axes of the array.
+        is_kernel: whether its first axis is the input's.
         groups: key/value groups whose components Megatron stores group by group, where they are in the outer axes.
         experts: number of arrays of this form that are one here, ``[e, in, *out]``, and that Megatron numbers; None:
             the array is one.
@@ -114,9 +114,9 @@ def megatron_layout(
     """Return Megatron's name of a Variable, and its layout where that is another one than the Variable's.
 
     Args:
-        path: of the Variable.
+        path: path of the Variable.
         outside: the length of the path to the module with Megatron's names; the length of ``path`` where there is none.
-        variable: of one array; other ones, such as quantizer state and kernels stored quantized, keep their names.
+        variable: Variable of one array; others, such as quantizer state and kernels stored quantized, keep their names.
         owners: the modules by their paths.
 
     >>> layer = Linear(32, (2, 64), rngs=nnx.Rngs(0))

@@ -32,10 +32,10 @@ class TELinear(TELayer, Linear):
             (or None) neither; a duplicated layer takes and gives whole sequences.
         config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of the kernel ``[k, n]``: ``init(key, shape, dtype)``, e.g. ``config.init_method``.
-        bias: there is a bias ``[n]``, initially 0.
-        skip_bias_add: with ``bias``, return the bias instead of adding it, for a fused operation to add.
+        bias: whether there is a bias ``[n]``, initially 0.
+        skip_bias_add: whether to return the bias instead of adding it, for a fused operation to add.
         skip_weight_param_allocation: False.
-        tp_comm_buffer_name: any name, such as ``"qkv"``, or None: of user buffers; JAX has none, so it has no effect.
+        tp_comm_buffer_name: name of user buffers, such as ``"qkv"``, or None; JAX has none, so it has no effect.
         is_expert: the layer belongs to one expert of a mixture. It computes the tokens that each device has, in forward
             without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
             ``expert_tensor_parallel_size=1``). Its input is ``[tokens, k]`` or ``[b, s, k]``; under sequence
@@ -108,7 +108,7 @@ class TELinear(TELayer, Linear):
         Args:
             x: ``[..., k]``; its dtype is the dtype of computation and of the output. In fp32 it is cast to the dtype of
                 a kernel in half precision, as `TELayerNormColumnParallelLinear` and `TENorm` do.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(y [..., n], None)`` with the bias, if any, added to ``y``; with ``skip_bias_add`` and ``bias``
@@ -156,7 +156,7 @@ class TEColumnParallelLinear(TELinear):
         output_size: ``n``; or several sizes, of which the tensor axis shards the last. The output has an axis for
             each: with ``(2, f)`` gate and factor of a gated MLP are on one device.
         gather_output: False: the output stays sharded.
-        is_expert: as in `TELinear`.
+        is_expert: see `TELinear`.
         kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a column-parallel layer.
         input_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation, tp_comm_buffer_name,
             tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
@@ -211,10 +211,10 @@ class TERowParallelLinear(TELinear):
 
     Args:
         input_is_parallel: True: the input is sharded already.
-        is_expert: as in `TELinear`.
+        is_expert: see `TELinear`.
         kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a row-parallel layer.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
-            as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
+            see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
         pg_collection: None.
 
     Raises:

@@ -58,7 +58,7 @@ class MLP(MegatronModule):
 
         Args:
             hidden_states: ``[b, s, h]``.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(output [b, s, h], None)``: the bias is in the output.

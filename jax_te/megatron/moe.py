@@ -87,7 +87,7 @@ class TopKRouter(StateDicts, Router):
 
         Args:
             input: ``[b, s, h]``.
-            padding_mask, key, experts: as in `Router`.
+            padding_mask, key, experts: see `Router`.
 
         Returns:
             Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that have no room for it, and
@@ -143,7 +143,7 @@ class SharedExpertMLP(MegatronModule):
     """The feed-forward block that all tokens pass beside their experts, without norm and biases.
 
     Args:
-        config: its ``moe_shared_expert_intermediate_size`` is ``f``.
+        config: configuration whose ``moe_shared_expert_intermediate_size`` is ``f``.
         submodules: None: the layers are `TEColumnParallelLinear` and `TERowParallelLinear`.
         gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``, Megatron's
             ``gate_weight [1, h]``.
@@ -213,7 +213,7 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         is_mtp_layer: False.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers, such as
             ``{name}.experts.linear_fc1``.
-        aux_loss_groups: as in `TopKRouter`.
+        aux_loss_groups: see `TopKRouter`.
         rngs: the ``params`` stream draws the router and plain kernels, ``expert-parallel-rng`` those of experts.
 
     Raises:
@@ -264,8 +264,8 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             hidden_states: ``[b, s, h]``.
             intermediate_tensors: None: the layer runs as one.
             padding_mask: bool ``[b, s]``, True for padding.
-            key, experts: as in `Router`.
-            is_first_microbatch: as in `Linear`.
+            key, experts: see `Router`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(output [b, s, h], None)``: the bias is in the output.

@@ -36,14 +36,14 @@ class TENorm:
     """Constructor of the norm that ``config.normalization`` names: a `LayerNorm` or `RMSNorm`, never a TENorm.
 
     Args:
-        config: its fields ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel`` and
-            ``params_dtype`` are read.
+        config: configuration, of which the fields ``normalization``, ``layernorm_zero_centered_gamma``,
+            ``sequence_parallel`` and ``params_dtype`` are read.
         hidden_size: ``h``.
         eps: added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read: pass it.
         has_residual: a residual connection starts at the norm's input. If ``config.fused_residual_rmsnorm`` is True,
             too, a call returns ``(output, input)``, as Megatron's fused kernel does, and the attribute
             ``returns_residual`` is True.
-        rngs: not needed, because the initial values are constants.
+        rngs: unused, because the initial values are constants.
 
     Raises:
         Exception: for another normalization; exactly this class, as in Megatron.

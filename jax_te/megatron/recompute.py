@@ -33,7 +33,7 @@ def te_checkpoint(
         get_rng_state_tracker: returns the tracker whose streams ``forward_func`` forks. Both passes draw the same keys,
             and the tracker advances as it would without the checkpoint. None: ``forward_func`` forks no stream.
         tp_group: None or ``"tensor"``, the mesh axis over which the saved argument is sharded.
-        *args, **kwargs: of ``forward_func``.
+        *args, **kwargs: arguments of ``forward_func``.
 
     Raises:
         TypeError: for another ``tp_group``, a ``distribute_saved_activations`` that is not True or False, or a

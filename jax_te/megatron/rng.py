@@ -158,7 +158,7 @@ def model_parallel_cuda_manual_seed(
 
     Args:
         seed: >= 0, and such that no stream's integer exceeds 2^32 - 1.
-        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: as `initialize_rng_tracker`.
+        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: see `initialize_rng_tracker`.
         tp_rank, ep_rank, etp_rank: None or 0. One program runs on all devices, and each folds its position into the key
             when it draws; `jax_te.random.model_parallel_seeds` returns the integers of Megatron's ranks.
         force_reset_rng: replace an existing tracker.

@@ -32,9 +32,9 @@ class SelfAttention(MultiheadAttention, MegatronModule):
 
     Args:
         config: sizes, norms, initializers and the options of the core.
-        layer_number: of the layer, from 1.
+        layer_number: number of the layer, from 1.
         attn_mask_type: an `AttnMaskType`, or its name.
-        cp_comm_type: as in `TEDotProductAttention`. None: ``"p2p"``.
+        cp_comm_type: see `TEDotProductAttention`. None: ``"p2p"``.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:

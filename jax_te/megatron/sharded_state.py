@@ -28,8 +28,8 @@ def sharded_state_dict(
     A submodule's own method ``sharded_state_dict``, if it has one, gives its part of the dict.
 
     Args:
-        module: its arrays may be abstract (``nnx.eval_shape``).
-        prefix: of every name, with its dot.
+        module: module, whose arrays may be abstract (``nnx.eval_shape``).
+        prefix: prefix of every name, with its dot.
         sharded_offsets: ``()``.
         metadata: passed on to submodules. Megatron's has process groups and formats, which have no effect here.
 

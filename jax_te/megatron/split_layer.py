@@ -40,10 +40,10 @@ def split_te_layernorm_column_parallel_linear(
     file); here the linear layer gets it, along with the state of delayed scaling.
 
     Args:
-        fused_layer: not changed.
-        config: of the new layers; its normalization must be the fused layer's.
+        fused_layer: layer to split; it is not changed.
+        config: configuration of the new layers; its normalization must be the fused layer's.
         init_method: initializer that the linear layer is built with, before the kernel is copied into it. None: zeros.
-        tp_group: as in `TELinear`. None: the fused layer's.
+        tp_group: see `TELinear`. None: the fused layer's.
 
     Raises:
         ValueError: if ``config`` describes another norm than the fused layer has.

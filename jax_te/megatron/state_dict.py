@@ -21,8 +21,8 @@ class IncompatibleKeys(NamedTuple):
     """Names that `load_state_dict` left out with ``strict=False``.
 
     Args:
-        missing_keys: in the module, but not in the dict; their arrays are unchanged.
-        unexpected_keys: in the dict, but not in the module.
+        missing_keys: names in the module, but not in the dict; their arrays are unchanged.
+        unexpected_keys: names in the dict, but not in the module.
     """
 
     missing_keys: list[str]
@@ -42,7 +42,7 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
 
     Args:
         module: any NNX module.
-        prefix: of every name, with its dot: ``"model."``.
+        prefix: prefix of every name, with its dot: ``"model."``.
         keep_vars: return the Variables themselves, not their arrays. Their arrays have this package's layout.
 
     Source: ``torch.nn.Module.state_dict``.
@@ -67,7 +67,7 @@ def load_state_dict(
         module: changed in place.
         arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.interop.megatron.read_megatron`).
         strict: False: skip names that only one of the two has.
-        prefix: of the names of ``arrays``, before the module's names.
+        prefix: prefix of the names in ``arrays``, before the module's names.
 
     Returns:
         The names that were skipped.
@@ -96,7 +96,7 @@ def load_variables(
     """Load arrays into Variables of a module as `load_state_dict` does.
 
     Args:
-        module: whose Variables they are.
+        module: module that has the Variables.
         found: name in ``arrays`` without ``prefix``, Variable and layout of each, as `variables_of` gives them.
         arrays, strict, prefix: see `load_state_dict`.
 
@@ -139,7 +139,7 @@ class StateDicts:
 
         Args:
             destination: a dict to which the arrays are added, and which is returned.
-            prefix: of every name, with its dot.
+            prefix: prefix of every name, with its dot.
             keep_vars: return the Variables, not their arrays.
         """
         destination = {} if destination is None else destination
@@ -190,7 +190,7 @@ def arrays_of(
     """Return the arrays of one Variable by name; ``key`` is the name of the Variable.
 
     Args:
-        layout: of the array, if it is not the Variable's own.
+        layout: layout of the array, if it differs from the Variable's own.
         abstract: return shapes and dtypes alone where there is a layout, which then computes nothing.
 
     >>> list(arrays_of("state", nnx.Variable({"x": jnp.ones(1), "y": jnp.ones(1)})))

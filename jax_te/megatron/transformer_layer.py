@@ -98,8 +98,9 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     `jax_te.layers.MultiheadAttention`. A `state_dict` has Megatron's names and layouts.
 
     Args:
-        config: of the stack; it says whether calls are captured (``cuda_graph_impl``), see `GraphableMegatronModule`.
-        layer_number: from 1. Some fields depend on it: windows, first and last layers in high precision.
+        config: configuration of the stack, also of captured calls (``cuda_graph_impl``), see `GraphableMegatronModule`.
+        layer_number: number of the layer, from 1. Some fields depend on it: windows, first and last layers in high
+            precision.
         layer_type: ``"encoder"``, or ``"decoder"``, which attends to a ``context``, too.
         self_attn_mask_type: ``"causal"``, ``"no_mask"`` or ``"arbitrary"``.
         vp_stage: stored, without effect.
@@ -191,13 +192,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 type is ``"arbitrary"``, as in Transformer Engine.
             context: ``[b, skv, h]``, an encoder's output, for a decoder.
             context_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out. None: nothing is.
-            rotary_pos_emb: from `jax_te.layers.rotary_embedding`.
+            rotary_pos_emb: rotary embedding, see `jax_te.layers.rotary_embedding`.
             attention_bias: added to the scaled scores of self-attention.
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
                 types, as in Megatron.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            others: as in `jax_te.layers.TransformerLayer`, such as ``cache``.
+            others: other arguments of `jax_te.layers.TransformerLayer`, such as ``cache``.
 
         Returns:
             The output ``[b, s, h]`` and ``context``, then what else `jax_te.layers.TransformerLayer` returns.

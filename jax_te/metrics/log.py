@@ -75,7 +75,8 @@ class MetricsLog:
         Args:
             step: the step's number.
             values: numbers by name; arrays of one number will do.
-            chart: for all writers. False: for ``metrics.jsonl`` alone, which can take every step of a long run.
+            chart: whether all writers get the metrics. False: ``metrics.jsonl`` alone, which can take every step of a
+                long run.
         """
         plain = _plain(values)
         for writer in self._writers:

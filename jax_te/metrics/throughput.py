@@ -31,7 +31,7 @@ def peak_flops(device: Any) -> float | None:
     """Return the dense bf16 FLOP/s that a device's maker publishes; None for devices that are not in the table.
 
     Args:
-        device: of ``jax.devices()``.
+        device: a device of ``jax.devices()``.
 
     >>> peak_flops(jax.devices()[0]) is None  # a CPU
     True
@@ -48,7 +48,7 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     ``n`` heads of size ``d``. What backward computes again is not counted, nor is less for attention in windows.
 
     Args:
-        config: of the layers.
+        config: configuration of the layers.
         vocab_size: columns of the output head.
         batch_size: sequences of a step, over all devices and microbatches.
         sequence_length: ``s``.
@@ -75,8 +75,8 @@ class StepWork:
     """What a train step does, for its speed.
 
     Args:
-        tokens: of a step, over all devices.
-        devices: that share it.
+        tokens: number of tokens of a step, over all devices.
+        devices: number of devices that share it.
         flops: see `train_flops`. None: unknown.
         peak: FLOP/s of one device, see `peak_flops`. None: unknown.
 
@@ -117,7 +117,7 @@ class Speed:
     steps (`pause`) counts for the time left alone, and only if it recurs.
 
     Args:
-        work: of a step.
+        work: work of a step.
 
     >>> speed = Speed(StepWork(tokens=4096))
     >>> for step in (1, 2):

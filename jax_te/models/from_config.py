@@ -45,8 +45,8 @@ def transformer_layer(
     keys in a way of its own (``cp_comm_type``).
 
     Args:
-        config: of the stack.
-        number: from 0.
+        config: configuration of the stack.
+        number: index of the layer, from 0.
         layer_type, self_attn_mask_type: see `TransformerLayer`.
         post_norm: norms behind the residual sums, as in BERT, in place of norms in front of the blocks.
         rngs: the ``params`` stream draws all weights.
@@ -76,7 +76,7 @@ def check_config(
     refused otherwise. ``context_parallel_size`` must be the size of the mesh in use, unless it is 1.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         also: extra unsupported fields: name → hint appended to the error message.
         follows: fields that this model follows, unlike the others.
 

@@ -155,9 +155,9 @@ class GPTModel(LanguageModel):
             labels: integers ``[b, s]``: the token after each, or ``options.ignore_index`` (-100) for a token that does
                 not count.
             loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1.
-            dropout_key: as in a call.
-            options, reduction: as in `jax_te.ops.softmax_cross_entropy`; a mean of no token is 0.
-            positions: as in a call.
+            dropout_key: see the call.
+            options, reduction: see `jax_te.ops.softmax_cross_entropy`; a mean over no tokens is 0.
+            positions: see the call.
 
         Raises:
             ValueError: if the shapes differ.

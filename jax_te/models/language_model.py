@@ -45,10 +45,10 @@ class OutputHead(Linear):
     have it as they have any other layer. Without a recipe it computes what a model without the option computes.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         vocab_size: ``v``.
         bias: each call is given a bias ``[v]``.
-        own_kernel: it has a kernel ``[h, v]``. False: each call is given one.
+        own_kernel: whether it has a kernel ``[h, v]``. False: each call is given one.
         rngs: the ``params`` stream draws the kernel.
 
     Raises:

@@ -54,25 +54,25 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     applied to the layers by Megatron's names.
 
     Args:
-        config: as in `GPTModel`. With ``fp8`` or ``fp4`` build and call the model inside of
+        config: see `GPTModel`. With ``fp8`` or ``fp4`` build and call the model inside of
             ``autocast(recipe_from_config(config))``.
         transformer_layer_spec: the class of the layers: `jax_te.megatron.TransformerLayer`, or one derived from it.
             None: `TransformerLayer`. Megatron's takes a ``ModuleSpec``.
-        vocab_size, max_sequence_length: as in `GPTModel`.
+        vocab_size, max_sequence_length: see `GPTModel`.
         pre_process, post_process: whether it has the embedding, and the head with the norm before it. A stage of a
             pipeline that lacks one of them is for schedules of your own, see below.
         fp16_lm_cross_entropy: False: the loss is in fp32.
         logit_dtype: None: logits are in the compute dtype.
         parallel_output: False: logits are whole on every tensor rank.
-        share_embeddings_and_output_weights: as in `GPTModel`, but False unless given, as in Megatron.
+        share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
-        rotary_percent, rotary_base: of ``"rope"``, see `RotaryPositions`.
+        rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`.
         rope_scaling, rope_scaling_factor: Llama 3.1's scaling, see `Llama3Scaling`.
         scatter_embedding_sequence_parallel: True.
         seq_len_interpolation_factor: divides positions, see `LinearScaling`.
         mtp_block_spec, pg_collection: None.
         vp_stage: stored; ``stage_layers`` says which layers the stage has.
-        execution: as in `GPTModel`.
+        execution: see `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
             process groups, of which JAX has none; `jax_te.training.pipeline.split_layers` counts them.
         rngs: the ``params`` stream draws all weights.
@@ -192,14 +192,14 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             input_ids: integers ``[b, s]``; without effect behind the first stage.
             position_ids: ``[s]`` or ``[b, s]``; None: 0, 1, 2, …. They also rotate, where Megatron's rotation counts
                 positions by itself.
-            attention_mask: without effect: the layers are causal, as in Megatron.
+            attention_mask: argument without effect: the layers are causal, as in Megatron.
             decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
             runtime_gather_output: True: logits whole on every tensor rank. None: as ``parallel_output`` says.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            cache: as in `GPTModel`, of a whole model; ``inference_context`` is Megatron's way.
+            cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
             others: Megatron's other arguments, None; ``loss_mask`` has no effect, as in Megatron, where
                 the caller weights the losses. `GPTModel.loss` takes weights.
 

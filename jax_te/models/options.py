@@ -19,8 +19,8 @@ class Execution:
     dropout masks, of a batch in parts).
 
     Args:
-        recompute_policy: which residuals are saved inside of layers that ``config.recompute_granularity="full"``
-            recomputes, a `jax_te.remat.RecomputePolicy` or its name. ``"full"``: none.
+        recompute_policy: `jax_te.remat.RecomputePolicy` or its name: the residuals that are saved inside of layers that
+            ``config.recompute_granularity="full"`` recomputes. ``"full"``: none.
         scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
             stacks of many layers, see `runs_scanned`.
         loss_chunks: number of pieces of the sequence whose logits the loss computes one after the other, see
@@ -71,10 +71,10 @@ class Multipliers:
     """Constants of a model, its attribute ``multipliers``: ``model.multipliers = Multipliers(...)``.
 
     Args:
-        embedding: of the embeddings of tokens, in the parameters' dtype. Gemma has ``h**0.5``.
-        head: of the head's input. T5 with a tied head has ``h**-0.5``.
-        softcap: of the head's output: logits are ``cap tanh(logits / cap)``, computed in fp32. Gemma 2 has 30. None: no
-            cap.
+        embedding: factor of the token embeddings, in the parameters' dtype. Gemma has ``h**0.5``.
+        head: factor of the head's input. T5 with a tied head has ``h**-0.5``.
+        softcap: softcap of the head's output: logits are ``cap tanh(logits / cap)``, computed in fp32. Gemma 2 has 30.
+            None: no cap.
 
     Raises:
         ValueError: for a number that is not positive.
@@ -103,7 +103,7 @@ class RotaryPositions:
     Args:
         base: wavelengths grow from 2π to 2π times this number. Llama 3.1 has ``500000.0``.
         percent: the part of each head that is rotated, in (0, 1].
-        scaling: of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
+        scaling: scaling of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
         window_base: base in the layers that attend in a window, where nothing is scaled. Gemma 3 has ``10000.0`` beside
             a ``base`` of ``1000000.0``. None: those layers are as the others.
 
@@ -124,7 +124,7 @@ class RelativePositions:
 
     Args:
         num_buckets: rows of the table of biases.
-        max_distance: all larger distances share one bucket.
+        max_distance: distance from which on all share one bucket.
 
     >>> RelativePositions(num_buckets=8).max_distance
     128

@@ -41,7 +41,7 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
 
     Args:
         scan: True, False, or ``"auto"``.
-        num_layers: of the stack. The two stacks of a `T5Model` are decided separately.
+        num_layers: number of layers in the stack. The two stacks of a `T5Model` are decided separately.
 
     Raises:
         ValueError: for another ``scan``.
@@ -125,13 +125,13 @@ def run_layers(
     """Return the output ``[b, s, h]`` of a stack of layers.
 
     Args:
-        layers: of one stack: `TransformerLayer`, or modules of your own that are called in the same way,
+        layers: layers of one stack: `TransformerLayer`, or modules of your own that are called in the same way,
             ``layer(x, dropout_key=key, **arrays)``.
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
-        recompute: which layers, or which of their modules, backward recomputes.
-        policy: which residuals full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it
-            at its default without full recomputation.
+        recompute: layers, or modules of layers, that backward recomputes.
+        policy: residuals that full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it at its
+            default without full recomputation.
         scan: run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled once; if
             groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see `runs_scanned`.
             The parameters remain those of the single layers, and are stacked before the loop. A layer that differs from

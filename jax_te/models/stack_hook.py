@@ -16,7 +16,7 @@ class StackCall(NamedTuple):
 
     Args:
         run: ``run(layers, x, keys, **options) -> y``, which runs layers.
-        layers: of the whole stack.
+        layers: layers of the whole stack.
         x: ``[b, s, h]``, the first layer's input.
         keys: a dropout key for each layer, or None for each.
         options: the other arguments, the same for all layers.

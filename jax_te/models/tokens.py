@@ -45,7 +45,7 @@ def model_order(config: TransformerConfig, x: Array) -> Array:
     """Return an array with one entry for each token, in the order in which the model's layers see the tokens.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         x: ``[b, s]`` or ``[s]``: tokens, labels, weights, positions.
 
     Raises:

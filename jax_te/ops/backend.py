@@ -73,9 +73,9 @@ def explain_backend(
             ``"activation"``, ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
-        activation: of an op that has one: the reason says if TE's backend computes it in JAX.
+        activation: activation function of an op that has one: the reason says if TE's backend computes it in JAX.
         backend: None for the ambient one (`use_backend`).
-        unsharded: on a mesh, why the op cannot run on each device by itself; None: it can, or there is no mesh.
+        unsharded: reason why the op cannot run on each device of a mesh by itself; None: it can, or there is no mesh.
 
     Raises:
         BackendUnavailableError: if the backend asked for by name cannot run it.

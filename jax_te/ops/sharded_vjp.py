@@ -28,11 +28,11 @@ class Shards:
     Args:
         mesh: the mesh in use.
         args: PartitionSpecs of the arguments, a tree prefix of them.
-        out: of the output.
-        cotangents: of the arguments' cotangents.
-        out_cotangents: of the output's cotangents; None in place of one that the backward rule does not read. None: as
-            ``out``.
-        sinks: of the sinks' cotangents.
+        out: specs of the output.
+        cotangents: specs of the arguments' cotangents.
+        out_cotangents: specs of the output's cotangents; None in place of one that the backward rule does not read.
+            None: those of ``out``.
+        sinks: specs of the sinks' cotangents.
         axis_names: mesh axes that are manual inside of the rules; None: all that are not so already.
     """
 

@@ -32,8 +32,8 @@ class QuantizedKernel:
         quantizer: the quantizer that made it.
         amax: fp32 ``[]``, of the kernel it was made from, or ``[e]`` of experts'; None where the recipe takes none.
         guard: constants by which arithmetic on a parameter is noticed; None in a cache.
-        shape: of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
-        dtype: of the kernel before quantization.
+        shape: shape of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
+        dtype: dtype of the kernel before quantization.
     """
 
     form: Any

@@ -45,7 +45,7 @@ class Observer:
 
         Args:
             name, role: name of its layer, and its role in it.
-            quantizer: its quantizer.
+            quantizer: quantizer of the tensor.
             statistics: values for the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
                 has several groups.
         """
@@ -116,7 +116,7 @@ def quantization_statistics(
     - ``mse``: mean squared error of the quantized values; ``relative_mse``: divided by the mean square of ``x``.
 
     Args:
-        x, quantizer, scale, axis: as in `quantize`.
+        x, quantizer, scale, axis: see `quantize`.
 
     >>> from jax_te.quantize import TensorQuantizer
     >>> stats = quantization_statistics(jnp.array([[448.0, 0.0, 1e-4]]), TensorQuantizer(dtype=jnp.float8_e4m3fn))

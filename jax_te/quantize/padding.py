@@ -26,8 +26,8 @@ def pad_rows(x: Array, axis: int, multiple: int) -> Array:
 
     Args:
         x: ``[..., *c]``.
-        axis: where its columns ``*c`` begin.
-        multiple: of the rows; there is at least one of it.
+        axis: axis where its columns ``*c`` begin.
+        multiple: multiple to which the number of rows is padded; at least one multiple.
 
     Returns:
         ``[rows, *c]``.

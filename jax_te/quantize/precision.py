@@ -77,10 +77,10 @@ class Precision:
         x, kernel, grad: the three operands.
         overridden: for each of `GEMMS`, whether it multiplies the operands as they are, in the compute dtype.
         split_accumulator: for each of `GEMMS`, whether partial sums are promoted to fp32 on the way.
-        amax_rule: of delayed scaling; None for recipes without state.
+        amax_rule: amax rule of delayed scaling; None for recipes without state.
         alignment: sizes of quantized matrices must be multiples of it.
         shard_multiple: sizes of shards likewise, for devices to quantize theirs by themselves; None: they cannot.
-        recipe_name: for messages.
+        recipe_name: recipe's name, for messages.
     """
 
     x: OperandPrecision = OperandPrecision()
@@ -104,9 +104,9 @@ class Precision:
         """Return the error of a size that is no multiple of ``alignment``.
 
         Args:
-            label: of the op or layer.
-            name, size: of the size.
-            shapes: of its arrays, in words.
+            label: name of the op or layer.
+            name, size: name and value of the size.
+            shapes: shapes of its arrays, as text.
         """
         return ValueError(
             f"{label} under recipe {self.recipe_name!r}: {name} {size} must be a multiple of {self.alignment} (the "
@@ -145,8 +145,8 @@ class Precision:
 
         Args:
             state: fp32.
-            used: for each role the scale in use and the amax that was seen. If no GEMM read the operand quantized, its
-                amax is None and 0 is pushed to its history; zeros do not affect the scale.
+            used: scale in use and amax that was seen, for each role. If no GEMM read the operand quantized, its amax is
+                None and 0 is pushed to its history; zeros do not affect the scale.
         """
         if state is None or self.amax_rule is None:
             return state

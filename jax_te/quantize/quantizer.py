@@ -24,7 +24,7 @@ class Quantizer(abc.ABC):
     """Base of all quantizers: hashable data.
 
     Args:
-        dtype: of the values.
+        dtype: dtype of the values.
     """
 
     alignment: ClassVar[int] = 16
@@ -54,7 +54,7 @@ class Quantizer(abc.ABC):
             x: ``[tiles, t, *c]``.
             tiles: the group of each tile.
             scale: fp32 ``[e]``, for delayed scaling only.
-            columnwise: as in `quantize`.
+            columnwise: see `quantize`.
 
         Returns:
             The tensor of each tile, their arrays stacked along a first axis ``[tiles]``; and the amax of each group's
@@ -88,7 +88,7 @@ class TensorQuantizer(Quantizer):
         dtype: float8_e4m3fn or float8_e5m2.
         scaling: ``"delayed"``: the scale is given; ``"current"``: it is ``max(dtype) / amax(x)``.
         power_of_two: current scales are rounded down to powers of two.
-        amax_scope: of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
+        amax_scope: scope of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
 
     Source: ``transformer_engine.jax.quantize.DelayedScaleQuantizer``, ``CurrentScaleQuantizer``.
 
@@ -201,11 +201,11 @@ def quantize(
 
     Args:
         x: fp32, bf16 or fp16 ``[...]``, seen as the matrix ``[R, C]`` whose columns are the axes from ``axis`` on.
-        quantizer: how.
+        quantizer: quantizer of the tensor.
         scale: fp32 ``[]``, for delayed scaling only.
-        axis: where the columns begin.
-        columnwise: for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie along the axis
-            that is summed over.
+        axis: axis where the columns begin.
+        columnwise: whether it is for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie
+            along the axis that is summed over.
 
     Returns:
         The quantized tensor, and the amax of ``x`` (fp32 ``[]``) where the quantizer takes one of the whole tensor,

@@ -347,7 +347,7 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
 
     Args:
         old: states of this step; Variables if some count.
-        gradient: their gradients, in fp32.
+        gradient: gradients of the states, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
     before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)

@@ -111,8 +111,8 @@ class QuantizedOperand:
     """A tensor quantized for the GEMMs that read it.
 
     Args:
-        rowwise: for GEMMs that sum over its columns: blocks lie along the rows. None if no GEMM needs it.
-        columnwise: for GEMMs that sum over its rows. None if no GEMM needs it, or if ``rowwise`` serves both.
+        rowwise: tensor for GEMMs that sum over its columns: blocks lie along the rows. None if no GEMM needs it.
+        columnwise: tensor for GEMMs that sum over its rows. None if no GEMM needs it, or if ``rowwise`` serves both.
     """
 
     rowwise: Any
@@ -133,8 +133,8 @@ class OpaqueTree:
 
     Args:
         leaves: the arrays; with ``per_device`` each has a leading dimension with one entry for each device.
-        treedef: their structure.
-        per_device: every device of a mesh has a tree of its own, which no other device reads.
+        treedef: structure of the tree.
+        per_device: whether every device of a mesh has a tree of its own, which no other device reads.
     """
 
     leaves: tuple[Any, ...]

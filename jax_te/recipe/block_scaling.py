@@ -110,7 +110,7 @@ class NVFP4BlockScaling(_BlockScaling):
     state to carry: a step that is computed again rounds the same way, on every mesh.
 
     Args:
-        disable_rht: no Hadamard transform.
+        disable_rht: whether the Hadamard transform is off.
         disable_stochastic_rounding: round gradients to nearest.
         disable_2d_quantization: kernels have 1 x 16 blocks, too.
         fp4_format: `Format.E2M1`.

@@ -72,12 +72,12 @@ class Float8CurrentScaling(Recipe):
 
     Args:
         use_power_2_scales: round every scale down to a power of two.
-        amax_scope: on a mesh, which shards of a tensor share a scale. ``"group"``: those that an all-gather joins
-            before a GEMM, that is of an input or gradient the shards of its sequence over the tensor axis, of a kernel
-            those over the fsdp axis; no device waits for data-parallel ones, and values depend on the mesh.
-            ``"whole"``: all shards, so that values are those of one device, for an all-reduce over all devices for
-            each tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer
-            whose devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
+        amax_scope: shards of a tensor on a mesh that share a scale. ``"group"``: those that an all-gather joins before
+            a GEMM, that is of an input or gradient the shards of its sequence over the tensor axis, of a kernel those
+            over the fsdp axis; no device waits for data-parallel ones, and values depend on the mesh. ``"whole"``: all
+            shards, so that values equal those on one device, at the cost of an all-reduce over all devices for each
+            tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer whose
+            devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Source: ``transformer_engine.common.recipe.Float8CurrentScaling``; the groups are those of

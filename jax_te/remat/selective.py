@@ -49,7 +49,7 @@ def recomputed(module: str) -> bool:
     """Return whether the innermost `selective_recompute` names this module.
 
     Args:
-        module: one of `jax_te.config.RECOMPUTE_MODULES`.
+        module: name of a module in `jax_te.config.RECOMPUTE_MODULES`.
 
     >>> recomputed("mlp")
     False
@@ -63,8 +63,8 @@ def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tupl
     Args:
         function: a component of a layer, with its parameters.
         x: array or pytree of arrays.
-        kept: for each of the component's module names, the checkpoint names that stay saved if that module is
-            recomputed. If several modules are recomputed, the names that all of them list stay saved.
+        kept: checkpoint names that stay saved if a module is recomputed, by the component's module names. If several
+            modules are recomputed, the names that all of them list stay saved.
 
     >>> import jax.numpy as jnp
     >>> with selective_recompute("mlp"):

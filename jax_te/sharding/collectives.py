@@ -63,7 +63,8 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
     Args:
         x: array of one device.
         axes: mesh axes to sum over.
-        scatter: for each dimension those of ``axes`` along which each device keeps its shard of the sum alone.
+        scatter: mesh axes, among ``axes``, along which each device keeps its shard of the sum alone, for each
+            dimension.
         later: mesh axes over which the caller sums up afterwards: the result has an axis in front, for one summand of
             each of their devices.
     """

@@ -27,9 +27,9 @@ class CommunicationReport:
     """What `communication_report` found. ``str()`` gives a table.
 
     Args:
-        rows: one for each kind of collective and combination of axes, in the order of the axes.
+        rows: rows of the report, one for each kind of collective and combination of axes, in the order of the axes.
         mesh_shape: sizes of the mesh's axes by name.
-        network: that times are estimated for.
+        network: network for which times are estimated.
 
     >>> row = CollectiveCount(axes=("data",), kind="all-reduce", devices=2, count=1, launches=1, bytes=4 * 2**20)
     >>> print(CommunicationReport(rows=(row,), mesh_shape={"data": 2}, network=Network(latency=0.0)))
@@ -88,7 +88,7 @@ def communication_report(
             and counted is what XLA's SPMD partitioner gave, before the passes in which CPU and GPU differ: a program
             that is lowered for CPU devices has the collectives of one for as many GPUs, in their dtypes. Or a compiled
             program or its text, counted as it is.
-        mesh: that the program is for. None: the one in use.
+        mesh: mesh of the program. None: the one in use.
         network: links of the mesh's devices. None: hosts with eight H200s.
 
     Returns:

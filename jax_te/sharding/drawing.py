@@ -31,7 +31,7 @@ def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Seq
     as rows.
 
     Args:
-        spec: of the array.
+        spec: spec of the array.
         mesh_shape: sizes of the mesh's axes by name.
         devices: numbers of the mesh's devices, in its order.
 

@@ -27,13 +27,12 @@ class CollectiveCount:
     """The collectives of one kind over the same axes of a mesh.
 
     Args:
-        axes: of the mesh, along which the devices of a group differ.
+        axes: mesh axes along which the devices of a group differ.
         kind: ``all-gather``, ``all-reduce``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``.
-        devices: of a group.
-        count: how many run.
-        launches: how many are left when XLA's GPU compiler has made one of those that are independent, each of up to
-            30 MiB.
-        bytes: of their arrays: of what all-gathers give on a device, and of what the others take there.
+        devices: number of devices in a group.
+        count: number of collectives that run.
+        launches: number of launches when XLA's GPU compiler has combined independent collectives, each of up to 30 MiB.
+        bytes: bytes of their arrays on a device: the results of all-gathers, and the operands of the others.
 
     >>> CollectiveCount(axes=("tensor",), kind="all-reduce", devices=4, count=1, launches=1, bytes=400).sent
     600.0

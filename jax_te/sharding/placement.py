@@ -115,7 +115,7 @@ def log_whole_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
     Args:
         params: a tree of Variables.
-        mesh: where they are, or are going to be.
+        mesh: mesh that holds the arrays, or will.
     """
     large = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     unnamed, unused = _axes_left(large, mesh)
@@ -177,9 +177,9 @@ def create_sharded(make: Callable[..., Array], *args: Array, shape: tuple[int, .
     default device first, so that its values are those without a mesh, bit by bit.
 
     Args:
-        make: gives an array of ``shape``.
+        make: function that returns an array of ``shape``.
         *args: the arrays that it needs, e.g. a key; it closes over none.
-        shape: of the result.
+        shape: shape of the result.
         axes: a logical name or None for each dimension.
 
     Raises:

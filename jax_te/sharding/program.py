@@ -27,13 +27,14 @@ class Moved(NamedTuple):
     """One collective of a program.
 
     Args:
-        kind: one of `KINDS`.
-        axes: of the mesh; those along which the devices of a group differ.
-        devices: of a group.
-        bytes: of the whole array: what an all-gather gives on each device, and what the others take there.
-        times: that it runs.
+        kind: kind of the collective, one of `KINDS`.
+        axes: mesh axes along which the devices of a group differ.
+        devices: number of devices in a group.
+        bytes: bytes of the whole array on a device: the result of an all-gather, and the operand of the others.
+        times: number of times that it runs.
         alike: collectives of one computation that could be made one, were they independent, have the same.
-        level: in its computation, how many of those ``alike`` it waits for. Those of the same level are independent.
+        level: number of collectives in its computation, among those with an equal ``alike``, that it waits for one
+            after another. Those of the same level are independent.
     """
 
     kind: str
@@ -58,7 +59,7 @@ def collectives_of(text: str, mesh_shape: Mapping[str, int]) -> Iterator[Moved]:
     """Yield the collectives of a partitioned program, each once for each computation that has it.
 
     Args:
-        text: of ``compiled.as_text()``, or of a dump behind XLA's SPMD partitioner.
+        text: text of ``compiled.as_text()``, or of a dump behind XLA's SPMD partitioner.
         mesh_shape: sizes of the mesh's axes by name; the program's devices are numbered in its order.
 
     Raises:

@@ -21,13 +21,13 @@ class ArrayPlacement:
 
     Args:
         path: names from the root, joined by dots.
-        shape: of the whole array.
-        dtype: its name.
+        shape: shape of the whole array.
+        dtype: name of the dtype.
         logical_axes: a name of `ShardingRules` or None for each dimension.
         spec: the mesh axes of each dimension.
         mesh_axes: ``spec`` as text, e.g. ``fsdp, -, tensor``; ``one device`` for an array that is on no mesh.
-        bytes: of the whole array, with a whole byte for each number of four bits.
-        bytes_per_device: of one device's part.
+        bytes: bytes of the whole array, with a whole byte for each number of four bits.
+        bytes_per_device: bytes of one device's part.
 
     >>> kernel = nnx.Param(jnp.ones((4, 8)), logical_axes=("fsdp", "ffn"))
     >>> placed = sharding_report({"kernel": kernel}, AbstractMesh((2, 2), ("fsdp", "tensor"))).arrays[0]
@@ -50,9 +50,9 @@ class ShardingReport:
     """What `sharding_report` found. ``str()`` gives a table, `draw` a picture of each way to split.
 
     Args:
-        arrays: in the order of ``jax.tree.leaves``.
+        arrays: placements of the arrays, in the order of ``jax.tree.leaves``.
         mesh_shape: sizes of the mesh's axes by name.
-        device_ids: of the mesh's devices, in its order.
+        device_ids: IDs of the mesh's devices, in its order.
 
     >>> kernel = nnx.Param(jnp.ones((4, 8)), logical_axes=("fsdp", "ffn"))
     >>> report = sharding_report({"params": {"kernel": kernel}}, AbstractMesh((2,), ("fsdp",)))
@@ -138,9 +138,9 @@ def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = N
     Args:
         model_or_state: a pytree of arrays or ``jax.ShapeDtypeStruct``, e.g. a module, also an abstract one
             (``nnx.eval_shape``), or a `jax_te.training.TrainState`.
-        mesh: where the arrays would be by their logical axes. It needs no devices: ``jax.sharding.AbstractMesh((2, 4),
-            ("fsdp", "tensor"))`` will do. None: where they are. Abstract arrays that do not say where are taken to be
-            on the mesh in use, by their logical axes.
+        mesh: mesh over which to place the arrays by their logical axes. It needs no devices:
+            ``jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"))`` will do. None: their present placement. Abstract
+            arrays without a sharding are placed on the mesh in use, by their logical axes.
 
     Returns:
         A `ShardingReport`. Its numbers are those of arrays between steps; what a step needs besides is in

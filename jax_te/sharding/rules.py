@@ -62,9 +62,9 @@ class ShardingRules:
             Kernels that the tensor axis shards along that axis too (row-parallel ones) name it ``heads_fsdp``
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
-        replicas: what masters and optimizer state are split over besides, along the axis of ``fsdp``, by
-            ``create_train_state(distributed_optimizer=True)``: the data axis, whose devices hold the same parameters.
-            The names are ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
+        replicas: mesh axes, besides those of ``fsdp``, over which ``create_train_state(distributed_optimizer=True)``
+            splits masters and optimizer state: the data axis, whose devices hold the same parameters. The names are
+            ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
         expert: the first axis of experts' kernels, over nothing: every device has all experts.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
         components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
@@ -245,7 +245,7 @@ def current_rules(mesh: Mesh | AbstractMesh | None = None) -> ShardingRules:
     """Return the rules of the innermost `use_rules`, with those that are set in Flax.
 
     Args:
-        mesh: where both may say the same in other words, such as an axis that it lacks. None: the mesh in use.
+        mesh: mesh on which this package's and Flax's rules are compared. None: the mesh in use.
 
     Raises:
         ValueError: for a rule that is set both here and in Flax, and differs.
@@ -416,7 +416,7 @@ def summed_axes(
     """Return the mesh axes over which a kernel's gradient is summed and not scattered: they split tokens, not it.
 
     Args:
-        kernel_axes: of the kernel. None: it has none.
+        kernel_axes: logical axes of the kernel. None: it has none.
         mesh: None: no axes.
         summands: ``(n,)``: no axes if theirs are not ``n`` devices, as under other rules, or inside of a ``shard_map``.
 

@@ -20,8 +20,9 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     Loading a program runs it: the folder is the user's alone, and neither a run nor a checkpoint says where it is.
 
     Args:
-        folder: made with mode 0700 where it is missing. None: ``$XDG_CACHE_HOME/jax_te``, ``~/.cache/jax_te``, unless
-            JAX's own options name a folder, or turn its cache off: they stay, and None is returned.
+        folder: folder of the cache; made with mode 0700 if missing. None: ``$XDG_CACHE_HOME/jax_te`` or
+            ``~/.cache/jax_te``, unless JAX's own options name a folder, or turn its cache off: they stay, and None is
+            returned.
 
     Raises:
         ValueError: for a folder that another user owns or can write to, and one inside of a run or a checkpoint, which

@@ -24,7 +24,7 @@ class FirstHalf(NamedTuple):
     """What the first half of a backward pass gives, see `deferred_vjp`.
 
     Args:
-        inputs: one gradient for each input.
+        inputs: gradients of the inputs, one for each.
         params: ``nnx.State``, gradients of the parameters that do not wait: biases, norms, embeddings.
         quantizers: ``nnx.State``, next states of delayed scaling.
         backward_dw: ``backward_dw()`` returns the ``nnx.State`` of the gradients that wait. A pytree of the operands of
@@ -60,10 +60,10 @@ def deferred_vjp(
     Args:
         fn: ``fn(model, *inputs) -> y``, differentiable. It gets a copy of the model, whose changes are lost. It reads
             the kernels that wait by calling their layers; the gradient of any other use is left out.
-        model: whose kernels' gradients wait. Kernels may be stored quantized.
+        model: model whose kernel gradients are deferred. Kernels may be stored quantized.
         inputs: pytrees whose gradients are needed at once.
         has_aux: ``fn`` returns ``(y, aux)``; only ``y`` is differentiated.
-        wgrad_dtype: of the gradients that wait. None: each kernel's own, fp32 for one that is stored quantized.
+        wgrad_dtype: dtype of the deferred gradients. None: each kernel's own, fp32 for one that is stored quantized.
 
     Returns:
         ``(y, backward)``, or ``(y, backward, aux)``. ``backward(dy)`` gives a `FirstHalf`, and its ``backward_dw()``

@@ -95,8 +95,8 @@ def check_global(batch: PyTree, arrays: PyTree) -> None:
     """Raise ValueError if ``arrays`` are on a mesh of several processes, and one of the batch is of this process alone.
 
     Args:
-        batch: its arrays may be on the host.
-        arrays: that it is computed with, e.g. a model's parameters.
+        batch: batch; its arrays may be on the host.
+        arrays: arrays in the same computation, e.g. a model's parameters.
     """
     if not jax.distributed.is_initialized() or jax.process_count() == 1 or all(map(_is_local, jax.tree.leaves(arrays))):
         return

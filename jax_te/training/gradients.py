@@ -81,7 +81,7 @@ class Gradients(NamedTuple):
         quantizers: next quantizer states.
         rest: the model's other state.
         weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
-        aux: what else the loss function returned.
+        aux: auxiliary output of the loss function.
         inputs: gradients of the function's other inputs, in their dtypes.
         waiting: summands of kernels' gradients, which ``grads`` lacks, see `KernelGradients`.
     """
@@ -308,12 +308,12 @@ def differentiate(
 
     Args:
         fn: may change the model's other state.
-        parts: of the model.
-        split: gives the parts of a model.
+        parts: parts of the model.
+        split: function that returns the parts of a model.
         scaler: multiplies the loss.
         cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
         inputs: other arrays to differentiate by.
-        kernels: how their gradients are computed; summands are given as ``waiting``.
+        kernels: computation of the kernels' gradients; summands are given as ``waiting``.
         like: Variables in whose axes the gradients come. None: the parameters.
     """
     graphdef, params, quantizers, rest = parts
@@ -363,7 +363,7 @@ def vjp_of_model(
         fn: differentiable. It gets a copy of the model.
         model: may have cached kernels, and kernels that are stored quantized.
         x: an array.
-        kernels: as in `differentiate`.
+        kernels: see `differentiate`.
 
     Returns:
         ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands, of

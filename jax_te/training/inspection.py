@@ -123,7 +123,7 @@ def make_inspection(
     compiled at the first call. In several processes all call it, with a global batch, and get the same.
 
     Args:
-        loss_fn, microbatches: as for `make_train_step`.
+        loss_fn, microbatches: see `make_train_step`.
 
     Raises:
         ValueError: when called on a mesh of several processes, for a batch that is not global.
@@ -180,8 +180,8 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
 
     Args:
         model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest.
-        loss_fn, batch: as for `inspect_precision`.
-        recipe: if it has no state, the model's states are removed and nothing is computed.
+        loss_fn, batch: see `inspect_precision`.
+        recipe: recipe of the states; if it has no state, the model's states are removed and nothing is computed.
 
     >>> from jax_te.layers import Linear
     >>> model, recipe = Linear(32, 16, rngs=nnx.Rngs(0)), DelayedScaling(amax_history_len=2)

@@ -63,7 +63,7 @@ class SummandPlace(NamedTuple):
 
         Args:
             summands: fp32.
-            dtype: of what devices send.
+            dtype: dtype of the communicated gradients.
             axes: logical axes of the sum without ``lead``, reduce-scattered along mesh axes that do not split the
                 kernel. None: the kernel's.
         """
@@ -87,7 +87,7 @@ class KernelGradients(NamedTuple):
     """How gradients of the kernels of `quantizable_kernels` are computed.
 
     Args:
-        dtype: that devices add them up in.
+        dtype: dtype in which devices sum kernel gradients.
         once: devices that hold the same shard of a kernel add up once a step; until then each has the sum over its own
             tokens, in fp32. Else they add up in each layer's backward pass.
     """

@@ -81,7 +81,7 @@ class DynamicLossScale(LossScale):
         initial_scale: scale of the first step.
         growth_interval: finite steps between growths, >= 1.
         growth_factor: > 1.
-        backoff_factor: in (0, 1).
+        backoff_factor: factor by which the scale is lowered, in (0, 1).
         hysteresis: non-finite steps before the scale backs off, >= 1.
         min_scale: the scale never falls below it, > 0.
         max_scale: the scale never rises above it; finite in fp32, so the scale cannot reach inf (Megatron has no such

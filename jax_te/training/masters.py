@@ -35,8 +35,8 @@ def taken_over(params: nnx.State, masters: nnx.State) -> nnx.State:
     changed keep their masters' bits.
 
     Args:
-        params: as the model stores them.
-        masters: of some of them, as after the last update.
+        params: parameters as the model stores them.
+        masters: masters of some of them, as after the last update.
     """
     stored = dict(nnx.to_flat_state(params))
     return nnx.from_flat_state(
@@ -81,9 +81,10 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
     """Return fp32 copies of half-precision and quantized parameters, without the others.
 
     Args:
-        params: in their own dtypes.
+        params: parameters in their own dtypes.
         stored: the same parameters as the model stores them, some of them quantized. None: ``params``.
-        distributed: of all parameters that replicas can split on the mesh in use, and in their logical axes for that.
+        distributed: whether to include all parameters that replicas can split on the mesh in use, in their logical axes
+            for that.
 
     Raises:
         ValueError: if replicas can split none of them.
@@ -138,8 +139,8 @@ def updated(
         finite: bool ``[]``; where it is false, nothing changes: neither masters, nor parameters that differ from them.
         new: the values after the update, in Variables or not.
         params: the parameters before it, which determine forms and dtypes.
-        masters: those before it.
-        model: with the quantizer states to quantize with.
+        masters: masters before the update.
+        model: model with the quantizer states to quantize with.
 
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.

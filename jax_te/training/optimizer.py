@@ -32,7 +32,7 @@ class Optimizer(nnx.Optimizer):
     the same for a `TrainState`, and has microbatches.
 
     Args:
-        model: whose parameters it updates.
+        model: model whose parameters are updated.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters.
         wrt: filter of the Variables to update.
@@ -44,7 +44,7 @@ class Optimizer(nnx.Optimizer):
     Attributes:
         step: uint32 ``[]``, updates taken, skipped ones included.
         skipped_steps: int32 ``[]``, updates whose gradients were not finite.
-        opt_state: of ``tx``.
+        opt_state: state of ``tx``.
         masters: fp32 copies of half-precision and quantized parameters, under the same names.
 
     Raises:
@@ -111,11 +111,11 @@ class Optimizer(nnx.Optimizer):
         """Update the model's parameters, the masters, the optimizer state and the scaler.
 
         Args:
-            model: as given at creation, with the values of now; changed ones are taken over. A skipped update leaves
-                them, and their masters, as they are.
-            grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled. Those of quantizer
-                states, which `nnx.value_and_grad` gives beside the others if it is asked for, are their next values.
-            kwargs: what ``tx`` asks for besides, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
+            model: model given at creation, with its present values; parameters that were changed since are taken over.
+                A skipped update leaves them, and their masters, as they are.
+            grads: unscaled gradients, from `value_and_grad` of the same model, or in its shape. For quantizer states,
+                which `nnx.value_and_grad` differentiates on request, the "gradient" is the next state.
+            kwargs: further arguments of ``tx``, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
                 ``nnx.State`` of fp32 parameters, which ``nnx.merge`` takes.
 
         Returns:

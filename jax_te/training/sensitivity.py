@@ -57,9 +57,10 @@ def sensitivity(
     difference. The loss's increase shows whether the ranking matters at all.
 
     Args:
-        model: not changed. Gradients of kernels are computed in fp32, those of other parameters in their dtype.
+        model: model to measure; it is not changed. Gradients of kernels are computed in fp32, those of other parameters
+            in their dtype.
         loss_fn: ``(model, batch, key) -> [ ]``; its key is None, and layers drop nothing.
-        batches: at least one.
+        batches: batches, at least one.
         recipe: the recipe to quantize with.
 
     Raises:

@@ -168,7 +168,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     masters; everything else stays. Call the train step under the new recipe from then on.
 
     Args:
-        state: of a run; its buffers are shared with the result.
+        state: state of a run; its buffers are shared with the result.
         recipe: None for no quantization.
 
     Raises:
@@ -218,7 +218,7 @@ def abstract_train_state(
 
     Args:
         key: only its kind matters. None: the default kind.
-        model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: as for `create_train_state`.
+        model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: see `create_train_state`.
 
     >>> import optax
     >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))

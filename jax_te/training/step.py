@@ -84,17 +84,17 @@ def make_train_step(
         keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
             of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
             same.
-        wgrad_dtype: of the gradients of layers' kernels, which devices add up in it; fp32 or bf16. bf16 moves half of
-            the bytes and rounds each microbatch's gradient; microbatches are added up in fp32 either way. Gradients of
-            other parameters, a model's own head among them, have the parameter's dtype.
-        reduce_gradients: when devices that hold the same shard of a layer's kernel, those of the data and context axes,
-            add up its gradient: in each microbatch, or once a step. Once a step they communicate less where devices run
-            the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a distributed
-            optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are still
-            reduce-scattered in each microbatch; with a bf16 ``wgrad_dtype`` kernels that this axis shards are summed
-            in each microbatch over all axes. Not for a loss that sets sharding rules or runs the model inside a
+        wgrad_dtype: dtype in which devices sum kernel gradients; fp32 or bf16. bf16 halves the communicated bytes and
+            rounds each microbatch's gradient; microbatches are accumulated in fp32 either way. Gradients of other
+            parameters, a model's own head among them, have the parameter's dtype.
+        reduce_gradients: time at which devices that hold the same shard of a layer's kernel, along the data and context
+            axes, sum its gradient: in each microbatch, or once a step. Once a step they communicate less where devices
+            run the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a
+            distributed optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are
+            still reduce-scattered in each microbatch; with a bf16 ``wgrad_dtype`` kernels that this axis shards are
+            summed in each microbatch over all axes. Not for a loss that sets sharding rules or runs the model inside a
             ``shard_map`` of its own.
-        pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
+        pipeline: schedule and split of the model's layers on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the

@@ -14,7 +14,7 @@ def preset_config(preset: str, recipe: str, way: str = "none", **fields: object)
     """Return the configuration of a preset in bf16 under a recipe.
 
     Args:
-        preset, recipe: their names.
+        preset, recipe: names of a preset and a recipe.
         way: way of recomputation, as `jax_te.cli.bench.options.recompute` reads it.
         fields: other fields of `RunConfig`. None: the preset's.
 

@@ -54,8 +54,8 @@ def read_block_scaled(
 
     Args:
         values: the fields of ``config.json``, of which ``quantization_config`` is taken out.
-        stored: all tensors.
-        choice: what becomes of tensors in FP8.
+        stored: all stored tensors.
+        choice: treatment of tensors in FP8.
 
     Raises:
         ValueError: for another form than this one, without a choice, and for a choice where nothing is quantized.
@@ -161,10 +161,10 @@ def reader(
     """Return a function of an index and a dtype that reads this part of an array of the parameters.
 
     Args:
-        path: of the array, inside of a kernel that is kept behind the kernel's.
-        entries: of all parameters.
-        tensors: of the folder.
-        sizes: of the axes.
+        path: path of the array; for an array of a kernel that is kept quantized, a path below the kernel's.
+        entries: entries of all parameters.
+        tensors: tensors of the folder.
+        sizes: sizes of the axes.
 
     Raises:
         ValueError: for scales that are not those of whole blocks any more where our kernel has the values.

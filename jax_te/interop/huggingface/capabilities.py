@@ -110,8 +110,8 @@ def model_options(model: Any, positions: Any) -> Options:
     """Return the options that every model has, beside its configuration.
 
     Args:
-        model: of `jax_te.models`.
-        positions: its rotary or relative positions, or None.
+        model: a model of `jax_te.models`.
+        positions: rotary or relative positions of the model, or None.
     """
     learned = "none" if model.position_embedding is None else "learned_absolute"
     return {
@@ -135,19 +135,19 @@ class Architecture:
     """A model of transformers, in tables that are read in both directions.
 
     Args:
-        model_type: its name in ``config.json``.
+        model_type: name of the architecture in ``config.json``.
         model: the class here.
         fields: field of ``config.json`` → our option, and its value where the field is absent.
         read: completes the options by the fields that are no such pair.
         write: returns those fields.
         table: returns the tensors of a form.
         options: returns the options of a model.
-        base: what the names begin with that a checkpoint of the model without its head has without it.
+        base: prefix of the names, which a checkpoint of the model without its head lacks.
         twins: tensors that some files have although they are another one, as a head that is the embedding: name of
             the tensor → the other one's.
         ignored: a pattern of tensors that are no parameters of the model.
         older: ends of names in older files, as patterns, and what they are now.
-        described_by: what says the fields.
+        described_by: source of the fields, for messages.
     """
 
     model_type: str

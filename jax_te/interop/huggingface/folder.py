@@ -72,10 +72,10 @@ def write_tensors(
     """Write tensors to one file, or to several with an index, in the place of those that are there.
 
     Args:
-        folder: of the files.
-        plan: of all tensors.
+        folder: folder of the files.
+        plan: plan of all tensors.
         tensors: the same, in the same order; each is asked for when the one before it is written.
-        max_shard_size: of a file, in bytes.
+        max_shard_size: maximum size of a file, in bytes.
     """
     parts = list(shards(plan, max_shard_size))
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]

@@ -51,9 +51,9 @@ def load_huggingface(
     runs.
 
     Args:
-        folder: with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
-        dtype: of the parameters. None: that of the tensors, which must be one.
-        block_scaled: what becomes of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
+        folder: folder with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
+        dtype: dtype of the parameters. None: the tensors' dtype, which must be the same for all.
+        block_scaled: treatment of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
             ``"dequantize"``: their products in fp32, rounded once to ``dtype``. ``"keep"``: kernels stay as they are,
             under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None: such a folder is refused.
         config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
@@ -61,7 +61,7 @@ def load_huggingface(
         execution: see `jax_te.models.Execution`.
         ignore_fields: names of fields of ``config.json`` that are unknown here and that you know to change no number.
             One that the model is built by is refused.
-        on_progress: is called after each parameter with the number of those that are done and of all.
+        on_progress: function called after each parameter with the number of parameters done and the number of all.
 
     Returns:
         A model of `jax_te.models`: a `GPTModel` for decoders.
@@ -111,12 +111,12 @@ def load_tensors(
     """Return the model of a form with the tensors of a checkpoint.
 
     Args:
-        architecture: whose table names the tensors.
-        form: of the model.
+        architecture: architecture whose table names the tensors.
+        form: form of the model.
         stored: arrays, or what ``np.asarray`` reads, by name.
-        folder: of the checkpoint, for messages.
-        after: is called after each parameter.
-        dtype, config, execution: as in `load_huggingface`.
+        folder: folder of the checkpoint, for messages.
+        after: function called after each parameter.
+        dtype, config, execution: see `load_huggingface`.
 
     Raises:
         ValueError, CheckpointMismatchError: as `load_huggingface`.

@@ -94,8 +94,8 @@ def write_file(path: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.nda
     """Write a file of tensors, each when it comes, so that no two need be in memory.
 
     Args:
-        path: of the file.
-        plan: of all tensors.
+        path: path of the file.
+        plan: plan of all tensors.
         tensors: the same, in the same order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file

@@ -53,9 +53,10 @@ def save_huggingface(
 
     Args:
         model: a model of `jax_te.models`.
-        folder: made if it is not there.
-        architecture: one of `ARCHITECTURES`. None: the first that can say all options of the model.
-        dtype: of the tensors. None: that of the parameters.
+        folder: folder to write; made if missing.
+        architecture: name of the architecture, one of `ARCHITECTURES`. None: the first that can represent all options
+            of the model.
+        dtype: dtype of the tensors. None: the parameters'.
         block_scaled: ``"keep"``: kernels stored as `jax_te.recipe.Float8BlockScaling` stores them are written as they
             are, with fp32 scales for blocks of 128 x 128 and a ``quantization_config``: DeepSeek's form. ``dtype`` is
             that of the others.
@@ -63,7 +64,7 @@ def save_huggingface(
             an index.
         like: a folder from which the fields of ``config.json`` that say nothing of the model are taken, such as
             ``eos_token_id``, and the files of the tokenizer and of generation; the one that the model was loaded from.
-        on_progress: is called after each parameter with the number of those that are done and of all.
+        on_progress: function called after each parameter with the number of parameters done and the number of all.
 
     Raises:
         ValueError: for a model that no architecture, or not this one, can say; the message names the options. For

@@ -41,8 +41,8 @@ class MegatronCheckpoint(NamedTuple):
         tensors: the model's, by Megatron-Core's names, each whole: objects with ``shape`` and ``dtype`` that
             ``np.asarray`` reads over a memory map, comparing the checksum that the file has of each.
         args: Megatron-LM's arguments of plain values; empty if there are none.
-        iteration: of the checkpoint, None if it says none.
-        files: whose ``release()`` drops what has been read from memory.
+        iteration: iteration of the checkpoint, None if it is not recorded.
+        files: open files, whose ``release()`` drops what has been read from memory.
     """
 
     tensors: dict[str, Any]

@@ -200,10 +200,10 @@ def load_megatron(
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
 
     Args:
-        path: as in `read_megatron`: formats ``torch`` and ``torch_dist``.
-        iteration, vocab_size: as there.
+        path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
+        iteration, vocab_size: see `read_megatron`.
         args: arguments of Megatron-LM by name, beside or in the place of those that the checkpoint holds.
-        dtype, config, execution, on_progress: as in `jax_te.interop.huggingface.load_huggingface`.
+        dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
 
     Returns:
         A `GPTModel`, sharded over the mesh of ``jax.set_mesh``.
@@ -252,8 +252,8 @@ def save_megatron(
         path: the folder; or a file ``*.pt``, for one rank.
         format: Megatron-LM's word.
         tensor_parallel: files to split the model over, in the format ``torch``.
-        dtype: of the tensors. None: that of the parameters.
-        on_progress: is called after each tensor with the number of those that are done and of all.
+        dtype: dtype of the tensors. None: the parameters'.
+        on_progress: function called after each tensor with the number of tensors done and the number of all.
 
     Raises:
         ValueError: for a model that has options which Megatron-LM's arguments cannot say; for sizes that do not divide;

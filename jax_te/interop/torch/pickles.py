@@ -26,12 +26,12 @@ class Record:
     """What a pickle makes with a class or function that is not known here: its name and arguments, and nothing else.
 
     Args:
-        name: of the class or function.
-        args: that it would be called with.
+        name: name of the class or function.
+        args: arguments that it would be called with.
 
     Attributes:
         state: attributes, or what ``__setstate__`` would get; None if there are none.
-        items: what would be appended or set by key.
+        items: items that would be appended or set by key.
     """
 
     def __init__(self, name: str, args: Any):
@@ -69,7 +69,7 @@ def read_pickle(data: Any, what: object, handlers: Handlers, persistent: Callabl
     Args:
         data: the bytes.
         what: the file, for messages.
-        handlers: of the names that a value is built for.
+        handlers: handlers of the names for which a value is built.
         persistent: returns the value of a persistent id.
 
     Raises:

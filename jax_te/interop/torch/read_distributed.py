@@ -24,9 +24,9 @@ class Distributed(NamedTuple):
     """What a checkpoint of ``torch.distributed`` holds.
 
     Args:
-        tensors: by their names.
+        tensors: tensors by their names.
         others: functions that read what is no tensor, by name.
-        files: to be released when a tensor has been used.
+        files: open files, to be released when a tensor has been used.
     """
 
     tensors: dict[str, StoredTensor]
@@ -41,7 +41,7 @@ def read_torch_distributed(folder: str | Path) -> Distributed:
     when its function is called.
 
     Args:
-        folder: with a file ``.metadata`` and files ``*.distcp``, as ``FileSystemWriter`` writes them.
+        folder: folder with a file ``.metadata`` and files ``*.distcp``, as ``FileSystemWriter`` writes them.
 
     Returns:
         The tensors and the rest by name, and the files.

@@ -57,7 +57,7 @@ def read_torch_file(path: str | Path) -> Any:
     become a record of their names and arguments.
 
     Args:
-        path: of a file of torch 1.6 or newer.
+        path: path of a file of torch 1.6 or newer.
 
     Raises:
         ValueError: for another or a damaged file; for one that names a function that is not known to be harmless.
@@ -79,7 +79,7 @@ def with_arrays(value: Any, what: object) -> Any:
     """Return the value of an archive with its tensors as arrays, which compares their checksums.
 
     Args:
-        value: what `load_archive` returned; its dicts and lists are changed.
+        value: value that `load_archive` returned; its dicts and lists are changed.
         what: the file, for messages.
 
     Raises:

@@ -31,8 +31,8 @@ class StoredTensor:
     """A tensor of several pieces, which NumPy's functions read when they get it (``np.asarray(tensor)``).
 
     Args:
-        shape: of the whole.
-        dtype: of all pieces.
+        shape: shape of the whole tensor.
+        dtype: dtype of all pieces.
         pieces: they fill the whole, and none overlaps another.
         what: the tensor, for messages.
 

@@ -33,8 +33,8 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     Args:
         module: a layer of `jax_te.layers`: `Linear`, `LayerNormLinear`, `LayerNormMLP`, a norm, `MultiheadAttention`,
             `TransformerLayer`, or a module of these.
-        arrays: by name, as `read_torch_file` gives them.
-        prefix: of the names of ``arrays``, with its dot.
+        arrays: arrays by name, as `read_torch_file` returns them.
+        prefix: prefix of the names in ``arrays``, with its dot.
 
     Raises:
         CheckpointMismatchError: for missing and unexpected names, and for other shapes and dtypes.

@@ -23,9 +23,9 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
     written when the one before it is. The files take the place of an older checkpoint of the folder when all are whole.
 
     Args:
-        folder: made if it is not there.
-        entries: by name. NumPy and JAX arrays become tensors, whose parts any number of ranks can load; those that
-            `read_torch_distributed` gives keep their chunks. Other values that `write_torch_file` takes become objects.
+        folder: folder to write; made if missing.
+        entries: values by name. NumPy and JAX arrays become tensors, whose parts any number of ranks can load; tensors
+            from `read_torch_distributed` keep their chunks. Other values that `write_torch_file` takes become objects.
 
     Raises:
         TypeError: for other values, and for dtypes that torch has not.

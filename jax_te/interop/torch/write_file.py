@@ -32,7 +32,7 @@ def write_torch_file(path: str | Path, value: Any) -> None:
     Tensors are written one by one; the file takes its name when it is whole.
 
     Args:
-        path: of the file.
+        path: path of the file.
         value: dicts with str keys, lists, tuples, str, int, float, bool, None, and NumPy and JAX arrays, which become
             tensors.
 

@@ -51,7 +51,7 @@ class ContextParallelModule(TrainingMode):
             cp_group: None or ``"context"``, which both leave the devices to the mesh.
             cp_global_ranks: None: the order is that of the mesh's devices.
             cp_stream: None: XLA orders exchange and computation by itself.
-            cp_comm_type: as in the constructor.
+            cp_comm_type: see the class.
 
         Raises:
             TypeError: for a process group, ranks or a CUDA stream.

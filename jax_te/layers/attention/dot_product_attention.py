@@ -78,11 +78,11 @@ class DotProductAttention(ContextParallelModule):
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
         return_max_logit: calls also return the max logit of each head, for `clip_qk`.
         num_splits: stored as an attribute; it tunes one CUDA kernel and has no effect on results.
-        cp_comm_type: how the devices along the mesh's context axis exchange keys and values: ``"p2p"``,
+        cp_comm_type: exchange of keys and values between devices along the mesh's context axis: ``"p2p"``,
             ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. It has no effect if that
             axis has one device.
-        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``: number of devices that exchange heads, and number of
-            such groups in the ring.
+        hierarchical_context_parallel_sizes: sizes for ``"a2a+p2p"``: number of devices that exchange heads, and number
+            of such groups in the ring.
         cp_load_balanced: sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
         rngs: accepted as in every layer; there is nothing to draw.
 

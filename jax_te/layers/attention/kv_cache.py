@@ -157,7 +157,7 @@ def init_window_kv_cache(
     """Return an empty `WindowKVCache` for tokens that see ``left`` positions before their own.
 
     Args:
-        batch, num_gqa_groups, kv_channels, dtype: as in `init_kv_cache`.
+        batch, num_gqa_groups, kv_channels, dtype: see `init_kv_cache`.
         left: see `WindowKVCache`.
         tokens_per_call: largest number of tokens that are appended in one call.
 

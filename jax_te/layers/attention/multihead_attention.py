@@ -53,7 +53,7 @@ class MultiheadAttention(ContextParallelModule):
         attention_dropout: dropout probability of the softmax's result.
         layernorm_epsilon, normalization, zero_centered_gamma: options of the norm in front, see `LayerNormLinear`.
         input_layernorm: whether there is a norm in front.
-        return_layernorm_output: also return the norm's output.
+        return_layernorm_output: whether to return the norm's output, too.
         attention_type: ``"self"`` or ``"cross"``.
         attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits,
             cp_comm_type, hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
@@ -63,7 +63,7 @@ class MultiheadAttention(ContextParallelModule):
         qkv_bias: learn biases in the projections to queries, keys and values, also if ``bias`` is False.
         fuse_qkv_params: False: ``query``, ``key`` and ``value`` are separate layers after a norm that they share.
         set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
-        sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
+        sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: options of all projections, see `Linear`.
         return_bias: return the output projection's bias instead of adding it.
         bias: learn biases in all projections.
         init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
@@ -238,14 +238,14 @@ class MultiheadAttention(ContextParallelModule):
             encoder_lengths: the same for ``encoder_output``. If it is given, ``sequence_lengths`` None means all of
                 ``x``.
             packed_seq_params: boundaries of several sequences in each row.
-            rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
+            rotary_pos_emb: rotary embedding of the positions of ``x``, see `rotary_embedding`; self-attention only.
             core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
                 `DotProductAttention`.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: recompute the attention core in backward.
-            is_first_microbatch: as in `Linear`, for all projections.
+            is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
 
         Returns:
             ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of

@@ -19,7 +19,7 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
         mask: the pair itself, or one mask: of both in self-attention, of the keys alone in cross-attention and where
             the keys are those of a KV cache.
         sq: queries.
-        of_self: in self-attention.
+        of_self: whether it is self-attention.
 
     Raises:
         TypeError: for another dtype.
@@ -70,7 +70,7 @@ def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_s
 
     Args:
         mask, sq, of_self: see `padding_pair`.
-        mask_type, window: of the layer or the call.
+        mask_type, window: mask type and window of the layer or the call.
 
     Raises:
         TypeError, ValueError: as `padding_pair` and `arbitrary_mask`.

@@ -92,7 +92,7 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
 
     Args:
         x: ``[b, s, n, d]``.
-        rotary: from `rotary_embedding`, for positions ``[s]`` or ``[b, s]``.
+        rotary: rotary embedding, see `rotary_embedding`, of positions ``[s]`` or ``[b, s]``.
 
     Returns:
         Array like ``x``; the rotation is computed in fp32.

@@ -134,9 +134,9 @@ def compute(
 
     Args:
         function: function of a pytree of arrays. It is traced.
-        tree: its argument.
+        tree: argument of the computation, a tree.
         kernel_of: function of a key path and an array in ``tree`` that returns the parameter that this is, or None.
-        visitor: called in the order of the traced operations.
+        visitor: function called in the order of the traced operations.
     """
     fill: Callable[[Sequence[Any]], Any] = lambda arrays: arrays  # noqa: E731
 

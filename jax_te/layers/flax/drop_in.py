@@ -112,7 +112,7 @@ class DotGeneral(QuantizableModule):
 
         Args:
             lhs, rhs: input and kernel.
-            order: their axes.
+            order: order of their axes.
             kernel_axes: names of the kernel's axes, or None.
             dtype: dtype of the product; None: that of ``lhs``.
             out: sharding of the product on a mesh with Explicit axes, or None.
@@ -134,7 +134,7 @@ class EinsumOp(DotGeneral):
     """``jnp.einsum`` of an input and a kernel whose GEMMs a recipe quantizes: the ``einsum_op`` of ``nnx.Einsum``.
 
     Args:
-        recipe, kernel_axes: as of `DotGeneral`.
+        recipe, kernel_axes: see `DotGeneral`.
 
     Raises:
         ValueError: when called under a recipe with an equation that is not one GEMM, and as `DotGeneral`.
@@ -240,8 +240,8 @@ class FlaxLinear(NamedTuple):
         summed, features: sizes of the kernel's axes that are summed over, and of the others.
         why: why no recipe can quantize it, or None.
         op: the class that quantizes it.
-        as_placed: what computes it without a recipe, see `dot_general_as_placed`.
-        default: what its attribute ``op.attribute`` is if the user gave nothing.
+        as_placed: computation without a recipe, see `dot_general_as_placed`.
+        default: value of the attribute ``op.attribute`` if the user gave none.
         stack: sizes of the axes that ``nnx.vmap`` put before the kernel's.
     """
 
@@ -320,8 +320,8 @@ def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, 
     """Return the axes of input, kernel and output of an equation, and why it is not one GEMM, or None.
 
     Args:
-        equation: of ``jnp.einsum``, explicit, with two operands.
-        rank: of the input, whose axes ``...`` are named by it; None: as one axis.
+        equation: equation of ``jnp.einsum``, explicit, with two operands.
+        rank: rank of the input, by which its axes ``...`` are named; None: ``...`` is one axis.
 
     >>> read_einsum("...d,df->...f", 3)
     ('ABd', 'df', 'ABf', None)

@@ -42,10 +42,10 @@ def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | 
     ``"batch"`` and ``"sequence"``: its first two axes, unless these are summed over. Values do not depend on it.
 
     Args:
-        x, kernel: as ``dot_general`` got them.
-        order: of their axes.
-        names: of the kernel's axes, in Flax's or this package's rules, or mesh axes; None: it has none.
-        multiple: of the features that one device's GEMMs take.
+        x, kernel: input and kernel, as ``dot_general`` received them.
+        order: order of their axes.
+        names: names of the kernel's axes, in Flax's or this package's rules, or mesh axes; None: it has none.
+        multiple: multiple that one device's GEMMs require of features.
 
     >>> gemm_axes(jax.numpy.ones((2, 4)), jax.numpy.ones((4, 8)), GemmOrder([0], [1], [0], [1]), None).x is None
     True
@@ -88,11 +88,11 @@ def _operand_dims(
     """Return the mesh axes for each dimension of input and kernel as ``dot_general`` got them.
 
     Args:
-        order: of their axes.
+        order: order of their axes.
         typed: Explicit axes, from their types.
         of_rows: Auto axes of the input's first rows.
         of_kernel: Auto axes of the kernel's dimensions; of none if it has no names.
-        auto: all Auto axes.
+        auto: mesh axes of type Auto.
     """
     x_dims, kernel_dims = map(list, typed)
     for axis, found in zip(order.rows, of_rows, strict=False):
@@ -150,7 +150,7 @@ def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:
     """Return the names of a kernel's axes in its metadata, without those of a stack; None if it has none.
 
     Args:
-        kernel: of a layer of Flax.
+        kernel: kernel of a layer of Flax.
         rank: number of its axes without those of a stack, which are in front.
 
     >>> kernel_names(nnx.Param(jax.numpy.ones((4, 8)), logical_axes=("embed", "mlp")), 2)
@@ -172,8 +172,8 @@ def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str 
 
     Args:
         auto: these axes.
-        rows: those that rules give the input's rows.
-        of_kernel: those that the kernel's names give it; None if it has no names.
+        rows: mesh axes that rules assign to the input's rows.
+        of_kernel: mesh axes that the kernel's names assign to it; None if it has no names.
     """
     if of_kernel is None and auto - rows:
         return (

@@ -28,7 +28,7 @@ def gemms_of_model(jaxpr: Any, parameters: Mapping[Any, str]) -> ModelGemms:
     """Return which parameters a model's GEMMs take, and which of them are its heads.
 
     Args:
-        jaxpr: of a traced call of the model.
+        jaxpr: jaxpr of a traced call of the model.
         parameters: the jaxpr's variables that are parameters -> their names.
     """
     flow = _Flow()

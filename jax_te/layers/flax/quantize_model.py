@@ -42,7 +42,7 @@ class DropInReport:
     """Result of `quantize_model`; as text, a table.
 
     Args:
-        layers: every module with a kernel, or kernel that a rule reaches, in the order of their paths.
+        layers: all modules with a kernel, and kernels that a rule matches, in the order of their paths.
         unused_rules: patterns that decided about no layer.
     """
 
@@ -157,10 +157,10 @@ def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bo
     None: no contraction takes it in the module's ``__call__``, or nobody asked for it.
 
     Args:
-        path: of the parameter.
+        path: path of the parameter.
         kind: name of the module's class.
-        rules: of `quantize_model`.
-        seen: what the module's ``__call__`` does with it.
+        rules: rules of `quantize_model`.
+        seen: use of the parameter in the module's ``__call__``.
         present: whether a recipe can quantize it already.
 
     Raises:
@@ -202,12 +202,12 @@ def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Ru
     """Return the entry of a module with kernels that is none of Flax's linear layers.
 
     Args:
-        path: of the module.
+        path: path of the module.
         kind: name of its class.
         parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
             with those that a rule fits.
-        rules: of `quantize_model`.
-        gemms: of the model.
+        rules: rules of `quantize_model`.
+        gemms: GEMMs of the model.
     """
     why = "it is none of Flax's linear layers"
     paths = {name: f"{path}.{name}" if path else name for name in parameters}

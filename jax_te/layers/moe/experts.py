@@ -54,8 +54,8 @@ class Experts(TrainingMode):
         Args:
             x: ``[rows, h]``, zeros in rows of padding.
             probs: ``[rows]``, 0 in rows of padding.
-            groups: which rows are of which expert.
-            is_first_microbatch: as in `GroupedLinear`.
+            groups: rows of each expert.
+            is_first_microbatch: see `GroupedLinear`.
 
         Returns:
             ``[rows, h]`` in the dtype of ``x``.
@@ -91,11 +91,11 @@ class SharedExperts(TrainingMode):
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
-        activation, activation_params: as in `LayerNormMLP`.
+        activation, activation_params: see `LayerNormMLP`.
         gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``.
         init_method: initializer of ``linear_fc1`` and the gate. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``linear_fc2``. None: N(0, 0.023²).
-        sequence_parallel, tp_group, tp_size: as in `Linear`.
+        sequence_parallel, tp_group, tp_size: see `Linear`.
         params_dtype: dtype of the kernels.
         rngs: the ``params`` stream draws the kernels.
 

@@ -38,7 +38,7 @@ class GroupedLinear(TensorParallelModule):
         init_method: initializer of one group's kernel, ``init(key, shape, dtype)`` with its shape ``(k, *n)``. None:
             N(0, 0.023²).
         tp_group: None or ``"tensor"``, as in `Linear`.
-        tp_size: as in `Linear`.
+        tp_size: see `Linear`.
         parallel_mode: ``"column"``, ``"row"`` or None, as in `Linear`. On a mesh the compiler partitions the layer.
         fuse_wgrad_accumulation: stored, without effect, as in `Linear`.
         return_bias: do not add the bias but return it beside the output, for a fused operation to add.
@@ -48,7 +48,8 @@ class GroupedLinear(TensorParallelModule):
             ``params``.
 
     Attributes:
-        frozen: no gradient reaches the parameters, and none is computed for the kernels. False. `GroupedLoRA` sets it.
+        frozen: whether the parameters are frozen: no gradient reaches them, and none is computed for the kernels.
+            Initially False; `GroupedLoRA` sets it.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 
     Raises:
@@ -153,7 +154,7 @@ class GroupedLinear(TensorParallelModule):
         """Where the rows of each group lie in a call's ``x``; sizes that are known are checked.
 
         Args:
-            x, group_sizes, alignment: as in a call.
+            x, group_sizes, alignment: see `GroupedLinear.__call__`.
         """
         if not isinstance(group_sizes, jax.Array):
             sizes = list(group_sizes)

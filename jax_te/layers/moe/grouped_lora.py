@@ -28,7 +28,7 @@ class GroupedLoRA(LoRA):
 
     Args:
         base: the layer of experts; taken over, not copied.
-        rank, alpha, freeze_base, params_dtype: as in `LoRA`.
+        rank, alpha, freeze_base, params_dtype: see `LoRA`.
         init_method: initializer of one expert's ``lora_a``, with its shape ``(k, r)``. None: N(0, 1 / k).
         rngs: the ``params`` stream draws ``lora_a``.
 
@@ -67,7 +67,7 @@ class GroupedLoRA(LoRA):
         """What the base returns for the same arguments, with the adapters' products added.
 
         Args:
-            x, group_sizes, is_first_microbatch, alignment: as in `GroupedLinear`.
+            x, group_sizes, is_first_microbatch, alignment: see `GroupedLinear`.
         """
         with jax.named_scope("GroupedLoRA"):
             result: Any = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch, alignment=alignment)

@@ -103,18 +103,19 @@ class MoE(MixtureOfExperts):
         hidden_size: ``h``.
         ffn_hidden_size: ``f`` of an expert.
         router: number of experts, how they are chosen, and how their load is kept equal.
-        activation, activation_params: as in `LayerNormMLP`.
+        activation, activation_params: see `LayerNormMLP`.
         bias: learn biases in all linear layers, of the router, too.
         apply_probs_on_input: multiply an expert's input by the probability, in place of its activation; for one expert
             a token.
         latent_size: features of the experts' inputs and outputs, to and from which two linear layers project. None:
             ``h``.
         shared_expert_intermediate_size: ``f`` of `SharedExperts`, which all tokens pass besides. None: there are none.
-        shared_expert_gate: as ``gate`` in `SharedExperts`.
+        shared_expert_gate: see ``gate`` of `SharedExperts`.
         init_method: initializer of the router and of kernels into an activation or the experts. None: N(0, 0.023²).
         output_layer_init_method: initializer of kernels out of them. None: N(0, 0.023²).
-        tp_group, tp_size: as in `Linear`, for the shared experts. The tensor axis does not shard an expert's kernels.
-        layer_number: as in `Router`.
+        tp_group, tp_size: tensor-parallel group and size of the shared experts, see `Linear`. The tensor axis does not
+            shard an expert's kernels.
+        layer_number: see `Router`.
         return_routing: calls also return the `Routing`.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels; those of experts as `GroupedLinear`.
@@ -194,8 +195,8 @@ class MoE(MixtureOfExperts):
 
         Args:
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
-            is_first_microbatch: as in `Linear`.
-            padding_mask, key, experts: as in `Router`.
+            is_first_microbatch: see `Linear`.
+            padding_mask, key, experts: see `Router`.
 
         Returns:
             ``y [b, s, h]``; with ``return_routing`` a NamedTuple of it and ``routing``.

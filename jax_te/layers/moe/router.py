@@ -142,7 +142,7 @@ class Router(TrainingMode):
             x: ``[b, s, h]``, or ``[s, h]`` for one sequence.
             padding_mask: bool ``[b, s]``, True for padding, which losses and counts leave out; it is routed like any
                 token.
-            key: for ``input_jitter_eps`` in training, and for choices at random.
+            key: random key of ``input_jitter_eps`` in training, and of random choices.
             experts: int32 ``[b, s, k]``, a choice made before, which is taken in place of this router's own.
 
         Returns:
@@ -366,7 +366,7 @@ def expert_metrics(model: nnx.Module) -> dict[str, Array]:
     """Return what the last step counted, over all routers of a model and for each.
 
     Args:
-        model: whose states a train step has written back, e.g. ``state.model``.
+        model: model whose states a train step has written back, e.g. ``state.model``.
 
     Returns:
         By name, fp32: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;

@@ -54,7 +54,7 @@ class QuantizationReport:
     "quantized": only under an ambient recipe (``override_quantized_autocast``, ``override_nonquantized_autocast``).
 
     Args:
-        modules: every quantizable layer, in the order of the model's layers.
+        modules: all quantizable layers, in the order of the model's layers.
         unused_matchers: rules that match no quantizable layer's path.
         shadowed_matchers: rules that match some paths, to each of which an earlier rule applied.
         disabled_matchers: rules that are not enabled.
@@ -105,7 +105,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     Args:
         model: changed in place. Its layers' recipes are static: call this before jitting, or jitted functions are
             traced again.
-        recipe_config: from `load_quantization_recipe`. None removes all layers' own recipes.
+        recipe_config: result of `load_quantization_recipe`. None removes all layers' own recipes.
 
     Returns:
         The precision of each layer, and the entries of the file that had no effect; print it.

@@ -21,7 +21,7 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
 
     Args:
         module: changed in place.
-        quantization_config: from `get_quant_config_or_none`.
+        quantization_config: result of `get_quant_config_or_none`.
 
     Raises:
         TypeError: if ``module`` is no quantizable layer.

@@ -59,7 +59,7 @@ class QuantizationConfig:
         config: a copy of the entry of the ``configs`` section.
         match_input: description of the module.
         config_key: name of the entry.
-        factory_modules: of the `RecipeConfig`.
+        factory_modules: modules of the `RecipeConfig` whose recipes are made by a factory.
 
     Source: ``megatron.core.quantization.quant_config.QuantizationConfig``.
 
@@ -95,7 +95,7 @@ class GlobMatcher(Matcher):
     write ``*layers.1.*``. The layer number is not used.
 
     Args:
-        pattern: of `fnmatch`.
+        pattern: pattern of `fnmatch`.
         config_key: given to modules that match.
         name: label for reports.
 
@@ -121,7 +121,7 @@ class RecipeConfig:
     """Named payloads and ordered rules that give them to modules; the first rule that applies wins.
 
     Args:
-        matchers: in order.
+        matchers: matchers, in order.
         config_dict: payload by config key.
         disabled: labels of the rules in a file that are not enabled, for reports.
         factory_modules: modules whose functions payloads may name as ``custom_recipe_factory``. A file alone cannot
@@ -238,7 +238,7 @@ def load_quantization_recipe(recipe_path: str | Path, factory_modules: Iterable[
     """Return the rules of a quantization file.
 
     Args:
-        recipe_path: of the file.
+        recipe_path: path of the file.
         factory_modules: modules whose functions the file may name as ``custom_recipe_factory``.
 
     Raises:

@@ -21,8 +21,8 @@ class TEQuantizationParams:
     """The precision of a layer in training and in evaluation.
 
     Args:
-        training_recipe: in training, and in evaluation if ``evaluation_recipe`` is None.
-        evaluation_recipe: in evaluation. None: ``training_recipe``.
+        training_recipe: recipe of training, and of evaluation if ``evaluation_recipe`` is None.
+        evaluation_recipe: recipe of evaluation. None: ``training_recipe``.
 
     Source: ``megatron.core.extensions.transformer_engine.TEQuantizationParams``.
 
@@ -104,8 +104,8 @@ class TwoModeRecipe(ModuleRecipe):
     """A `ModuleRecipe` whose override flags differ between training and evaluation.
 
     Args:
-        training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: as in
-            `ModuleRecipe`; the flags are those of training.
+        training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: recipes
+            of the two modes and training's flags, see `ModuleRecipe`.
         in_evaluation: recipe and flags of evaluation; its field ``training`` is the recipe.
 
     >>> never = ModuleRecipe(training=None, override_quantized_autocast=False)

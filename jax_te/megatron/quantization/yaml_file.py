@@ -70,7 +70,7 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
 
     Args:
         text: YAML.
-        name: of the text in error messages.
+        name: name of the text in error messages.
 
     Raises:
         ValueError: if the text is not YAML, a mapping has a key twice, or the content is nested too deeply or stands

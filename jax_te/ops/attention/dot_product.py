@@ -79,8 +79,8 @@ def dot_product_attention(
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
         dropout_rate: probability with which a probability is dropped; needs ``dropout_key`` unless it is 0.
-        return_max_logit: also return the max logit of each head, after scale, softcap and bias.
-        context_parallel: how devices exchange keys and values if the mesh in use shards the sequence. None:
+        return_max_logit: whether to return the max logit of each head, too, after scale, softcap and bias.
+        context_parallel: exchange of keys and values between devices if the mesh in use shards the sequence. None:
             `ContextParallel`'s defaults.
         out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values; required on a mesh
             with Explicit axes, for context parallelism and for ``te`` on a mesh.

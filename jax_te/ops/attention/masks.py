@@ -80,7 +80,7 @@ def hidden(spec: AttentionSpec, arrays: AttentionArrays, away: Array | None = No
     """Return the keys that are masked out for each query, bool ``[b | 1, 1 | n, sq, skv]``; None: no key is.
 
     Args:
-        spec, arrays: of the call.
+        spec, arrays: spec and arrays of the call.
         away: `distance`, if it was computed already.
     """
     left, right = spec.window

@@ -56,8 +56,8 @@ def segments_from_cu_seqlens(
         cu_seqlens_q: int32 ``[m + 1]`` or ``[b, m + 1]``: 0, then the sum of the lengths so far. Unused entries at the
             end repeat the last one.
         cu_seqlens_kv: likewise for keys and values. None: those of the queries.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: where each sequence begins in memory, if there is padding between
-            sequences. None: there is none. Where both arrays for keys are None, those of the queries are taken.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: start of each sequence in memory, if there is padding between
+            sequences. None: no padding. Where both arrays for keys are None, those of the queries are taken.
 
     Raises:
         TypeError: for arrays that are not integers.

@@ -65,11 +65,11 @@ class AttentionSpec:
     """Everything about an attention call that is known before it runs; backends accept or refuse it by this.
 
     Args:
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         batch, q_length, kv_length, heads, groups, head_dim, v_head_dim: ``b, sq, skv, n, g, d, dv``.
         mask_type, window, bias_type, softmax_type, scale, logit_softcap, dropout_rate, return_max_logit: see
             `dot_product_attention`.
-        bias_shape: of the bias array.
+        bias_shape: shape of the bias array.
         max_segments: the most packed sequences in a row; 0: each row holds one sequence.
         packed: whether queries, keys and values are one array.
     """

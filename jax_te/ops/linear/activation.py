@@ -43,7 +43,7 @@ def activation(
     Args:
         x: ``[..., n_act, f]``, fp32, bf16 or fp16; computed in fp32.
         name: a key of `jax_te.config.ACTIVATIONS`, a function, or a tuple of them.
-        params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
+        params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
         backend: None for the ambient one.
 

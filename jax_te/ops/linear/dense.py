@@ -84,8 +84,8 @@ def layernorm_dense(
         x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
         linear: kernel ``[h, *n]``, bias, quantizer state and ``grad_sink``.
-        norm: which norm, its epsilon, and whether the scale is an offset from 1.
-        recipe, options, backend: as in `dense`; the quantized input is the norm's output.
+        norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
+        recipe, options, backend: see `dense`; the quantized input is the norm's output.
 
     Returns:
         ``[..., *n]`` in the dtype of ``x``.

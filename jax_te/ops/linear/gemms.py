@@ -136,9 +136,9 @@ def backward(
 
     Args:
         spec: the layer.
-        residuals: of its forward pass.
+        residuals: residuals of the forward pass.
         g: the gradient of its output.
-        dbias: of its bias, on a mesh summed over this device's rows.
+        dbias: gradient of the bias, on a mesh summed over this device's rows.
         after: the gradient of the op's output.
     """
     if dbias is not None and spec.plan.mesh is not None:
@@ -209,7 +209,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
 
     Args:
         spec: the layer.
-        kernel: its residual.
+        kernel: residual of the kernel.
         g: the gradient of the output.
         after: the gradient of the op's output.
     """

@@ -33,7 +33,7 @@ def layernorm(
     Args:
         x: ``[..., h]`` fp32, bf16 or fp16.
         scale, bias: ``[h]``; the bias may be None and must be for RMS norm.
-        norm: which norm, its epsilon, and whether the scale is an offset from 1.
+        norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
         out_axes: logical axes of the result (and of ``x``); required on a mesh with Explicit axes.
         backend: None for the ambient one.
 

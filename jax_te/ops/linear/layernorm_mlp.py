@@ -25,7 +25,7 @@ class MlpOptions(NamedTuple):
     """The static options of `layernorm_mlp`.
 
     Args:
-        norm: which norm, its epsilon, and whether the scale is an offset from 1.
+        norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
         activation: see `jax_te.ops.activation`.
         wi, wo: options of the two linear layers. ``wi.out_axes`` are the logical axes of ``[..., n_act, f]``,
             ``wo.x_axes`` those of the activated tensor ``[..., f]``, ``wo.out_axes`` those of the result.
@@ -60,7 +60,7 @@ def layernorm_mlp(
             ``n_act`` is the activation's number of components.
         wo: kernel ``[f, h]`` and bias ``[h]`` or None, likewise.
         options: norm, activation, and the options of the two linear layers.
-        recipe, backend: as in `dense`.
+        recipe, backend: see `dense`.
 
     Returns:
         ``[..., h]`` in the dtype of ``x``.

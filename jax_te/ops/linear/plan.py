@@ -69,7 +69,7 @@ class Plan:
     Args:
         mesh: None: on one device, or as the compiler partitions it.
         reason: why there is a mesh of several devices, and they cannot run the op by themselves.
-        constrained: there is a mesh, and the compiler partitions the op by constraints on its arrays.
+        constrained: whether there is a mesh, and the compiler partitions the op by constraints on its arrays.
         x_all_gather, out_reduce_scatter: mesh axes for each leading dimension of input and output.
         kernel_all_gather: mesh axes for each dimension of the kernel.
         contracting_axes: mesh axes that shard the sum over ``k``.
@@ -78,7 +78,7 @@ class Plan:
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         rows: sizes of the rows of the GEMMs on one device; None: no mesh.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's.
-        scale_axes: for input, kernel and gradient the mesh axes whose shards share a current scale. None: no mesh.
+        scale_axes: mesh axes whose shards share a current scale, for input, kernel and gradient. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
 
     Source: Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism), Rajbhandari et al.
@@ -121,7 +121,7 @@ class Plan:
 
         Args:
             args: PartitionSpecs of the arguments and of their cotangents, a tree prefix of them.
-            out: of the output.
+            out: specs of the output.
         """
         return None if self.mesh is None else Shards(mesh=self.mesh, args=args, out=out, cotangents=args)
 
@@ -136,7 +136,7 @@ def linear_plan(
     """Return how a linear layer runs on the mesh in use.
 
     Args:
-        x_shape: of the whole input.
+        x_shape: shape of the whole input.
         kernel: ``[k, *n]``.
         options: logical axes of input, kernel and output.
         precision: blocks of the quantizers' scales must not lie on two devices.
@@ -244,7 +244,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
     """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
 
     Args:
-        shape: of ``x``.
+        shape: shape of ``x``.
         axes, out_axes: logical axes of ``x`` and of the output.
         whole: number of trailing dimensions that must be whole on every device.
     """

@@ -65,8 +65,8 @@ def quantize_kernel(
         kernel_axes: logical axes of the kernel; required on a mesh with Explicit axes.
         portable: make it of plain arrays, which any backend reads and a checkpoint holds, instead of what this backend
             reads fastest.
-        grouped: for `grouped_dense`: there are several kernels ``[e, k, *n]``, each quantized by itself.
-        backend: of the calls; None for the ambient one.
+        grouped: whether there are several kernels ``[e, k, *n]`` for `grouped_dense`, each quantized by itself.
+        backend: backend of the calls; None for the ambient one.
 
     Raises:
         ValueError: if the recipe does not quantize kernels.

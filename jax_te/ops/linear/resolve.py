@@ -77,12 +77,12 @@ def run_op(
     """Return the result of a linear op, after its call was checked and resolved.
 
     Args:
-        op: made by `jax_te.ops.sharded_vjp.sharded_vjp`, over an `OpSpec` and `LinearArgs`.
-        name: of the op, see `jax_te.ops.explain_backend`.
+        op: op that `jax_te.ops.sharded_vjp.sharded_vjp` made, over an `OpSpec` and `LinearArgs`.
+        name: name of the op, see `jax_te.ops.explain_backend`.
         x: the input.
-        layers: one or two, one after another; where the devices cannot run one, the compiler partitions both.
-        norm, activation: in front of the first layer, and between the two.
-        recipe, backend: of the call.
+        layers: one or two layers, one after another; where the devices cannot run one, the compiler partitions both.
+        norm, activation: norm before the first layer, and activation function between the two.
+        recipe, backend: recipe and backend of the call.
 
     Raises:
         ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.

@@ -48,7 +48,7 @@ class LinearSpec:
         backend: the module of primitives.
         precision: the recipe, resolved.
         plan: the mesh and the collectives, or the reason why the compiler partitions the GEMMs.
-        options: as the call gave them.
+        options: options of the call.
         x_dtype: the compute dtype.
         wgrad_dtype: dtype of the kernel's gradient.
         kernel_rank: number of axes of the kernel.

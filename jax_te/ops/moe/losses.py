@@ -21,7 +21,7 @@ def balance_scores(
     Args:
         logits: ``[..., t, e]``.
         topk: ``k``.
-        score_function: as in `jax_te.config.RouterOptions`; sigmoid and sqrtsoftplus are divided by their sum over all
+        score_function: see `jax_te.config.RouterOptions`; sigmoid and sqrtsoftplus are divided by their sum over all
             experts.
         counted: bool ``[..., t]``, False for padding. None: all tokens count.
 

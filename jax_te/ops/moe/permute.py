@@ -18,7 +18,7 @@ class Permutation(NamedTuple):
     """Where the rows of a batch come from and go to. An assignment is one expert of one token, number ``t k + slot``.
 
     Args:
-        groups: which rows belong to which expert.
+        groups: rows of each expert.
         sources: int32 ``[rows]``, the assignment that a row stands for; ``t k`` for padding.
         rows: int32 ``[t, k]``, the row of each assignment; the number of rows for one that is dropped.
     """
@@ -45,7 +45,7 @@ def plan_permutation(
         experts: int32 ``[t, k]``.
         num_experts: ``e``.
         kept: bool ``[t, k]``, False for assignments that are dropped. None: all are kept.
-        alignment: as in `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
+        alignment: see `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
         capacity: the largest number of tokens that ``kept`` leaves an expert. None: any.
         pad_to_capacity: give each expert ``capacity`` rows, the last of them zeros.
 

@@ -35,7 +35,7 @@ def scores_of(logits: Array, score_function: ScoreFunction) -> Array:
 
     Args:
         logits: ``[..., e]``.
-        score_function: as in `jax_te.config.RouterOptions`.
+        score_function: see `jax_te.config.RouterOptions`.
 
     >>> scores_of(jnp.zeros((1, 2)), "softmax").tolist()
     [[0.5, 0.5]]
@@ -252,9 +252,9 @@ def within_capacity(assignment: Assignment, num_experts: int, capacity: int, pol
     Args:
         assignment: choice of experts for the tokens.
         num_experts: ``e``.
-        capacity: as `expert_capacity` returns it, at most the number of tokens.
-        policy: which tokens an expert keeps: ``"probs"``, those with its largest probabilities; ``"position"``, the
-            first ones. Of equal probabilities the first.
+        capacity: result of `expert_capacity`, at most the number of tokens.
+        policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
+            probabilities; ``"position"``, the first ones. Ties go to the first token.
 
     Source: ``megatron.core.transformer.moe.moe_utils.apply_router_token_dropping``.
 

@@ -95,8 +95,8 @@ def grouped_gemm(
             on the device: a call with other sizes is the same program.
         scale: fp32 ``[e]``, the product of the inverse scales of FP8 operands; None for 1.
         b_transposed: whether ``b`` has ``k`` last.
-        split_accumulator: for FP8 operands, whether every 128 of ``k`` leave the tensor cores, which keep about 14
-            bits of a sum, and are added up in fp32. Others are summed in fp32 throughout.
+        split_accumulator: whether, for FP8 operands, every 128 of ``k`` leave the tensor cores, which keep about 14
+            bits of a sum, and are accumulated in fp32. Others are summed in fp32 throughout.
         out_dtype: float32, bfloat16 or float16.
         tiling: None for one that suits the shape.
         interpret: whether to run in Pallas's interpreter, on any device.

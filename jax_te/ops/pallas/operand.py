@@ -25,7 +25,7 @@ class BlockOperand:
     Args:
         rows, rows_scale_inv: ``[R, C]`` for GEMMs that sum over the columns, and its scales.
         columns, columns_scale_inv: ``[C, R]`` for those that sum over the rows. None where nobody reads it.
-        shape, axis: of the tensor, and where the columns of its matrix view begin.
+        shape, axis: shape of the tensor, and axis where the columns of its matrix view begin.
         dtype: before quantization.
     """
 

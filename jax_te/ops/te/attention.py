@@ -215,8 +215,8 @@ def attention_backward(
     """Return the gradients of queries, keys and values, in their own form, of the bias, and of the softmax's offset.
 
     Args:
-        qkv, spec, arrays: as in forward; the keys may be one block of those that the output attends to.
-        out, log_sum: of `attention_forward`, or of all blocks merged.
+        qkv, spec, arrays: arguments of forward; the keys may be one block of those that the output attends to.
+        out, log_sum: results of `attention_forward`, or of all blocks merged.
         g: gradient of the output.
     """
     softmax_aux = jnp.transpose(log_sum, _order(spec))[..., None]

@@ -43,12 +43,12 @@ class Cut(NamedTuple):
     """Which layers of a model are whose.
 
     Args:
-        paths: of the layers in the model.
-        graphdefs: of the layers at each position in a chunk, the same in all chunks.
+        paths: paths of the layers in the model.
+        graphdefs: graph definitions of the layers at each position in a chunk, the same in all chunks.
         numbers: ``[p, v, l]``, the layer at each position of each chunk of each stage.
         counts: ``[p, v]``, layers of each chunk; positions from there on hold a copy of one that is not run.
         run: runs layers.
-        static: its arguments that are no arrays.
+        static: arguments that are not arrays.
     """
 
     paths: list[tuple[Any, ...]]

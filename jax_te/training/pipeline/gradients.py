@@ -45,10 +45,10 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        loss_fn, state: of the run.
+        loss_fn, state: loss function and state of the run.
         batches: leaves ``[m, b / m, ...]``.
-        key: of the step.
-        microbatches, keep_kernels, kernels: as for `accumulated_gradients`.
+        key: random key of the step.
+        microbatches, keep_kernels, kernels: see `accumulated_gradients`.
         config: schedule and split.
 
     Raises:

@@ -39,17 +39,17 @@ class Schedule:
     in one of the stage's chunks of layers; -1 is none.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         stages: p, devices along the mesh's pipeline axis.
         microbatches: m, of a step.
         virtual_stages: v, chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``, ``s + 2 p``, ….
         forward, backward: int32 ``[ticks, p]``, tasks.
         weight: int32 ``[ticks, p]``, tasks whose kernel gradients are computed; all -1 where these come with B.
         inputs: buffers of activations from the stage before, from their arrival to F.
-        residuals: of residuals, from F to B.
-        gradients: of gradients from the stage behind, from their arrival to B.
-        losses: of the loss's gradients on the last stage, from F to B.
-        operands: of operands of kernel gradients, from B to W.
+        residuals: buffers of residuals, from F to B.
+        gradients: buffers of gradients from the next stage, from their arrival to B.
+        losses: buffers of gradients of the loss on the last stage, from F to B.
+        operands: buffers of operands of kernel gradients, from B to W.
 
     >>> schedule = make_schedule("1f1b", stages=2, microbatches=3)
     >>> schedule.forward.T.tolist()
@@ -108,7 +108,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     ``(p - 1) / (3 m + p - 1)`` for the last.
 
     Args:
-        name: one of `PIPELINE_SCHEDULES`.
+        name: name of the schedule, one of `PIPELINE_SCHEDULES`.
         stages: p, at least 2.
         microbatches: m; a multiple of ``p`` with several virtual stages.
         virtual_stages: v, chunks of layers on each stage.
@@ -142,7 +142,7 @@ def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last
     """Return how many layers each of ``chunks`` consecutive parts of a stack has.
 
     Args:
-        num_layers: of the stack.
+        num_layers: number of layers in the stack.
         chunks: stages, or stages times virtual stages.
         first, last: layers of the first and of the last part, which also have the embedding and the head. None: as many
             as any other.

@@ -56,8 +56,8 @@ class _Task(NamedTuple):
 
     Args:
         counts: bool ``[]``.
-        number: of the microbatch.
-        chunk: of the stage.
+        number: index of the microbatch.
+        chunk: chunk of the stage.
         starts, ends: the embedding is in front of it, the loss behind it.
     """
 

@@ -27,13 +27,13 @@ class Program(NamedTuple):
     """What all stages run.
 
     Args:
-        loss_fn: of a microbatch.
-        graphdef: of the model.
-        scaler: of the loss.
-        cut: where the model is cut.
-        schedule: of the step.
+        loss_fn: loss function of a microbatch.
+        graphdef: graph definition of the model.
+        scaler: loss scaler.
+        cut: points at which the model is cut.
+        schedule: schedule of the step.
         keep_kernels: quantize each kernel once a step.
-        kernels: how their gradients are computed.
+        kernels: computation of the kernels' gradients.
     """
 
     loss_fn: LossFn
@@ -56,16 +56,16 @@ class StageModel:
     """Layers, embedding, head and loss for one stage, inside of a ``shard_map`` over the pipeline axis.
 
     Args:
-        program: what all stages run.
+        program: program of all stages.
         stacked: parameters and quantizer states of the stage's layers, ``[v, ...]`` for each position of a chunk.
         outer: parameters and quantizer states around the stack.
         batches: microbatches, leaves ``[m, b / m, ...]``.
-        key: of the step.
+        key: random key of the step.
 
     Attributes:
-        index: of the stage.
-        weights: of each microbatch, fp32 ``[m]``; None for a loss that has none.
-        places: of summands, for the kernels of a chunk whose gradients wait.
+        index: index of the stage.
+        weights: weight of each microbatch, fp32 ``[m]``; None for a loss without weights.
+        places: places of summands, for the kernels of a chunk whose gradients are deferred.
     """
 
     def __init__(self, program: Program, stacked: Any, outer: Any, batches: PyTree, key: Array):

@@ -16,7 +16,7 @@ class Residuals:
     """What a chunk's backward pass is made of, found by tracing it once.
 
     Args:
-        model: of the stage.
+        model: model of the stage.
 
     Attributes:
         x: shape of activations between layers.

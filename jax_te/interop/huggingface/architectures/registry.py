@@ -50,7 +50,7 @@ def read_form(
     Args:
         values: the fields.
         what: the file's name, for messages.
-        tensors: of the model; there are not more layers.
+        tensors: tensors of the model; it has no more layers than these name.
         ignore: names of unknown fields that a caller knows to change no number.
 
     Raises:

@@ -26,8 +26,8 @@ class ContextParallel:
         cp_comm_type: ``"p2p"``: keys and values travel around a ring (Liu et al. 2023); ``"all_gather"``: every device
             all-gathers them; ``"a2a"``: devices exchange shards of the sequence for heads (Ulysses, Jacobs et al.
             2023); ``"a2a+p2p"``: Ulysses in groups of neighbours, a ring of groups (Fang and Zhao 2024).
-        hierarchical_context_parallel_sizes: how many neighbouring devices exchange heads, and how many such groups are
-            on a ring. Read, and then needed, by ``"a2a+p2p"`` on a mesh whose context axis is larger than 1.
+        hierarchical_context_parallel_sizes: number of neighbouring devices that exchange heads, and number of such
+            groups in a ring. Read, and then needed, by ``"a2a+p2p"`` on a mesh whose context axis is larger than 1.
         cp_load_balanced: sequences are in zig-zag order, see `zigzag_positions`.
 
     Raises:
@@ -62,15 +62,15 @@ class AttentionSharding:
     Args:
         spec: the whole call, as if it ran on one device.
         mesh: the mesh in use.
-        axis_names: its axes that no surrounding ``shard_map`` has made manual.
+        axis_names: mesh axes that no surrounding ``shard_map`` has made manual.
         batch, context, heads: mesh axes larger than 1 that shard examples, sequence and heads.
-        batch_shards, context_shards, head_shards: how many shards these make.
-        cp: how devices exchange keys and values.
-        gathers: every device all-gathers keys and values.
-        ulysses_size: how many neighbours exchange shards of the sequence for heads; 1: none do.
-        ring_size: how many devices, or groups of such neighbours, a ring has; 1: there is none.
+        batch_shards, context_shards, head_shards: numbers of shards along these axes.
+        cp: exchange of keys and values between devices.
+        gathers: whether every device all-gathers keys and values.
+        ulysses_size: number of neighbours that exchange shards of the sequence for heads; 1: no exchange.
+        ring_size: number of devices, or groups of such neighbours, in a ring; 1: no ring.
         load_balanced: sequences are in zig-zag order.
-        backend: what runs on each device.
+        backend: backend that runs on each device.
     """
 
     spec: AttentionSpec
@@ -95,7 +95,7 @@ class AttentionSharding:
         """Return the description of what one device computes at a time: some of its queries and some keys.
 
         Args:
-            q_length, kv_length: how many queries and keys.
+            q_length, kv_length: numbers of queries and keys.
             mask_type: None: the whole call's.
             **changes: fields that differ from the whole call's.
         """
